@@ -1,4 +1,4 @@
-"""One decode step at past 128, 2048 and 8192: our graphs beside other exporters', same onnxruntime and threads."""
+"""One decode step at past 128, 2048 and 8192: llmconv's graphs and other exporters', same onnxruntime and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS, STEPS = 8, 5
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     sessions = {name: session(path) for name, path in graphs("decode").items()}
     lines, targets = [], []
     for past in PASTS:

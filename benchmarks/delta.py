@@ -61,7 +61,7 @@ base.save_pretrained(sys.argv[3])
 
 
 def tuned(name: str, part: str) -> Path:
-    """The base with noise on the weights whose name has `part`, made on first use."""
+    """The base with noise on the weights whose name has `part`, created on first use."""
     folder = FOLDER / name
     if not folder.exists():
         model = open_checkpoint(base())
@@ -86,7 +86,7 @@ def size(folder: Path) -> int:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     model, whole, little = base(), tuned("tuned", ""), tuned("tuned-layer", LAYER)
     output, deltas = FOLDER / "out", [FOLDER / name for name in ("delta", "delta-layer", "delta-torch")]
     for folder in deltas:

@@ -1,4 +1,4 @@
-"""export --prefill --incremental of a 1.1 B float32 Llama, in place, beside other exporters of the same folder."""
+"""export --prefill --incremental of a 1.1 B float32 Llama, in place, compared with other exporters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRAPHS = ("prefill.onnx", "decode.onnx", "llmconv.json")
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     folder = model()
     ours = "`llmconv export --prefill --incremental`"
     commands = {ours: llmconv("export", folder, "--prefill", "--incremental", "--overwrite")}

@@ -34,7 +34,7 @@ CONFIG_LAYERS = int(str(CONFIG["num_hidden_layers"]))
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     deep, shallow = sparse(22), sparse(6)
     commands = {
         f"{layers} layers": llmconv("export", folder, "--prefill", "--incremental", "--overwrite")

@@ -78,7 +78,7 @@ def _layer(number: int) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     folder = sparse()
     commands = {"`llmconv export`": llmconv("export", folder, "--prefill", "--incremental", "--overwrite")}
     results = interleaved(commands, ROUNDS, FOLDER / "nothing")

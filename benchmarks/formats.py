@@ -14,7 +14,7 @@ FORMATS = {"accessory": 2, "meta": 2, "mindformers": 1, "paddle": 1}
 
 
 def checkpoint(format: str, shards: int) -> Path:
-    """The model in a training format (2.2 GB), made on first use by `llmconv from-hf`."""
+    """The model in a training format (2.2 GB), created on first use by `llmconv from-hf`."""
     path = FOLDER / format
     if not path.exists():
         run(llmconv("from-hf", base(), "-o", path, "--to", format, "--shards", str(shards)))
@@ -22,7 +22,7 @@ def checkpoint(format: str, shards: int) -> Path:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     output = FOLDER / "out"
     commands = {
         f"`llmconv to-hf` of {format}": llmconv("to-hf", checkpoint(format, shards), "-o", output)

@@ -1,4 +1,4 @@
-"""Greedy generation: our loop over our graphs beside GenAI, optimum and transformers; what the loop and a step cost."""
+"""Greedy generation: llmconv compared with GenAI, optimum and transformers; the cost of the loop and of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.exporters import GENAI, OPTIMUM
 from benchmarks.measure import Target, report
 from benchmarks.small_model import CONFIG, FOR_ORT, GROWING, HEAD_DIM, KV_HEADS, OURS, graphs, model
 from benchmarks.step import THREADS
-from llmconv.bench import Candidate, Comparison, bench
+from llmconv.bench import BenchCandidate, BenchResult, bench
 from llmconv.bench.bench import random_prompts
 from llmconv.bench.own_loop import open_text_model
 from llmconv.generation import GenerationSettings
@@ -53,7 +53,7 @@ def interpreters() -> dict[str, str]:
     return {"genai": str(environments.python("builders")), "optimum": str(environments.python("optimum"))}
 
 
-def lines(result: Comparison, names: Sequence[str], length: int) -> list[str]:
+def lines(result: BenchResult, names: Sequence[str], length: int) -> list[str]:
     """A Markdown row per candidate."""
     cells = [result.cell(candidate, 1, length) for candidate in result.candidates]
     base = statistics.median(cells[0].decode)
@@ -69,7 +69,7 @@ def lines(result: Comparison, names: Sequence[str], length: int) -> list[str]:
     ]
 
 
-def speed_targets(result: Comparison, names: Sequence[str], length: int) -> list[Target]:
+def speed_targets(result: BenchResult, names: Sequence[str], length: int) -> list[Target]:
     """How many times as fast as the others the first is."""
     speeds = {
         name: statistics.median(result.cell(candidate, 1, length).decode)
@@ -140,12 +140,12 @@ def bound_milliseconds() -> float:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     chosen = candidates()
     names, specs = list(chosen), list(chosen.values())
     lengths, new, rounds = (LENGTHS[:1], 8, 1) if QUICK else (LENGTHS, NEW, ROUNDS)
     given: dict[str, Any] = {"new_tokens": new, "threads": THREADS}
-    others = [Candidate.parse(spec, None, interpreters()) for spec in specs[1:]]
+    others = [BenchCandidate.parse(spec, None, interpreters()) for spec in specs[1:]]
     result = bench(specs[0], against=others, lengths=lengths, repeat=rounds, **given)
     failed = [cell for cell in result.cells if cell.error]
     if failed:

@@ -144,7 +144,7 @@ class Target:
 
 
 def report(name: str, title: str, body: str, targets: Sequence[Target]) -> int:
-    """Prints one benchmark's section, keeps it where `--write FILE` says, and returns 1 where a target is missed.
+    """Prints one benchmark's section, keeps it where `--write FILE` says, and returns 1 if a target is missed.
 
     Args:
         name: the benchmark's module, such as `merge_lora`; it owns the section between its markers in FILE.

@@ -23,7 +23,7 @@ ALL, FEW, CP, DURABLE = (
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--divisor", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

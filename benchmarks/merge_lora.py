@@ -33,7 +33,7 @@ def mergekit(model: Path, lora: Path, output: Path) -> list[str]:
 
 
 def main() -> int:
-    """Measures, prints the tables, and returns 1 where a target is missed."""
+    """Measures, prints the tables, and returns 1 if a target is missed."""
     model, lora, output = base(), adapter(), FOLDER / "out"
     ours = {
         OURS: llmconv("merge-lora", model, lora, "-o", output),

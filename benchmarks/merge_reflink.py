@@ -18,7 +18,7 @@ ROUNDS, DIVISOR, DISK_BYTES = 3, 2, 14 << 30
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed; 0 where XFS cannot be mounted."""
+    """Measures, prints the table, and returns 1 if a target is missed; 0 where XFS cannot be mounted."""
     if os.geteuid() or not shutil.which("mkfs.xfs"):
         print("skipped: mounting XFS needs root and mkfs.xfs", file=sys.stderr)
         return 0

@@ -60,7 +60,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def base(dtype: str = "bfloat16") -> Path:
-    """The folder of the model, made on first use (2.2 GB; 4.4 GB in float32)."""
+    """The folder of the model, created on first use (2.2 GB; 4.4 GB in float32)."""
     folder = FOLDER / ("base" if dtype == "bfloat16" else f"base-{dtype}")
     if not folder.exists():
         tensors = {name: cast(_random(name, shape), BY_NAME[dtype]) for name, shape in shapes().items()}
@@ -80,7 +80,7 @@ def _random(name: str, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def adapter() -> Path:
-    """The folder of a LoRA adapter on all linear modules, rank 16, float32, made on first use (50 MB).
+    """The folder of a LoRA adapter on all linear modules, rank 16, float32, created on first use (50 MB).
 
     Its change is about a twentieth of the weights, as training leaves it: much of it lies below their last bit.
     """

@@ -1,4 +1,4 @@
-"""Prefill of 512 tokens: our graphs beside those of other exporters, same onnxruntime and threads, weights packed."""
+"""Prefill of 512 tokens: llmconv's graphs and other exporters', same onnxruntime and threads, packed weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, ROUNDS = 512, 9
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where the target is missed."""
+    """Measures, prints the table, and returns 1 if the target is missed."""
     steps = {}
     for name, path in graphs("prefill").items():
         steps[name] = Step(session(path), 0, TOKENS, name in SHARING)

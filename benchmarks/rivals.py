@@ -1,4 +1,4 @@
-"""to-hf beside other converters: transformers' Llama script on Meta's shards, LLM Foundry's on a Composer `.pt`.
+"""to-hf compared with other converters: transformers' Llama script on Meta's shards, LLM Foundry's on a Composer `.pt`.
 
 LLM Foundry's script is not part of its package: `LLM_FOUNDRY` names a checkout of github.com/mosaicml/llm-foundry.
 """
@@ -61,7 +61,7 @@ def compared(ours: str, theirs: str, results: dict[str, list[Measurement]]) -> l
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     output, checkout = FOLDER / "out", os.environ.get("LLM_FOUNDRY")
     meta, composer = training_checkpoint("meta", 2), composer_checkpoint()
     ours, theirs = ("`llmconv to-hf` of meta", "`llmconv to-hf` of composer"), ["transformers 4.47's converter"]
@@ -80,7 +80,7 @@ def main() -> int:
         remove(left)
     targets = [target for pair in zip(ours, theirs, strict=False) for target in compared(*pair, results)]
     body = f"A random 1.1 B Llama (2.2 GB of bfloat16); medians. {note}\n\n{table(results)}"
-    return report("rivals", "to-hf beside other converters", body, targets)
+    return report("rivals", "to-hf compared with other converters", body, targets)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def share(base: Path, adapter: Path, merged: Path) -> float:
 
 
 def _open(path: Path) -> Any:
-    """Untyped by its makers."""
+    """Opens a file; the library has no types."""
     from safetensors import safe_open  # noqa: PLC0415
 
     return safe_open(path, framework="pt")

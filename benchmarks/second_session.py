@@ -31,7 +31,7 @@ for name in ("", "decode.onnx", "prefill.onnx"):
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where the target is missed."""
+    """Measures, prints the table, and returns 1 if the target is missed."""
     folder = model()
     run(llmconv("export", folder, "--prefill", "--incremental", "--overwrite"))
     # A page of the file that one mapping alone has would count as private; this process maps all of them too.

@@ -1,4 +1,4 @@
-"""to-hf of 30 GB checkpoints with optimizer state: the memory is that of a block, whatever the file's size."""
+"""to-hf of 30 GB checkpoints with optimizer state: memory depends on a block, not on the size of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_composer(path: Path, parameters: Mapping[str, tuple[int, ...]], config:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     zero, composer, output = FOLDER / "zero-30gb", FOLDER / "composer-30gb.pt", FOLDER / "out"
     if not zero.exists():
         zero_checkpoint.save(zero, *zero_checkpoint.deep(SIZE))

@@ -19,7 +19,7 @@ THREADS = 2
 ROOM = 128
 """Slots of a shared buffer that stay free."""
 PAUSE = 0.05
-"""Seconds between two sessions: the threads of the last one spin for a while."""
+"""Seconds between two sessions: the threads of the last one busy-wait for a while."""
 
 
 class Step:
@@ -47,8 +47,8 @@ class Step:
                 self._binding.bind_output(name)
 
     def run(self) -> None:
-        """Runs it; what it leaves is the same each time."""
-        if not self._sharing:  # the last outputs are given back, as a client does that feeds them in again
+        """Runs it; the state afterwards is always the same."""
+        if not self._sharing:  # the last outputs are freed, as in a client that passes them on
             self._binding.clear_binding_outputs()
             for name in self._results:
                 self._binding.bind_output(name)
@@ -70,7 +70,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 
 
 def require_equal(steps: Mapping[str, Step]) -> None:
-    """Whoever computes something else is not a rival.
+    """Checks that all exporters compute the same logits.
 
     Raises:
         AssertionError: logits differ.
@@ -105,7 +105,7 @@ def rows(times: Mapping[str, list[float]], own: str) -> list[str]:
 
 
 def _layer(name: str) -> str | None:
-    """`3.key` of every exporter's name for it; None for what is no cache."""
+    """`3.key` of every exporter's name for it; None for other names."""
     found = re.search(r"\.(\d+)\.(key|value)", name)
     return f"{found[1]}.{found[2]}" if found else None
 

@@ -18,7 +18,7 @@ save(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 def checkpoint() -> Path:
-    """The training checkpoint (11 GB, of which 2.2 GB on disk), made on first use by another process."""
+    """The training checkpoint (11 GB, of which 2.2 GB on disk), created on first use by another process."""
     path, part = FOLDER / "ep0-ba2-rank0.pt", FOLDER / "ep0-ba2-rank0.part"
     if not path.exists():
         run(python(SAVE, str(base()), str(part)))
@@ -27,7 +27,7 @@ def checkpoint() -> Path:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     source, output = checkpoint(), FOLDER / "out"
     commands = {
         "`llmconv to-hf`": llmconv("to-hf", source, "-o", output),

@@ -16,7 +16,7 @@ LIMIT = 6 * 10**9
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     divisor = next((int(word) for word in sys.argv[1:] if word.isdigit()), 1)
     model = LargeModel(FOLDER, divisor)
     model.make()

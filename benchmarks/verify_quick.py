@@ -17,13 +17,13 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     rows, targets = [], []
     for at, (name, options) in enumerate(FORMS.items()):
-        folder, told = FOLDER / "verify-quick" / str(at), FOLDER / "verify-quick" / f"report-{at}"
+        folder, report_folder = FOLDER / "verify-quick" / str(at), FOLDER / "verify-quick" / f"report-{at}"
         run(llmconv("export", model(), "-o", folder, "--prefill", "--incremental", "--overwrite", *options))
-        runs = [run(llmconv("verify", folder, "--report", told)) for _ in range(ROUNDS)]
-        checks = json.loads((told / "report.json").read_text())["checks"]
+        runs = [run(llmconv("verify", folder, "--report", report_folder)) for _ in range(ROUNDS)]
+        checks = json.loads((report_folder / "report.json").read_text())["checks"]
         seconds = [one.wall for one in runs]
         middle, peak = statistics.median(seconds), max(one.peak_mb for one in runs)
         rows.append(

@@ -1,4 +1,4 @@
-"""Watches a command's memory while it runs: what is its own, and what it maps of files."""
+"""Watches a command's memory while it runs: private memory, and mapped files."""
 
 from __future__ import annotations
 

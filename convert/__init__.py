@@ -5,7 +5,7 @@ import sys
 if __name__ != "llmconv.convert":
     raise ImportError("import llmconv.convert: `convert` is no top-level package")
 if sys.platform == "win32":
-    raise ImportError("llmconv does not run on Windows itself: use the Windows Subsystem for Linux")
+    raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
 from llmconv.convert.from_hf import from_hf

@@ -9,7 +9,7 @@ from pathlib import Path
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.deltas.alpaca import Checksum
+from llmconv.convert.deltas.alpaca import WeightSum
 from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
@@ -120,7 +120,7 @@ def apply_delta(
     return Applied(plan, kind)
 
 
-def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[str, Checkpoint, Checksum | None]:
+def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[str, Checkpoint, WeightSum | None]:
     """What kind of delta lies at `path`, the model that it makes, and its checksum; `whole` reads all of the base."""
     if (path / DELTA_FILE).is_file():
         delta = open_exact(path)

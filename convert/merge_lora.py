@@ -1,4 +1,4 @@
-"""merge_lora: adapters added to the weights of a base, streamed."""
+"""merge_lora: adds adapters to the weights of a base model, streaming by blocks of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.merge_options import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.sample_check import Check, check_written
+from llmconv.convert.adapters.sample_check import SampleCheck, check_written
 from llmconv.convert.adapters.trained_base import warn_of_origin
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.opening.adapters import open_adapters
@@ -34,18 +34,18 @@ from llmconv.tensors import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class Merge:
-    """What a merge does; printed by `--dry-run`.
+    """The plan and result of a merge; printed by `--dry-run`.
 
     Attributes:
         plan: the tensors and files to write.
-        merged: names of the tensors that an update is added to.
-        replaced: names of the tensors that an adapter replaces whole.
+        merged: names of the tensors with an added update.
+        replaced: names of the tensors that an adapter replaces.
         added: names of the tensors that the base does not have.
-        warnings: what a user should know, one line each.
-        edits: what is done to which tensor.
-        parts: name of a stored tensor to that of the quantized weight it is a part of.
-        retention: how much of the update survived, where the base is quantized and the result is too.
-        check: what comparing the written folder gave, when that was asked for.
+        warnings: one line each.
+        edits: the edits of each tensor.
+        parts: name of a stored tensor to the name of its quantized weight.
+        retention: how much of the update survived, if the result is quantized.
+        check: result of comparing the written folder, with `--check`.
     """
 
     plan: Plan
@@ -56,7 +56,7 @@ class Merge:
     edits: Edits = field(repr=False)
     parts: Mapping[str, str] = field(default_factory=dict)
     retention: Retention | None = None
-    check: Check | None = None
+    check: SampleCheck | None = None
 
     def __repr__(self) -> str:
         counts = f"{len(self.merged)} merged, {len(self.replaced)} replaced, {len(self.added)} added"
@@ -76,15 +76,17 @@ def merge_lora(
     check: bool = False,
     **options: Unpack[MergeOptions],
 ) -> Merge:
-    """Writes `base` with adapters added, as a Hugging Face folder; tensors that no adapter names pass unchanged.
+    """Writes `base` with adapters added, as a Hugging Face folder; other tensors are copied unchanged.
 
-    Of LoRA that is Σ wᵢ·sᵢ·Bᵢ·Aᵢ, made in float64 and rounded once. Memory follows the row blocks, not the model.
+    For LoRA a weight becomes W + Σ wᵢ·sᵢ·Bᵢ·Aᵢ, summed in float64 and rounded once. Memory follows the row blocks, not
+    the model.
 
     Args:
         base: Hugging Face folder or hub id.
-        adapters: folders or files of PEFT or of another program, or hub ids; one, or several.
-        output: the folder to make.
-        overwrite, resume: replace an existing model folder; continue an interrupted run.
+        adapters: one or several folders, files (of PEFT or another program) or hub ids.
+        output: folder to create.
+        overwrite: replace an existing model folder.
+        resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
         check: read a sample of the written tensors again and compare it with the sum in float64.
         options: see `MergeOptions`.
@@ -93,7 +95,7 @@ def merge_lora(
         UsageProblem: the options contradict each other or the adapters.
         InputRefused: `output` exists, the disk is too small, or an input is missing.
         MalformedInput: an adapter for another base, incomplete, or not finite.
-        UnsupportedInput: a kind of adapter or base that this formula does not fit.
+        UnsupportedInput: a kind of adapter or base that cannot be merged.
         OutputFailed: writing failed.
     """
     options = DEFAULTS | options
@@ -116,7 +118,7 @@ def merge_lora(
 
 
 def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
-    """The base; refused where it and an adapter were given in each other's place."""
+    """Opens the base; swapped arguments are refused."""
     other = next((Path(path) for path in adapters if is_model_folder(Path(path))), None)
     if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
         raise InputRefused(
@@ -130,18 +132,14 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
 
 
 def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
-    """Refuses options before anything is read.
-
-    Raises:
-        UsageProblem: an impossible size, or options that contradict `--check`.
-    """
+    """Refuses invalid options before anything is read."""
     require_shard_size(options["max_shard_size"])
     if not check:
         return
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
     if options["base_quant"] == "requantize":
-        problem = "`--check` compares with the exact sum, which no quantized weight holds"
+        problem = "`--check` compares with the exact sum, which a quantized weight cannot hold"
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
 
 
@@ -151,7 +149,7 @@ def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
 
 
 def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
-    """Warnings about adapters that are given twice, already merged into the base, or merged with weight 0."""
+    """Warnings about adapters given twice, already merged into the base, or merged with weight 0."""
     steps = [done.get("options", {}).get("adapters", ()) for done in steps_of_weights(base.path)]
     merged = [one.get("sha256") for adapters in steps for one in adapters if isinstance(one, Mapping)]
     for at, adapter in enumerate(used):
@@ -170,10 +168,10 @@ def _step(
     recipe: Recipe,
     alpha: float | None,
 ) -> dict[str, object]:
-    """For the manifest."""
+    """The manifest entry of this merge: inputs with their sha256, and options that are not the default."""
     initial = [_identity(adapter.initial) if adapter.initial else None for adapter in adapters]
-    told = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
-    return step("merge-lora", base.path.absolute(), adapters=used, alpha=alpha, **told)
+    options = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
+    return step("merge-lora", base.path.absolute(), adapters=used, alpha=alpha, **options)
 
 
 def _identity(adapter: Adapter) -> dict[str, str]:
@@ -197,7 +195,13 @@ def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
 
 
 def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:
-    """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for errors."""
+    """Places every tensor of every adapter on the base, without writing; see `merge_lora` for errors.
+
+    Args:
+        base: plain or quantized checkpoint.
+        adapters: opened adapters.
+        recipe: how to merge.
+    """
     quantized = quantized_base(base)
     check_choice(recipe.base_quant, quantized, recipe.dtype)
     plain = quantized.plain if quantized else base
@@ -222,7 +226,7 @@ def _incomplete(result: Checkpoint) -> list[str]:
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:
-    """The merge of a quantized base, as the choice stores it; reads the weights where they are quantized again."""
+    """The merge of a quantized base, with its plan by `--base-quant`; reads the weights if they are requantized."""
     if recipe.base_quant == "dequantize":
         plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
         return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(recipe.dtype)))

@@ -1,4 +1,4 @@
-"""The main job on a genuine Composer checkpoint: every command is printed, then run; a table says what was made."""
+"""The main job on a genuine Composer checkpoint: every command is printed, then run; a table shows the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> str:
-    """Prints a command, runs it, and returns what it said on stderr, which is shown too.
+    """Prints a command, runs it, and returns its stderr, which is also shown.
 
     Raises:
         SystemExit: the command failed; with its exit code.
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> str:
 
 
 def table(talk: str) -> Table:
-    """What was made and its size, what was not copied, the verdict and the speed."""
+    """Files and their sizes, bytes that were not copied, the verdict and the speed."""
     rows = Table("made", "", title="llmconv demo", title_style="bold", title_justify="left")
     graphs = [OUT / "merged" / name for name in ("prefill.onnx", "decode.onnx")]
     made = [OUT / "base/model.safetensors", OUT / "merged/model.safetensors", *graphs, OUT / "report/report.html"]

@@ -5,7 +5,7 @@ import sys
 if __name__ != "llmconv.export":
     raise ImportError("import llmconv.export: `export` is no top-level package")
 if sys.platform == "win32":
-    raise ImportError("llmconv does not run on Windows itself: use the Windows Subsystem for Linux")
+    raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 from llmconv.export.exporter import Exported, export
 from llmconv.export.input_maps import INPUT_MAPS, InputMap, register_input_map

@@ -27,8 +27,8 @@ from llmconv.model_kinds import require_causal
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
-from llmconv.runtime.context import context_length
-from llmconv.runtime.custom_code import code_files, runs_own_code
+from llmconv.runtime.context_length import context_length
+from llmconv.runtime.custom_code import code_files, uses_custom_code
 from llmconv.tensors import FLOATS
 
 
@@ -269,7 +269,7 @@ def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
 
 def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if runs_own_code(checkpoint.config, trust_remote_code) else None
+    code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
     if code:
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
     return open_language_model(checkpoint, code), checkpoint

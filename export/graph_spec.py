@@ -16,7 +16,7 @@ from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 
 CACHE_RANK = 4
 SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
@@ -115,7 +115,7 @@ class GraphSpec:
 
     def _fixed(self, port: Port) -> Port:
         sizes: dict[str | int, str | int] = {BATCH: self.batch_size or BATCH, SEQUENCE: self.sequence or SEQUENCE}
-        slots = self.slots or SLOTS
+        slots = self.slots or MAX_LENGTH
         if self.cache == "static":
             sizes |= {PAST: slots, TOTAL: slots}
         elif self.cache == "shared-buffer":

@@ -13,7 +13,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
-from llmconv.files.safe_folder import Content, Folder, Link
+from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
@@ -108,7 +108,7 @@ class InPlace:
         _forget_missing(manifest, self.folder, files)
         manifest.graphs.update(files.entries)
         manifest.steps = [*(old for old in manifest.steps if old != step), step]
-        contents: dict[str, Content] = {**files.files, MANIFEST: manifest.encode()}
+        contents: dict[str, WritableContent] = {**files.files, MANIFEST: manifest.encode()}
         if self.resume and not self.overwrite and self._is_complete(contents, before):
             return 0
         sizes = [len(content) if isinstance(content, bytes) else 0 for content in contents.values()]
@@ -120,7 +120,7 @@ class InPlace:
                 folder.remove_inner(name)
         return 0
 
-    def _is_complete(self, files: Mapping[str, Content], before: set[str]) -> bool:
+    def _is_complete(self, files: Mapping[str, WritableContent], before: set[str]) -> bool:
         """Whether every file already exists with this content; refuses graphs that were made with other options."""
         same = {name for name, content in files.items() if _exists(self.folder / name, content)}
         other = sorted(name for name in (before & files.keys()) - same if os.path.lexists(self.folder / name))
@@ -221,7 +221,7 @@ def _sources(checkpoint: Checkpoint) -> list[Path]:
     return sorted({*weights, *(path for path in small if path.is_file())})
 
 
-def _exists(path: Path, content: Content) -> bool:
+def _exists(path: Path, content: WritableContent) -> bool:
     """Whether a file or link already exists with this content."""
     if isinstance(content, Link):
         return path.is_symlink() and os.readlink(path) == content.target

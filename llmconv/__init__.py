@@ -1,22 +1,26 @@
 """llmconv: training checkpoint -> Hugging Face folder -> merged adapter -> verified ONNX graphs."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from llmconv.version import __version__
 
-ROOMS = ("bench", "convert", "errors", "export", "generation", "serve", "verify")
+if TYPE_CHECKING:  # at run time each is loaded when it is first used
+    from llmconv import bench, convert, errors, export, generation, serve, verify
+    from llmconv.generation.pipeline import pipeline
 
-__all__ = ["__version__", "pipeline", *ROOMS]
+__all__ = ["__version__", "bench", "convert", "errors", "export", "generation", "pipeline", "serve", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    """`llmconv.pipeline` and the rooms, loaded by name when asked for: this module lies below all others."""
-    if name in ROOMS:
-        return importlib.import_module(f"llmconv.{name}")
-    if name != "pipeline":
+    """Loads a public name when it is first used."""
+    if name not in __all__:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
-    return importlib.import_module("llmconv.generation.pipeline").pipeline
+    if name == "pipeline":
+        from llmconv.generation.pipeline import pipeline  # noqa: PLC0415 - loaded when it is first used
+
+        return pipeline
+    return importlib.import_module(f"llmconv.{name}")
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""Calls: what a public function is given, compared with its annotations before anything else runs.
+"""Checks the arguments of public functions against their annotations before anything else runs.
 
-A value of the wrong type would otherwise fail somewhere deep inside, or, worse, pass for something else: a text is a
-sequence of characters, `"false"` is true. One value where a sequence is expected stands for a sequence of it.
+A value of the wrong type would otherwise fail deep inside, or be misinterpreted: a str is a sequence of characters, and
+`"false"` is true. A single value where a sequence is expected becomes a sequence of one.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from functools import cache, wraps
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import WRITTEN, kind_of, output_path, path_of
 
-OWN = "compared by the function itself"
-"""In `Annotated`: a parameter that is not looked at here."""
+OWN = "checked by the function itself"
+"""In `Annotated`: a parameter that is not checked here."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, called with what its annotations say, or refused with UsageProblem.
+    """Decorator: checks and converts arguments by their annotations, or raises UsageProblem.
 
-    Checked are `bool`, `int`, `float`, `str`, paths, classes, unions and sequences of these; numpy's numbers become
-    Python's, an iterator becomes a tuple, and a place that is written (`paths.Written`) becomes a local path.
+    Supported are `bool`, `int`, `float`, `str`, paths, classes, unions and sequences of these; numpy numbers become
+    Python numbers, an iterator becomes a tuple, and an output (`paths.Written`) becomes a local path.
     """
     signature = inspect.signature(function)
 
@@ -52,7 +52,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] | None:
-    """The names of all parameters and options; None where any name is taken."""
+    """The names of all parameters and options; None if any name is accepted."""
     known: set[str] = set()
     for name, parameter in signature.parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
@@ -65,7 +65,7 @@ def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] |
 
 
 def _refuse_unknown(function: str, given: Mapping[str, Any], known: set[str] | None) -> None:
-    """Raises UsageProblem where a name is that of no parameter."""
+    """Raises UsageProblem for a name that is not a parameter."""
     unknown = sorted(given.keys() - known) if known is not None else []
     if unknown:
         near = get_close_matches(unknown[0], sorted(known or ()), n=1, cutoff=0.5)
@@ -111,11 +111,11 @@ def fitted(value: Any, hint: Any, name: str) -> Any:
 
 
 def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
-    """The value as the first of several annotations that takes it."""
+    """The value, converted by the first of several annotations that accepts it."""
     if value is None and NoneType in options:
         return None
     if Path in options and isinstance(value, str | os.PathLike):
-        path_of(value, name)  # kept as it is given: pathlib would drop a slash of an address
+        path_of(value, name)  # returned unchanged: pathlib would drop a slash of a URI
         return value
     problems = []
     for option in options:
@@ -129,7 +129,7 @@ def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
 
 
 def path_problem(value: Any, name: str) -> UsageProblem:
-    """What `path_of` says of a value that is not a path."""
+    """The error of `path_of` for a value that is not a path."""
     try:
         path_of(value, name)
     except UsageProblem as problem:
@@ -138,15 +138,15 @@ def path_problem(value: Any, name: str) -> UsageProblem:
 
 
 def _several(value: Any, option: Any, name: str) -> tuple[Any, ...]:
-    """A tuple of what an iterable gives in order; one value stands for itself."""
+    """A tuple of the items of an iterable, or of a single value."""
     if isinstance(value, set | frozenset):
-        _refuse(value, name, "a list: a set has no order")
+        _refuse(value, name, "a list (a set has no order)")
     if isinstance(value, str | bytes | os.PathLike | Mapping) or not isinstance(value, Iterable):
         return (fitted(value, option, name),)
     return tuple(fitted(one, option, f"{name}[{at}]") for at, one in enumerate(value))
 
 
-def _refuse(value: Any, name: str, wanted: str) -> Any:
+def _refuse(value: Any, name: str, wanted: str) -> NoReturn:
     shown = f" ({value!r:.40})" if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     raise UsageProblem(f"`{name}` is {kind_of(value)}{shown}, not {wanted}", hint=f"give {wanted}")
 
@@ -155,7 +155,6 @@ def _bool(value: Any, name: str) -> bool:
     if isinstance(value, bool) or type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     _refuse(value, name, "True or False")
-    raise AssertionError
 
 
 def _int(value: Any, name: str) -> int:
@@ -164,40 +163,48 @@ def _int(value: Any, name: str) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        _refuse(value, name, "a whole number")
-        raise AssertionError from None
+        _refuse(value, name, "an integer")
 
 
 def _float(value: Any, name: str) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     _refuse(value, name, "a number")
-    raise AssertionError
 
 
 def _str(value: Any, name: str) -> str:
-    return str(value) if isinstance(value, str) else _refuse(value, name, "a text")
+    return str(value) if isinstance(value, str) else _refuse(value, name, "a string")
 
 
 PLAIN: dict[Any, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str, Path: path_of}
-"""Type to what makes such a value, or refuses."""
+"""Type to its conversion, which raises UsageProblem."""
 
 
 def require_choice(value: str, choices: Sequence[str], name: str) -> None:
-    """Refuses a word that is none of a few.
+    """Requires one of several words.
+
+    Args:
+        value: from the caller.
+        choices: the valid words.
+        name: of the parameter, for messages.
 
     Raises:
-        UsageProblem: it is none of them.
+        UsageProblem: `value` is not one of `choices`.
     """
     if value not in choices:
-        raise UsageProblem(f"`{name}` is {value!r}", hint=f"one of: {', '.join(choices)}")
+        raise UsageProblem(f"`{name}` is {value!r}", hint=f"give one of: {', '.join(choices)}")
 
 
 def require_least(value: int, least: int, name: str) -> int:
-    """A number that is not too small.
+    """Returns `value`, which must be at least `least`.
+
+    Args:
+        value: from the caller.
+        least: the minimum.
+        name: of the parameter, for messages.
 
     Raises:
-        UsageProblem: it is below `least`.
+        UsageProblem: it is smaller.
     """
     if value < least:
         raise UsageProblem(f"`{name}` is {value}", hint=f"give at least {least}")

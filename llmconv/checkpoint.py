@@ -12,22 +12,22 @@ from typing import Any
 from llmconv.errors import MalformedInput
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.files.strict_json import Slip, unique_keys
+from llmconv.files.strict_json import StrictJsonError, unique_keys
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor
 
 JSON_BYTES = 32 << 20
 SMALL_BYTES = 256 << 20
-"""Ten times the largest index of shards, and the largest tokenizer; parsed JSON takes up to twenty times as much."""
+"""Ten times the largest known index of shards and tokenizer; parsed JSON takes up to twenty times as much memory."""
 
 DEPTH_LIMIT = 100
-"""Levels of nesting in a JSON file; those of models have fewer than ten."""
+"""Maximum nesting of a JSON file; those of models have fewer than ten levels."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_FOLDER = "adapter"
-"""Where the two files of an adapter lie beside a model; without one they lie in the folder itself."""
+"""Folder of an adapter's two files next to a model; without a model they are in the output itself."""
 
 SIDE_FILES = (
     "generation_config.json",
@@ -44,7 +44,7 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Small files that travel with a model, by name: never code, never weights."""
+"""Small files that are copied with a model: never code, never weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +53,17 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     Attributes:
         path: the file or folder it was opened from.
-        format: how it was stored, such as `hf`, `composer`, `meta`.
+        format: of the source, such as `hf`, `composer`, `meta`.
         tensors: name to LazyTensor, in file order.
         config: the content of `config.json`.
         side_files: tokenizer and generation files, by plain file name.
-        warnings: what a user should know, one line each.
-        source_type: what the writer calls the kind of model that `config` calls `model_type`, such as `chatglm_v2`.
-        version: what the files tell of their writer, such as `composer 0.32.1`; empty where they tell nothing.
-        shards: files that the weights lie in.
-        adapter: a PEFT adapter of this model that stays apart: its tensors, and as `config` its `adapter_config.json`.
-        files: in a Hugging Face folder, the names of tensors to those of the files that they lie in.
-        dropped: what is in the files and not in `tensors`, one phrase each, such as `the optimizer's state`.
+        warnings: for the user, one line each.
+        version: the writer of the files, such as `composer 0.32.1`; empty if unknown.
+        shards: number of files with weights.
+        dropped: content of the files that is not in `tensors`, one phrase each, such as `the optimizer's state`.
+        source_type: the writer's name of the `model_type`, such as `chatglm_v2`.
+        adapter: a separate PEFT adapter of this model: its tensors, and `adapter_config.json` as its `config`.
+        files: for a Hugging Face folder, name of a tensor to the name of its file.
     """
 
     path: Path
@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def kind(self) -> str:
-        """The model's type for people: `llama`, or `chatglm_v2 as glm` where the writer calls it otherwise."""
+        """The model type for messages: `llama`, or `chatglm_v2 as glm` if the writer's name differs."""
         model_type = str(self.config.get("model_type") or "unknown")
         return f"{self.source_type} as {model_type}" if self.source_type not in ("", model_type) else model_type
 
@@ -108,30 +108,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         InputRefused: no `config.json` or no safetensors weights in `path`.
-        MalformedInput: a header or the index does not add up.
+        MalformedInput: an invalid header or index.
     """
     if not (path / "config.json").is_file():
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
     files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
-    side_files, version = read_side_files(path), _writer(config)
-    return Checkpoint(
-        path, "hf", tensors, config, side_files, version=version, shards=len({*files.values()}), files=files
-    )
-
-
-def _writer(config: dict[str, Any]) -> str:
-    """What a `config.json` tells of the transformers that wrote it."""
     version = config.get("transformers_version")
-    return f"transformers {version}" if isinstance(version, str) else ""
+    version = f"transformers {version}" if isinstance(version, str) else ""
+    return Checkpoint(
+        path, "hf", tensors, config, read_side_files(path), version=version, shards=len({*files.values()}), files=files
+    )
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder with `model.safetensors`, or with shards and an index.
 
     Raises:
-        InputRefused: neither is there.
+        InputRefused: neither exists.
         MalformedInput: the index and the shards disagree.
     """
     if (folder / INDEX).is_file():
@@ -142,7 +137,7 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
-    """The tensors of the shards that `index`, a file of `folder`, names.
+    """The tensors of the shards listed in `index`, a file of `folder`.
 
     Raises:
         MalformedInput: the index and the shards disagree, or a shard is missing.
@@ -159,7 +154,7 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
         if listed != set(header.tensors):
             odd = sorted(listed ^ set(header.tensors))
             raise MalformedInput(
-                f"`{index}` and `{shard}` disagree about {len(odd)} tensors, first `{odd[0]}`",
+                f"`{index}` and `{shard}` disagree about {len(odd)} tensors, such as `{odd[0]}`",
                 hint="shards of different models are mixed; copy the folder again",
             )
         tensors.update(header.tensors)
@@ -169,22 +164,22 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
 def _require_shards(folder: Path, index: str, names: list[str]) -> None:
     if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise MalformedInput(
-            f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names beside the index"
+            f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names next to the index"
         )
     if missing := [name for name in names if not (folder / name).is_file()]:
         rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
         raise MalformedInput(
             f"shard `{missing[0]}`{rest} missing from `{folder}`",
-            hint="copy or download the folder again; an interrupted download goes on where it stopped",
+            hint="copy or download the folder again; an interrupted download continues where it stopped",
         )
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Those of `SIDE_FILES` that lie in `folder`.
+    """The files of `folder` that are in `SIDE_FILES`, name to content.
 
     Raises:
-        MalformedInput: one is far larger than such files are, or a link that leads out of the folder.
-        UnsupportedInput: one is a pointer of Git LFS.
+        MalformedInput: one is too large, or a link that leads out of the folder.
+        UnsupportedInput: one is a Git LFS pointer.
     """
     files = {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
     for name, content in files.items():
@@ -193,10 +188,10 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """A file of `folder` that will be copied: a link to somebody's keys would publish them with the model.
+    """The path of a file to copy; a link out of the folder could publish a private file with the model.
 
     Raises:
-        MalformedInput: it is a link that leads out of the folder, and not into the blobs of the hub's cache.
+        MalformedInput: it is a link that leads out of the folder, except into the blobs of the hub's cache.
     """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
@@ -204,21 +199,21 @@ def own_file(folder: Path, name: str) -> Path:
     if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
         raise MalformedInput(
             f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",
-            hint="put a copy of the file in its place, if it is the one that belongs to the model",
+            hint="replace it with a copy of the file, if that belongs to the model",
         )
     return path
 
 
 def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """The content of a file that cannot be large.
+    """The content of a small file.
 
     Raises:
-        MalformedInput: it is, or it is no regular file (a pipe would never end).
+        MalformedInput: it is larger than `limit` bytes, or not a regular file (a pipe might never end).
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-        problem = f"has {found.st_size:,} bytes, too large" if stat.S_ISREG(found.st_mode) else "is no regular file"
-        raise MalformedInput(f"`{path.name}` {problem}", hint="it is not what its name says; copy it again")
+        problem = f"has {found.st_size:,} bytes, too large" if stat.S_ISREG(found.st_mode) else "is not a regular file"
+        raise MalformedInput(f"`{path.name}` {problem}", hint="copy it again from its source")
     return path.read_bytes()
 
 
@@ -227,16 +222,16 @@ def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
 
     Args:
         path: of the file.
-        by_hand: it is a user's own, in which a key that is there twice is a slip.
+        by_hand: the user wrote it; duplicate keys are an error.
 
     Raises:
-        MalformedInput: not JSON, or not an object; or such a slip.
+        MalformedInput: not JSON, not an object, or with duplicate keys.
     """
     try:
         text = read_small(path, JSON_BYTES).decode()
         content = json.loads(text, object_pairs_hook=unique_keys if by_hand else None)
-    except Slip as slip:
-        raise MalformedInput(f"in `{path.name}` {slip}", hint=slip.hint) from slip
+    except StrictJsonError as slip:
+        raise MalformedInput(f"in `{path.name}`: {slip}", hint=slip.hint) from slip
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):
@@ -246,7 +241,7 @@ def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
 
 
 def require_shallow(content: Any, name: str) -> None:
-    """Refuses what is nested so deep that a function which walks it by recursion would fail.
+    """Refuses content nested too deeply for recursive functions.
 
     Args:
         content: parsed JSON or YAML.

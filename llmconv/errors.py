@@ -1,12 +1,12 @@
-"""Every error llmconv raises on purpose: one clear line, and a hint that names the way out.
+"""All errors that llmconv raises on purpose: a one-line message, and a hint with the way out.
 
 LlmconvError
-├── UsageProblem        exit 2   the options contradict each other
+├── UsageProblem        exit 2   invalid or contradictory options
 ├── InputRefused        exit 3   the input cannot be used
 │   ├── MalformedInput           truncated, inconsistent or hostile
-│   └── UnsupportedInput         well-formed, but of a kind llmconv does not know
+│   └── UnsupportedInput         well-formed, but not supported
 ├── OutputFailed        exit 4   writing failed; safe to run again with --resume
-├── OutOfMemory         exit 4   memory ran out on the way
+├── OutOfMemory         exit 4   memory ran out
 └── Inconclusive        exit 5   nothing could be compared
 """
 
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 SHOWN = 500
-"""Characters of a message: what a file names may be longer."""
+"""Maximum characters of a message, since names in a file may be longer."""
 
 LISTED = 5
 """Names that a message shows before it counts the rest."""
 
 
 def printable(text: str) -> str:
-    """One line that a terminal can show: what a file names may hold line breaks and escape sequences."""
+    """`text` as one printable line: names in a file may contain line breaks and escape sequences."""
     shown = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
     if shown.isprintable():
         return shown
@@ -31,7 +31,12 @@ def printable(text: str) -> str:
 
 
 class LlmconvError(Exception):
-    """An error with a one-line message (no final period) and a hint that says what to do."""
+    """Base class of all errors.
+
+    Args:
+        message: one line without a final period.
+        hint: what the user can do.
+    """
 
     exit_code: ClassVar[int] = 3
 
@@ -41,13 +46,13 @@ class LlmconvError(Exception):
 
 
 class UsageProblem(LlmconvError):
-    """The options contradict each other or the output already exists."""
+    """Invalid or contradictory options or arguments."""
 
     exit_code = 2
 
 
 class InputRefused(LlmconvError):
-    """The input cannot be used; the hint says what to do about it."""
+    """The input cannot be used, or the output exists."""
 
 
 class MalformedInput(InputRefused):
@@ -55,29 +60,29 @@ class MalformedInput(InputRefused):
 
 
 class UnsupportedInput(InputRefused):
-    """The input is well-formed, but of a kind llmconv does not know."""
+    """The input is well-formed, but not supported."""
 
 
 class OutputFailed(LlmconvError):
-    """Writing failed (disk full, permission, lock); what was finished is kept for `--resume`."""
+    """Writing failed (disk full, permission, lock); finished files are kept for `--resume`."""
 
     exit_code = 4
 
 
 class OutOfMemory(LlmconvError):
-    """Memory ran out on the way; nothing is claimed."""
+    """Memory ran out; there is no result."""
 
     exit_code = 4
 
 
 class Inconclusive(LlmconvError):
-    """Nothing could be compared, so nothing is claimed."""
+    """Nothing could be compared, so there is no verdict."""
 
     exit_code = 5
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
-    """What another library's exception says first, cut to `length`; its class where it says nothing."""
+    """The first line of an exception's message, cut to `length`; its class name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0][:length] if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still have, and whether an error says that there was none."""
+"""The memory available to this process, and detecting errors that mean it ran out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from llmconv.errors import LlmconvError, OutOfMemory
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-HINT = "close other programs, raise the limit of memory (`ulimit -v`, the container's), or give `--low-memory`"
-SAID = ("allocate memory", "bad_alloc", "bad allocation", "out of memory", "failed to allocate")
-"""What torch, onnxruntime and the C library say."""
+HINT = "close other programs, raise the memory limit (`ulimit -v`, the container's), or give `--low-memory`"
+MESSAGES = ("allocate memory", "bad_alloc", "bad allocation", "out of memory", "failed to allocate")
+"""Messages of torch, onnxruntime and the C library."""
 
 
 def available_memory(mapped: bool = False) -> int | None:
-    """Bytes that this process can take on before it fails or is killed; None where nothing tells.
+    """Bytes that this process can allocate before it fails or is killed; None if unknown.
 
-    The least of the machine's (`MemAvailable` of proc_meminfo(5)), of the control groups' (cgroups(7)) and of the
+    The minimum of the machine's (`MemAvailable` of proc_meminfo(5)), of the control groups' (cgroups(7)) and of the
     process's own limits (getrlimit(2)).
 
     Args:
-        mapped: pages of files count, as they do for the limit of addresses, `RLIMIT_AS`, alone.
+        mapped: only the limit of the address space, `RLIMIT_AS`, which includes mapped files.
     """
     own = [_own("RLIMIT_AS", "VmSize")] if mapped else [_own("RLIMIT_DATA", "VmData"), _machine(), *_groups()]
     found = [size for size in own if size is not None]
@@ -31,7 +31,7 @@ def available_memory(mapped: bool = False) -> int | None:
 
 
 def _own(name: str, field: str) -> int | None:
-    """What is left of a limit of this process."""
+    """The rest of a limit of this process."""
     try:
         import resource  # noqa: PLC0415 - Windows has none
 
@@ -57,7 +57,7 @@ def _kilobytes(path: Path, field: str) -> int:
 
 
 def _groups() -> Iterator[int]:
-    """What is left in every control group that this process is in, of either version."""
+    """The rest of the memory in each control group of this process, of either version."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -78,7 +78,7 @@ def _groups() -> Iterator[int]:
 
 
 def _left(folder: Path, most: str, used: str) -> int | None:
-    """The limit of a group less what it has; pages of files that can be given back are not counted."""
+    """The limit of a group minus its usage; reclaimable pages of files are not counted."""
     try:
         limit, usage = ((folder / f"memory.{name}").read_text().strip() for name in (most, used))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -88,32 +88,36 @@ def _left(folder: Path, most: str, used: str) -> int | None:
         return None
 
 
-def says_no_memory(error: BaseException) -> bool:
-    """Whether an error, or the one behind it, says that memory ran out."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or its cause, means that memory ran out."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, (MemoryError, OutOfMemory)) or (isinstance(at, OSError) and at.errno == errno.ENOMEM):
             return True
         text = f"{type(at).__name__} {at}".lower() if not isinstance(at, LlmconvError) else ""
-        if any(words in text for words in SAID):
+        if any(message in text for message in MESSAGES):
             return True
         at = at.__cause__
     return False
 
 
-def require_memory(error: BaseException, where: str) -> None:
-    """For errors of other libraries, before they are told as faults of the input.
+def raise_if_out_of_memory(error: BaseException, where: str) -> None:
+    """For errors of other libraries, before they are reported as problems of the input.
+
+    Args:
+        error: of a library.
+        where: for the message, such as "while the model was loaded".
 
     Raises:
-        OutOfMemory: the error says that memory ran out.
+        OutOfMemory: the error means that memory ran out.
     """
-    if says_no_memory(error):
+    if is_out_of_memory(error):
         raise OutOfMemory(f"memory ran out {where}", hint=HINT) from error
 
 
 @contextmanager
-def telling_memory(where: str) -> Iterator[None]:
-    """Inside, every error that says that memory ran out becomes one that says so clearly.
+def reporting_out_of_memory(where: str) -> Iterator[None]:
+    """Turns errors inside that mean that memory ran out into OutOfMemory.
 
     Raises:
         OutOfMemory: for such an error.
@@ -123,5 +127,5 @@ def telling_memory(where: str) -> Iterator[None]:
     except OutOfMemory:
         raise
     except Exception as error:
-        require_memory(error, where)
+        raise_if_out_of_memory(error, where)
         raise

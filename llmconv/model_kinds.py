@@ -1,4 +1,4 @@
-"""What kind of model a `config.json` describes: llmconv's commands run causal language models, and no others."""
+"""Checks that a `config.json` describes a causal language model, the only kind that llmconv's commands run."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ OTHER_HEADS = (
     "EncoderModel",
     "ForSequenceEmbedding",
 )
-"""How the classes of transformers end whose heads do not predict the next token."""
+"""Suffixes of transformers' classes whose heads do not predict the next token."""
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "WithLMHead")
 ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "led", "m2m_100", "whisper"}
-"""Model types without a decoder that transformers has a causal language model for."""
+"""Encoder-decoders without a causal language model in transformers."""
 
 
 def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
-    """Refuses a configuration that does not name a kind of model; whether anything knows that kind is not asked.
+    """Requires a `model_type`, supported or not.
 
     Args:
         config: content of `config.json`.
-        source: what the message calls the folder.
+        source: the folder, for the message.
 
     Raises:
-        MalformedInput: `model_type` is missing, empty, or not a text.
+        MalformedInput: `model_type` is missing, empty, or not a string.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind.strip():
         return
-    problem = f"`config.json` has a `model_type` that is {kind_of(kind)}, not a text"
+    problem = f"`config.json` has a `model_type` that is {kind_of(kind)}, not a string"
     if kind is None or isinstance(kind, str):
-        problem = "`config.json` names no `model_type`"
+        problem = "`config.json` has no `model_type`"
     raise MalformedInput(
         f"`{source}` is not a usable Hugging Face model folder: its {problem}",
-        hint="copy the model's own `config.json` into the folder; a `model_type` is a text such as `llama`",
+        hint="copy the model's own `config.json` into the folder; a `model_type` is a string such as `llama`",
     )
 
 
@@ -60,15 +60,15 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
     """Refuses a configuration of an encoder, a classifier, or an encoder-decoder.
 
     Args:
-        config: content of `config.json`; one without `architectures` is let pass.
-        source: what the message calls the model.
+        config: content of `config.json`; accepted without `architectures`.
+        source: the model, for the message.
 
     Raises:
-        UnsupportedInput: names the class that `architectures` declares.
+        UnsupportedInput: it is one; the message has the class from `architectures`.
     """
     declared = config.get("architectures")
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    shown = f": `architectures` says {names[0]}" if names else ""
+    shown = f": `architectures` is {names[0]}" if names else ""
     kind = str(config.get("model_type"))
     has_decoder = any(name.endswith("ForCausalLM") for name in names)
     if not has_decoder and (kind in ENCODER_DECODERS or config.get("is_encoder_decoder") is True):
@@ -85,13 +85,13 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
 
 
 def _is_causal(name: str) -> bool:
-    """Whether a class may predict the next token; one that is not known may."""
+    """Whether a class may predict the next token; unknown classes may."""
     if name.endswith(OTHER_HEADS):
         return False
     return any(part in name for part in CAUSAL) or not name.endswith("Model")
 
 
 def require_causal_folder(folder: Path) -> None:
-    """As `require_causal`, of the `config.json` of a folder, where there is one."""
+    """Like `require_causal`, for the `config.json` of a folder, if it exists."""
     if (folder / "config.json").is_file():
         require_causal(read_json(folder / "config.json"), folder)

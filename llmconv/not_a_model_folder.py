@@ -1,6 +1,6 @@
-"""What a path is that is not a Hugging Face model folder: the error that names it, and the way out.
+"""Explains why a path is not a Hugging Face model folder: an error with its kind and the way out.
 
-Told by names and first bytes alone, so that every command can ask, and asks no library.
+Uses only file names and first bytes, so that every command can call it without importing a library.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.torch.reader import is_torch_file
 
-FOREIGN = {
+OTHER_FILES = {
     b"<!DOCTYPE html": "a web page; the download may need a login",
     b"<html": "a web page; the download may need a login",
     b"GGUF": "a GGUF file of llama.cpp",
@@ -22,16 +23,15 @@ FOREIGN = {
     b"\x7fELF": "a program",
     b"\x93NUMPY": "a numpy array",
 }
-"""First bytes of files that people take for models."""
+"""First bytes of files that are mistaken for models."""
 
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
-TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
-TRAINERS_STATE = re.compile(
+TRAINER_STATE = re.compile(
     r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
 )
-"""How the names of torch files begin that are not weights."""
+"""Names of torch files that are not weights."""
 
 OTHER_LIBRARIES = {
     "tf_model.h5": "TensorFlow",
@@ -46,7 +46,7 @@ HEAD = 300
 
 
 def refused_model(path: Path) -> InputRefused:
-    """The error for a path that should be a Hugging Face model folder and is not."""
+    """The error for a path that is not a Hugging Face model folder."""
     found = _folder(path) if path.is_dir() else _file(path)
     return found or InputRefused(
         f"`{path}` is not a Hugging Face model folder: it has no `config.json`"
@@ -57,26 +57,26 @@ def refused_model(path: Path) -> InputRefused:
 
 
 def known_refusal(path: Path) -> InputRefused | None:
-    """As `refused_model`, None where nothing particular is known of the path."""
+    """Like `refused_model`, but None if the path is of no known kind."""
     return _folder(path) if path.is_dir() else _file(path)
 
 
 def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
-    """The error for a file of another kind, from its first bytes; None where they say nothing.
+    """The error for a file of another kind, from its first bytes; None if they are not known.
 
     Raises:
-        UnsupportedInput: a pointer of Git LFS.
+        UnsupportedInput: a Git LFS pointer.
     """
     refuse_git_lfs(head, name)
-    what = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
-    if what is None:
+    kind = next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None)
+    if kind is None:
         return None
     hints = {
-        "a GGU": "give the Hugging Face folder or training checkpoint that it was made from",
+        "a GGU": "give the Hugging Face folder or training checkpoint that it was converted from",
         "a web": "log in (`hf auth login`) and download it again",
     }
     return UnsupportedInput(
-        f"`{name}` is {what}", hint=hints.get(what[:5], "give a checkpoint, or a Hugging Face model folder")
+        f"`{name}` is {kind}", hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder")
     )
 
 
@@ -97,9 +97,9 @@ def _file(path: Path) -> InputRefused | None:
             f"`{path.name}` is an ONNX graph, not a model folder",
             hint="give the Hugging Face folder that it was exported from",
         )
-    if TRAINERS_STATE.match(path.name):
+    if TRAINER_STATE.match(path.name):
         return InputRefused(
-            f"`{path.name}` is what a trainer keeps for itself (optimizer, schedule, settings), not a model",
+            f"`{path.name}` is a trainer's own state (optimizer, scheduler, settings), not a model",
             hint="give the folder or file with the weights",
         )
     if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path):
@@ -109,7 +109,7 @@ def _file(path: Path) -> InputRefused | None:
         )
     if head.startswith(ZIP) or head[257:262] == b"ustar":
         kind = "zip" if head.startswith(ZIP) else "tar"
-        return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it, and give the folder inside")
+        return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it and give the folder inside")
     return None
 
 
@@ -120,17 +120,17 @@ def _safetensors(path: Path) -> InputRefused:
         )
     return InputRefused(
         f"`{path.name}` is a weights file without the model's `config.json`",
-        hint=f"put `config.json` next to it and give the folder, or `llmconv to-hf {path} --config CONFIG -o OUT`",
+        hint=f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`",
     )
 
 
 def _folder(folder: Path) -> InputRefused | None:
     names = {entry.name for entry in folder.iterdir()}
     if not names:
-        return InputRefused(f"`{folder}` is an empty folder", hint="is the copy or the download complete?")
+        return InputRefused(f"`{folder}` is an empty folder", hint="check that the copy or download is complete")
     checks: tuple[Callable[[Path, set[str]], InputRefused | None], ...] = (
         _adapter_or_delta,
-        _weights_of_others,
+        _weights_of_other_libraries,
         _weights_without_config,
         _folders_inside,
         _config_alone,
@@ -154,7 +154,7 @@ def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
 
 
 def adapter_base(folder: Path) -> str:
-    """What an adapter of PEFT says that it was trained on; empty where it does not say."""
+    """The base model that a PEFT adapter declares, empty if it declares none."""
     try:
         config = json.loads((folder / "adapter_config.json").read_bytes()[: 1 << 20])
     except (OSError, ValueError, RecursionError):
@@ -163,7 +163,7 @@ def adapter_base(folder: Path) -> str:
     return base if isinstance(base, str) else ""
 
 
-def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
+def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused | None:
     if any(name.endswith(".safetensors") for name in names):
         return None
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
@@ -173,23 +173,23 @@ def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
         )
     if found := sorted(name for name in names if _is_checkpoint(folder / name)):
         return InputRefused(
-            f"`{folder}` contains a torch checkpoint (`{found[0]}`), and no safetensors weights",
+            f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights",
             hint=f"convert it: `llmconv to-hf {folder} -o OUT`",
         )
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
         return UnsupportedInput(
-            f"the weights in `{folder}` are those of {OTHER_LIBRARIES[found[0]]} (`{found[0]}`)",
-            hint="load them with transformers 4 (`from_tf=True` or `from_flax=True`), and save them with "
+            f"the weights in `{folder}` are {OTHER_LIBRARIES[found[0]]} weights (`{found[0]}`)",
+            hint="load them with transformers 4 (`from_tf=True` or `from_flax=True`) and save them with "
             "`save_pretrained`",
         )
     if found := sorted(name for name in names if name.lower().endswith(".gguf")):
         return UnsupportedInput(
             f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)",
-            hint="give the Hugging Face folder that it was made from",
+            hint="give the Hugging Face folder that it was converted from",
         )
     if found := sorted(name for name in names if name.endswith(".onnx")) or _graphs_inside(folder, names):
         return UnsupportedInput(
-            f"`{folder}` contains ONNX graphs (`{found[0]}`) and no weights of the model",
+            f"`{folder}` contains ONNX graphs (`{found[0]}`) and no model weights",
             hint="give the Hugging Face folder that they were exported from; to compare them: "
             f"`llmconv verify --graph {folder / found[0]} --reference HF_FOLDER`",
         )
@@ -197,7 +197,7 @@ def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.suffix in SUFFIXES_OF_TORCH and not TRAINERS_STATE.match(path.name) and is_torch_file(path)
+    return path.suffix in SUFFIXES_OF_TORCH and not TRAINER_STATE.match(path.name) and is_torch_file(path)
 
 
 def _graphs_inside(folder: Path, names: set[str]) -> list[str]:
@@ -211,16 +211,16 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
     if odd := next((name for name in weights if not (folder / name).is_file()), None):
         return MalformedInput(
             f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file",
-            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+            hint="it is a folder, a pipe or a broken link; copy the folder again",
         )
     if (folder / "config.json").is_file():
         return InputRefused(
-            f"`{folder}` contains no safetensors weights of the name `model.safetensors`, only `{weights[0]}`",
+            f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`",
             hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`",
         )
     return InputRefused(
         f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`",
-        hint=f"put `config.json` into the folder, or `llmconv to-hf {folder} --config CONFIG -o OUT`",
+        hint=f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`",
     )
 
 
@@ -229,8 +229,8 @@ def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
     steps = sorted(int(match[1]) for name in names if (match := TRAINER_FOLDER.fullmatch(name)))
     if steps:
         return InputRefused(
-            f"`{folder}` contains {len(steps)} checkpoint(s) of a Trainer, and no model of its own",
-            hint=f"give one of them, such as the last: `{folder / f'checkpoint-{steps[-1]}'}`",
+            f"`{folder}` contains {len(steps)} Trainer checkpoint(s), but no model itself",
+            hint=f"give one of them, such as the last one: `{folder / f'checkpoint-{steps[-1]}'}`",
         )
     found = {name: mark for name in sorted(names) if (mark := _mark(folder / name))}
     if not found:
@@ -254,10 +254,10 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
         return None
     if not (folder / "config.json").is_file():
         return MalformedInput(
-            f"`{folder}` has no `config.json` that is a regular file",
-            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+            f"`config.json` in `{folder}` is not a regular file",
+            hint="it is a folder, a pipe or a broken link; copy the folder again",
         )
     return InputRefused(
         f"`{folder}` contains no safetensors weights next to its `config.json`",
-        hint="it needs `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",
+        hint="add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",
     )

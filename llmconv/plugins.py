@@ -12,13 +12,16 @@ T = TypeVar("T")
 
 
 def plugins(package: str, constant: str, kind: type[T], inside: str = "") -> dict[str, T]:
-    """The constant of every module of `package`, by the module's name, in alphabetical order.
+    """Collects one constant from every module of a package.
 
     Args:
-        package: dotted name of the package that is listed.
+        package: dotted name of the package.
         constant: name of the constant; modules without it are left out.
-        kind: its type.
-        inside: where an entry is a package of its own, the module in it that defines the constant.
+        kind: type of the constant.
+        inside: for an entry that is a package, the module in it that defines the constant.
+
+    Returns:
+        Name of the module to its constant, sorted by name.
     """
     found: dict[str, T] = {}
     for entry in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda each: each.name):

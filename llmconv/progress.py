@@ -1,11 +1,11 @@
-"""Progress and talk on stderr: bars only on a terminal, nothing with `-q`."""
+"""Messages and progress bars on stderr: bars only on a terminal, nothing with `-q`."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from llmconv.errors import printable
 
@@ -13,7 +13,7 @@ _level = {"quiet": False}
 
 
 def set_quiet(quiet: bool) -> None:
-    """Silences `say` and the bars (warnings stay)."""
+    """Silences `say` and the progress bars, but not warnings."""
     _level["quiet"] = quiet
 
 
@@ -23,33 +23,45 @@ def is_quiet() -> bool:
 
 
 def say(text: str) -> None:
-    """One line of talk on stderr."""
+    """Prints a line on stderr, unless `-q` was given."""
     if not _level["quiet"]:
         _print(text)
 
 
 def warn(text: str) -> None:
-    """One line on stderr that `-q` does not silence."""
+    """Prints a warning on stderr, even with `-q`."""
     _print(f"warning: {printable(text)}")
 
 
 def _print(line: str) -> None:
-    if sys.stderr is not None:  # or `print` would write to stdout, where the data is
+    if sys.stderr is not None:  # None: closed by the caller; `print` would write to stdout, among the data
         print(line, file=sys.stderr, flush=True)
 
 
 def warn_all(warnings: Iterable[str]) -> None:
-    """`warn`, for several."""
+    """Prints several warnings."""
     for text in warnings:
         warn(text)
 
 
 @contextmanager
 def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes; yields the function that advances it."""
-    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():  # None: the caller closed it
+    """Shows a progress bar.
+
+    Args:
+        title: next to the bar.
+        total: in bytes.
+
+    Yields:
+        A function that advances the bar by a number of bytes.
+    """
+    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
         yield lambda count: None
         return
-    # by name: most runs have no terminal, and loading rich takes longer than planning a merge
-    with importlib.import_module("llmconv.progress_bar").bar(title, total) as advance:
-        yield advance
+    from rich import progress as rich  # noqa: PLC0415 - loading rich takes longer than planning a merge
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    text = rich.TextColumn("{task.description}")
+    with rich.Progress(text, *columns, console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.advance, bar.add_task(title, total=total))

@@ -1,4 +1,4 @@
-"""What llmconv needs around it: a platform, and a version of transformers; said before anything else is begun."""
+"""Checks the platform and the version of transformers before anything else runs."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from llmconv.errors import UnsupportedInput
 from llmconv.progress import warn
 
 OLDEST, NEWEST = (5, 16), (6,)
-"""The versions of transformers from the first, and below the second; pyproject.toml says the same."""
+"""Supported versions of transformers, the second exclusive; the same as in pyproject.toml."""
 
 RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, NEWEST))}"
 
 
 def require_platform() -> None:
-    """Refuses Windows, whose files cannot be locked and replaced as llmconv's promises need.
+    """Refuses Windows, where files cannot be locked and replaced as llmconv requires.
 
     Raises:
-        UnsupportedInput: this is Windows.
+        UnsupportedInput: the platform is Windows.
     """
     if sys.platform == "win32":
         raise UnsupportedInput(
-            "llmconv does not run on Windows itself", hint="run it in the Windows Subsystem for Linux (`wsl --install`)"
+            "llmconv does not run on native Windows", hint="run it in the Windows Subsystem for Linux (`wsl --install`)"
         )
 
 
 def require_transformers() -> None:
-    """Compares the installed transformers with what llmconv is tested with; one that is newer is a warning.
+    """Checks the installed transformers; prints a warning for a newer version than supported.
 
     Raises:
-        UnsupportedInput: there is none, or it is too old.
+        UnsupportedInput: it is not installed, or too old.
     """
     try:
         installed = version("transformers")
@@ -41,7 +41,7 @@ def require_transformers() -> None:
     if numbers < OLDEST:
         raise UnsupportedInput(f"llmconv needs {RANGE}; this is {installed}", hint=_install())
     if numbers >= NEWEST:
-        warn(f"llmconv is made for {RANGE}; this is {installed}, which was never tried")
+        warn(f"llmconv supports {RANGE}; this is {installed}, which is not tested")
 
 
 def _install() -> str:

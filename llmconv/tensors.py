@@ -1,6 +1,6 @@
-"""LazyTensor: a tensor that is known by dtype and shape, and read by rows only when a writer asks.
+"""LazyTensor: a tensor with known dtype and shape, whose rows are read only when a writer needs them.
 
-Arrays are numpy; bfloat16 and float8 come from `ml_dtypes`, so no conversion ever touches the bits.
+Arrays are numpy arrays; bfloat16 and float8 are types of `ml_dtypes`, so that their bits are never converted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 BLOCK_BYTES = 4 << 20
-"""Streaming granularity: small enough that hasher and writer find a block in the cache, large enough to be few."""
+"""Block size for streaming: small enough to stay in the CPU cache for hashing and writing, large enough to be few."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DType:
     Attributes:
         name: the name torch and Hugging Face configs use, such as `bfloat16`.
         code: the name in a safetensors header, such as `BF16`.
-        numpy: the numpy (or `ml_dtypes`) type of an array of it.
+        numpy: the numpy (or `ml_dtypes`) type of its arrays.
     """
 
     name: str
@@ -71,7 +71,7 @@ class LazyTensor:
         shape: sizes; `()` is a scalar.
         load: `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape
             `(stop - start, *shape[1:])`; a scalar is loaded with `(0, 1)` and has shape `(1,)`.
-        recast: where the values are computed, the same tensor rounded once to another dtype instead of to this one.
+        recast: for computed values, returns the tensor rounded once to another dtype instead of this one.
     """
 
     dtype: DType
@@ -106,20 +106,20 @@ class LazyTensor:
 
 
 Piece = bytes | LazyTensor | Callable[[Sequence[int]], bytes]
-"""Part of a file to write: bytes, the data of a tensor, or what is called with the CRC-32 of every tensor before it."""
+"""Part of a file to write: bytes, a tensor's data, or a function of the CRC-32 of all tensors, called in order."""
 
 Container = Callable[[Mapping[str, LazyTensor]], Iterable[Piece]]
-"""A kind of file: from the tensors, in order, to everything that is in a file with them."""
+"""A file format: from the tensors, in order, to all pieces of a file that contains them."""
 
 
 def in_memory(array: Array, dtype: DType) -> LazyTensor:
-    """A LazyTensor over an array that is already there (any shape, bits reinterpreted as `dtype`)."""
-    rows = np.ascontiguousarray(array)  # which gives a scalar a dimension
+    """A LazyTensor of an array of any shape, whose bits are reinterpreted as `dtype`."""
+    rows = np.ascontiguousarray(array)  # also gives a scalar a dimension
     return LazyTensor(dtype, np.shape(array), lambda start, stop: rows[start:stop])
 
 
 def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:
-    """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes stay as they are."""
+    """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes are returned unchanged."""
     if tensor.dtype == dtype or tensor.dtype.name not in ("float64", *FLOATS):
         return tensor
     if tensor.recast:

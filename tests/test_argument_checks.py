@@ -1,4 +1,4 @@
-"""What a public function is given is compared with its annotations: a value of another type never passes for one."""
+"""Arguments of public functions are checked against their annotations: a value of another type is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.verify
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime import SessionSettings
@@ -42,11 +42,11 @@ def example(  # noqa: PLR0913 - one of each kind
     word: str = "",
     flag: bool = False,
     settings: SessionSettings | None = None,
-    told: Callable[[str], object] | None = None,
+    callback: Callable[[str], object] | None = None,
     limit: str | int = 1,
     **more: Unpack[More],
 ) -> dict[str, Any]:
-    """What it was given."""
+    """Returns its arguments."""
     return {"path": path, "several": several, "size": size, "share": share, "word": word, "flag": flag, **more}
 
 
@@ -60,7 +60,7 @@ def example(  # noqa: PLR0913 - one of each kind
         ({"path": ""}, "`path` is empty"),
         ({"several": {"a", "b"}}, "a set has no order"),
         ({"several": [3]}, r"`several\[0\]` is an int"),
-        ({"size": "3"}, r"`size` is a str \('3'\), not a whole number"),
+        ({"size": "3"}, r"`size` is a str \('3'\), not an integer"),
         ({"size": 2.0}, "`size` is a float"),
         ({"size": True}, "`size` is a bool"),
         ({"share": "0.5"}, "`share` is a str"),
@@ -70,7 +70,7 @@ def example(  # noqa: PLR0913 - one of each kind
         ({"flag": "false"}, r"`flag` is a str \('false'\), not True or False"),
         ({"flag": 1}, "`flag` is an int"),
         ({"settings": {"threads": 1}}, "`settings` is a dict, not a `SessionSettings`"),
-        ({"told": "print"}, "`told` is a str"),
+        ({"callback": "print"}, "`callback` is a str"),
         ({"limit": 1.5}, "`limit` is a float"),
         ({"weights": "0.5"}, r"`weights\[0\]` is a str|`weights` is a str"),
         ({"weights": [True]}, r"`weights\[0\]` is a bool"),
@@ -152,7 +152,7 @@ def test_an_open_model_in_the_place_of_a_folder_is_named_with_the_way_out(
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("value", [None, 3, b"x", "", {"a": 1}], ids=str)
-def test_what_is_not_a_path_is_a_clear_error_everywhere(
+def test_a_value_that_is_not_a_path_is_a_clear_error_everywhere(
     call: Callable[[Any, Path], Any], value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(LlmconvError):
@@ -173,7 +173,7 @@ def test_the_rooms_are_there_once_the_package_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_divergence", "min_agreement"])
-def test_a_limit_that_is_no_number_would_never_fail(limit: str) -> None:
+def test_a_limit_that_is_not_a_number_is_refused(limit: str) -> None:
     limits: dict[str, Any] = {limit: float("nan")}
     with pytest.raises(UsageProblem, match=f"`{limit}` is not a number"):
         llmconv.verify.verify_graphs("missing.onnx", **limits)
@@ -190,7 +190,7 @@ def test_results_are_one_short_line(tmp_path: Path) -> None:
         llmconv.convert.inspect(base),
         open_checkpoint(base),
         llmconv.verify.Report("a", "b", "quick", notes=["note"] * 1000),
-        Comparison(["a", "b"], {}, [Cell("a", 1, 8)] * 100, 1, 1, 1),
+        BenchResult(["a", "b"], {}, [Measurement("a", 1, 8)] * 100, 1, 1, 1),
     ]
     for result in results:
         assert "\n" not in repr(result)
@@ -213,7 +213,7 @@ SHARDED: dict[str, Callable[[Path, Any], Any]] = {
 def test_an_impossible_shard_size_is_refused_before_anything_is_read(
     call: Callable[[Path, Any], Any], size: str | int, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageProblem, match=f"`{size}` is not a size of a file"):
+    with pytest.raises(UsageProblem, match=f"invalid size `{size}`"):
         call(tmp_path / "out", size)
     assert not [*tmp_path.iterdir()]
 
@@ -238,7 +238,7 @@ WORDS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("call", WORDS.values(), ids=WORDS)
-def test_words_and_numbers_that_mean_nothing_are_refused(call: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_invalid_words_and_numbers_are_refused(call: Callable[[Path], Any], tmp_path: Path) -> None:
     with pytest.raises(UsageProblem):
         call(tmp_path / "out")
     assert not [*tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""Opening a Hugging Face folder: what is read, and what is refused."""
+"""Opening a Hugging Face folder: accepted and refused ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "\udc80".encode("utf-8", "surrogateescape").decode("latin-1"), "[" * 100_000]
 )
-def test_a_config_that_is_no_object_is_refused(content: str, sharded: Path) -> None:
+def test_a_config_that_is_not_an_object_is_refused(content: str, sharded: Path) -> None:
     (sharded / "config.json").write_text(content)
     with pytest.raises(MalformedInput, match=r"config\.json"):
         open_checkpoint(sharded)

@@ -1,4 +1,4 @@
-"""The command line as a whole: it loads nothing heavy, and is the library under other words."""
+"""The command line as a whole: it loads no heavy packages, and its options are those of the library."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import llmconv.convert
 import llmconv.export
 import llmconv.generation
 import llmconv.verify
+from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.export.exporter import DEFAULTS as EXPORT_DEFAULTS
@@ -45,14 +46,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """The function behind each command; the other commands only list a registry."""
 
 PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
-"""What a command does with the result, and no parameter of the function."""
+"""Options for the output of a command, which are not parameters of the function."""
 
 
 ELSEWHERE = {
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
     "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"},
 }
-"""What reaches another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
+"""Options for another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
 
 
 def command(path: str) -> click.Command:
@@ -71,8 +72,8 @@ def paths(name: str) -> list[str]:
     return [f"{name} {below}" for below in found.commands] if isinstance(found, click.Group) else [name]
 
 
-LEAVES = [path for name in llmconv.cli.COMMANDS for path in paths(name)]
-"""Every command that does something."""
+LEAVES = [path for name in llmconv.cli.main.commands for path in paths(name)]
+"""Every command that is not a group."""
 
 
 def options(name: str) -> dict[str, click.Parameter]:
@@ -82,7 +83,7 @@ def options(name: str) -> dict[str, click.Parameter]:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """Names and defaults of a function's parameters; of options that have a type of their own, those of its fields."""
+    """Names and defaults of a function's parameters; for option objects, those of their fields."""
     found = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for hint in typing.get_type_hints(function).values():
         for kind in filter(dataclasses.is_dataclass, typing.get_args(hint)):
@@ -123,7 +124,7 @@ def test_a_conversion_does_not_load_torch(tmp_path: Path) -> None:
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime"}
 
 
-def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
+def test_from_hf_does_not_load_torch(tmp_path: Path) -> None:
     loaded_by("to-hf", CHECKPOINT, "-o", str(tmp_path / "base"))
     loaded = loaded_by("from-hf", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--to", "meta")
     assert (tmp_path / "out/consolidated.00.pth").exists()
@@ -132,10 +133,11 @@ def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    assert files - {"--init--", "generation-options", "options", "plans", "terminal"} == set(llmconv.cli.COMMANDS)
+    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal"}
+    assert files - shared == set(llmconv.cli.main.commands)
 
 
-@pytest.mark.parametrize("name", [*llmconv.cli.COMMANDS, *LEAVES])
+@pytest.mark.parametrize("name", [*llmconv.cli.main.commands, *LEAVES])
 def test_a_command_has_the_name_of_its_file_and_a_sentence_of_help(name: str) -> None:
     assert command(name).name == name.split()[-1]
     assert not command(name).get_short_help_str(limit=75).endswith("...")
@@ -193,7 +195,7 @@ USAGE = {
 
 
 @pytest.mark.parametrize("line", USAGE)
-def test_wrong_arguments_are_one_line_a_blank_one_and_the_help_to_read(line: str) -> None:
+def test_wrong_arguments_give_one_line_and_a_hint_to_the_help(line: str) -> None:
     done = CliRunner().invoke(llmconv.cli.main, line.split(), prog_name="llmconv")
     assert done.exit_code == 2 and not done.stdout
     if not USAGE[line]:  # no arguments at all: the help itself
@@ -205,7 +207,7 @@ def test_wrong_arguments_are_one_line_a_blank_one_and_the_help_to_read(line: str
     assert hint == f"hint: see `{path} --help`"
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     done = CliRunner().invoke(llmconv.cli.main, ["--version"])
     assert done.stdout == f"llmconv, version {llmconv.__version__}\n"
 
@@ -215,7 +217,7 @@ def test_python_m_is_the_same_command() -> None:
     assert llmconv.__version__ in done.stdout
 
 
-def test_a_refusal_is_one_line_a_blank_one_and_a_hint(tmp_path: Path) -> None:
+def test_a_refusal_is_one_line_and_a_hint(tmp_path: Path) -> None:
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", str(tmp_path / "nothing")])
     message, blank, hint = done.stderr.splitlines()
     assert done.exit_code == InputRefused.exit_code == 3
@@ -231,7 +233,7 @@ def test_a_traceback_is_shown_on_demand_only(tmp_path: Path) -> None:
         assert ("Traceback" in done.stderr) == shown
 
 
-def test_quiet_silences_talk(tmp_path: Path) -> None:
+def test_quiet_hides_messages(tmp_path: Path) -> None:
     set_quiet(False)
     done = CliRunner().invoke(llmconv.cli.main, ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base"), "-q"])
     set_quiet(False)
@@ -253,7 +255,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
 
 
 def every_kind(kind: type[LlmconvError]) -> list[type[LlmconvError]]:
-    """All kinds of errors below `kind`."""
+    """All subclasses of `kind`."""
     return [found for child in kind.__subclasses__() for found in (child, *every_kind(child))]
 
 
@@ -269,7 +271,7 @@ UNFORESEEN = [
 
 
 @pytest.mark.parametrize(("raised", "code"), UNFORESEEN)
-def test_what_nobody_foresaw_is_neither_a_traceback_nor_a_difference(
+def test_an_unexpected_error_is_neither_a_traceback_nor_a_difference(
     raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **options: object) -> None:
@@ -281,17 +283,17 @@ def test_what_nobody_foresaw_is_neither_a_traceback_nor_a_difference(
     assert done.stderr.startswith("error: ") and "\n\nhint: " in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_defect_has_a_code_of_its_own_and_one_line_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise KeyError("half\nof \x1b[2J it")
 
     monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"], prog_name="llmconv")
     line, blank, hint = done.stderr.splitlines()
-    assert done.exit_code == llmconv.cli.DEFECT == 70
-    assert line.startswith(f"error: llmconv {llmconv.__version__} has a defect: llmconv inspect: KeyError: ")
+    assert done.exit_code == BUG_EXIT_CODE == 70
+    assert line.startswith(f"error: llmconv {llmconv.__version__} has a bug: llmconv inspect: KeyError: ")
     assert line.isprintable() and "test_cli.py:" in line and not blank
-    assert hint.startswith("hint: report this line with the command that you gave; `-v` ")
+    assert hint.startswith("hint: report this line and the command that you ran; `-v` ")
     shown = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything", "-v"])
     assert shown.exit_code == 70 and "Traceback" in shown.stderr
 
@@ -356,7 +358,7 @@ def test_an_empty_path_is_a_usage_problem_in_python(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_opset_that_there_is_not_is_a_usage_problem_in_python(tmp_path: Path) -> None:
+def test_an_unknown_opset_is_a_usage_problem_in_python(tmp_path: Path) -> None:
     llmconv.convert.to_hf(CHECKPOINT, tmp_path / "base")
     with pytest.raises(UsageProblem, match="`opset` is 22"):
         llmconv.export.export(tmp_path / "base", opset=22)
@@ -367,7 +369,7 @@ def test_resume_of_an_output_that_has_graphs_names_what_wrote_them(tmp_path: Pat
     assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0
     llmconv.export.export(tmp_path / "base")
     again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
-    assert again.exit_code == 3 and "is complete, and `export` has written into it since" in again.stderr
+    assert again.exit_code == 3 and "is complete, but `export` has changed it since" in again.stderr
 
 
 def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None:
@@ -376,7 +378,7 @@ def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None
     again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
     assert again.exit_code == 0 and "base` is complete: nothing to resume" in again.stderr
     assert again.stdout.startswith(f"found {tmp_path / 'base'}: llama")
-    told = json.loads(CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--json"]).stdout)
-    assert told["written"] is False
+    result = json.loads(CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--json"]).stdout)
+    assert result["written"] is False
     other = CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--dtype", "float16"])
     assert other.exit_code == 3 and "with other options" in other.stderr

@@ -1,4 +1,4 @@
-"""Standard streams that are full, closed or left by their reader: the exit code stays true."""
+"""Full, closed and broken standard streams: the exit code stays correct."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.test_cli import CHECKPOINT, ROOT
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """A command line with redirections, `llmconv` of which is this one."""
+    """Runs a shell command line with redirections."""
     line = line.replace("llmconv", f"{sys.executable} -m llmconv", 1)
     return subprocess.run(["/bin/sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_what_is_shown_on_a_full_device_ends_with_4_and_one_line(option: str) -> None:
+def test_output_to_a_full_device_ends_with_4_and_one_line(option: str) -> None:
     done = shell(f"llmconv {option} > /dev/full")
     assert done.returncode == 4 and done.stderr.startswith("error: writing failed: No space left")
 
 
 def without_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`llmconv` whose stdout nobody reads any more."""
+    """`llmconv` with a closed pipe as stdout."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -46,23 +46,23 @@ def without_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
     "line",
     ["--version", "--help", "export --help", "delta apply -h", "formats", "families", "families --json", "inspect ."],
 )
-def test_what_only_shows_ends_quietly_with_0_where_the_reader_leaves(line: str) -> None:
+def test_print_only_commands_end_quietly_with_0_on_a_closed_pipe(line: str) -> None:
     words = line.replace(" .", f" {CHECKPOINT}").split()
     done = without_reader(*words)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_command_that_does_something_does_not_claim_success_where_the_reader_leaves(tmp_path: Path) -> None:
+def test_other_commands_do_not_exit_with_0_on_a_closed_pipe(tmp_path: Path) -> None:
     done = without_reader("to-hf", CHECKPOINT, "-o", str(tmp_path / "hf"), "-q")
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code() -> None:
     assert shell("llmconv inspect nothing-here 2> /dev/full").returncode == 3
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_closed_standard_streams_lead_nowhere(closed: str, tmp_path: Path) -> None:
+def test_closed_standard_streams_go_to_the_null_device(closed: str, tmp_path: Path) -> None:
     assert shell(f"llmconv to-hf {CHECKPOINT} -o {tmp_path}/closed {closed}").returncode == 0
     assert CliRunner().invoke(llmconv.cli.main, ["to-hf", CHECKPOINT, "-o", f"{tmp_path}/open"]).exit_code == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("closed", "open")]

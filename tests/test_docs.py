@@ -53,7 +53,7 @@ def test_the_table_of_formats_is_up_to_date() -> None:
 
 def test_every_command_has_a_section() -> None:
     sections = re.findall(r"^## llmconv (\S+)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
-    assert sections == list(llmconv.cli.COMMANDS)
+    assert sections == list(llmconv.cli.main.commands)
 
 
 def first_cells(page: Path) -> set[str]:

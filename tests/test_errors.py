@@ -1,4 +1,4 @@
-"""Messages are one line that a terminal can show, whatever a file puts into them."""
+"""Messages are one printable line, whatever a file contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that say that memory ran out, and how much there is."""
+"""Out-of-memory errors, and the available memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from llmconv import memory
 from llmconv.errors import MalformedInput, OutOfMemory
-from llmconv.memory import available_memory, says_no_memory, telling_memory
+from llmconv.memory import available_memory, is_out_of_memory, reporting_out_of_memory
 
 ERRORS = [
     MemoryError(),
@@ -21,24 +21,24 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:20])
-def test_an_error_that_says_there_is_no_memory_is_told_so(error: Exception) -> None:
-    with pytest.raises(OutOfMemory, match="memory ran out here") as caught, telling_memory("here"):
+def test_an_out_of_memory_error_is_reported_as_such(error: Exception) -> None:
+    with pytest.raises(OutOfMemory, match="memory ran out here") as caught, reporting_out_of_memory("here"):
         raise error
     assert caught.value.exit_code == 4
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match="no header"), telling_memory("here"):
+    with pytest.raises(ValueError, match="no header"), reporting_out_of_memory("here"):
         raise ValueError("no header")
 
 
-def test_the_cause_behind_an_error_counts() -> None:
+def test_the_cause_of_an_error_counts() -> None:
     error = MalformedInput("`a.onnx` fails", hint="")
     error.__cause__ = MemoryError()
-    assert says_no_memory(error)
+    assert is_out_of_memory(error)
 
 
-def test_the_least_limit_is_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_limit_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = available_memory()
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What people give in the place of a model folder: each is named, by every command, with the way out."""
+"""Paths that are mistaken for a model folder: every command names the kind and the way out."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def optimizer(folder: Path) -> Path:
 
 GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "an empty folder": (lambda path: files(path), "is an empty folder", "complete"),
-    "a Trainer's output": (trainer, "contains 3 checkpoint(s) of a Trainer", "checkpoint-1000`"),
+    "a Trainer's output": (trainer, "contains 3 Trainer checkpoint(s)", "checkpoint-1000`"),
     "an adapter": (adapter, "is an adapter of `acme/tiny`, not a model", "llmconv merge-lora acme/tiny"),
     "a model and an adapter inside": (outputs, "`lora` (an adapter), `merged` (a model)", "merged`"),
     "a delta": (lambda path: files(path, delta__json="{}"), "is a delta, not a model", "llmconv delta apply BASE"),
@@ -93,13 +93,21 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "llmconv to-hf",
     ),
     "a torch checkpoint": (torch_checkpoint, "contains a torch checkpoint (`last.ckpt`)", "llmconv to-hf"),
-    "TensorFlow": (lambda path: files(path, config__json=CONFIG, tf_model__h5=b"x"), "those of TensorFlow", "from_tf"),
+    "TensorFlow": (
+        lambda path: files(path, config__json=CONFIG, tf_model__h5=b"x"),
+        "are TensorFlow weights",
+        "from_tf",
+    ),
     "Flax": (
         lambda path: files(path, config__json=CONFIG, flax_model__msgpack=b"x"),
-        "those of Flax",
+        "are Flax weights",
         "from_flax",
     ),
-    "GGUF": (lambda path: files(path, model__gguf=b"GGUF"), "a GGUF file of llama.cpp (`model.gguf`)", "made from"),
+    "GGUF": (
+        lambda path: files(path, model__gguf=b"GGUF"),
+        "a GGUF file of llama.cpp (`model.gguf`)",
+        "converted from",
+    ),
     "ONNX": (
         lambda path: files(path, config__json=CONFIG, model__onnx=b"x"),
         "contains ONNX graphs (`model.onnx`)",
@@ -133,7 +141,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a GGUF file": (
         lambda path: files(path, x__gguf=b"GGUF" + bytes(99)) / "x.gguf",
         "is a GGUF file",
-        "made from",
+        "converted from",
     ),
     "a pointer of Git LFS": (
         lambda path: files(path, model__safetensors=POINTER) / "model.safetensors",
@@ -141,20 +149,20 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "git lfs pull",
     ),
     "a torch file": (lambda path: torch_checkpoint(path) / "last.ckpt", "is a torch file", "llmconv to-hf"),
-    "an optimizer": (optimizer, "what a trainer keeps for itself", "the weights"),
+    "an optimizer": (optimizer, "a trainer's own state", "the weights"),
     "a zip": (archive("zip"), "is a zip archive", "unpack it"),
     "a tar": (archive("tar"), "is a tar archive", "unpack it"),
     "an empty file": (lambda path: files(path, x__safetensors=b"") / "x.safetensors", "is empty", "copy it again"),
 }
 
 
-@pytest.mark.parametrize(("make", "says", "way"), GIVEN.values(), ids=GIVEN.keys())
-def test_it_is_named_with_the_way_out(tmp_path: Path, make: Callable[[Path], Path], says: str, way: str) -> None:
+@pytest.mark.parametrize(("make", "problem", "way"), GIVEN.values(), ids=GIVEN.keys())
+def test_it_is_named_with_the_way_out(tmp_path: Path, make: Callable[[Path], Path], problem: str, way: str) -> None:
     try:
         error: LlmconvError = refused_model(make(tmp_path / "x"))
     except LlmconvError as raised:
         error = raised
-    assert says in error.message and way in error.hint
+    assert problem in error.message and way in error.hint
 
 
 def llmconv(*arguments: object) -> Result:
@@ -174,25 +182,25 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("given", ["an adapter", "a Trainer's output", "a safetensors file", "GGUF", "an empty folder"])
-def test_every_command_says_the_same(tmp_path: Path, command: str, given: str) -> None:
-    make, says, _ = GIVEN[given]
+def test_every_command_reports_the_same(tmp_path: Path, command: str, given: str) -> None:
+    make, problem, _ = GIVEN[given]
     path = make(tmp_path / "x")
     done = llmconv(*(part.format(path, out=tmp_path / "out") for part in COMMANDS[command]))
     assert done.exit_code == 3, done.stderr
-    assert says in done.stderr and "\n\nhint: " in done.stderr
+    assert problem in done.stderr and "\n\nhint: " in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-TOLD = ["GGUF", "ONNX", "TensorFlow", "Flax", "a Trainer's output", "an empty folder", "a zip", "a graph", "a delta"]
+NAMED = ["GGUF", "ONNX", "TensorFlow", "Flax", "a Trainer's output", "an empty folder", "a zip", "a graph", "a delta"]
 
 
 @pytest.mark.parametrize("command", ["to-hf", "inspect"])
-@pytest.mark.parametrize("given", [name for name in TOLD if name != "a delta"])
+@pytest.mark.parametrize("given", [name for name in NAMED if name != "a delta"])
 def test_conversion_and_inspection_say_it_too(tmp_path: Path, command: str, given: str) -> None:
-    make, says, _ = GIVEN[given]
+    make, problem, _ = GIVEN[given]
     output = ("-o", tmp_path / "out") if command == "to-hf" else ()
     done = llmconv(command, make(tmp_path / "x"), *output)
-    assert done.exit_code == 3 and says in done.stderr
+    assert done.exit_code == 3 and problem in done.stderr
 
 
 def test_a_pickled_model_is_named_with_its_class(tmp_path: Path) -> None:
@@ -203,20 +211,20 @@ def test_a_pickled_model_is_named_with_its_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("command", ["inspect", "export", "to-hf"])
-def test_a_pointer_in_a_model_folder_is_told(tmp_path: Path, command: str, name: str) -> None:
+def test_a_pointer_in_a_model_folder_is_reported(tmp_path: Path, command: str, name: str) -> None:
     (model(tmp_path / "x") / name).write_bytes(POINTER)
     more = () if command == "inspect" else ("-o", tmp_path / "out", "--dtype", "float16")
     done = llmconv(command, tmp_path / "x", *more)
     assert done.exit_code == 3 and f"`{name}` is a Git LFS pointer" in done.stderr and "git lfs pull" in done.stderr
 
 
-def test_a_pointer_in_the_place_of_torch_weights_is_told(tmp_path: Path) -> None:
+def test_a_pointer_in_the_place_of_torch_weights_is_reported(tmp_path: Path) -> None:
     path = files(tmp_path / "x", config__json=CONFIG, pytorch_model__bin=POINTER)
     done = llmconv("to-hf", path, "-o", tmp_path / "out")
     assert done.exit_code == 3 and "`pytorch_model.bin` is a Git LFS pointer" in done.stderr
 
 
-def test_graphs_of_another_exporter_are_told_how_to_verify(tmp_path: Path) -> None:
+def test_the_error_for_graphs_of_another_exporter_has_the_command_to_verify_them(tmp_path: Path) -> None:
     path = files(tmp_path / "x", config__json=CONFIG, model__onnx=b"x")
     done = llmconv("verify", path)
     assert done.exit_code == 3 and "llmconv did not export" in done.stderr
@@ -226,10 +234,10 @@ def test_graphs_of_another_exporter_are_told_how_to_verify(tmp_path: Path) -> No
 # Models that are not causal language models
 
 OTHERS = {
-    "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "`architectures` says BertModel"),
+    "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "`architectures` is BertModel"),
     "classifier": (
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-        "not a causal language model: `architectures` says LlamaForSequenceClassification",
+        "not a causal language model: `architectures` is LlamaForSequenceClassification",
     ),
     "masked": ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, "RobertaForMaskedLM"),
     "t5": (
@@ -245,14 +253,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("command", ["export", "generate", "verify"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_kind_of_model_is_told(tmp_path: Path, command: str, name: str) -> None:
-    config, says = OTHERS[name]
+def test_another_kind_of_model_is_reported(tmp_path: Path, command: str, name: str) -> None:
+    config, problem = OTHERS[name]
     (model(tmp_path / "x") / "config.json").write_text(json.dumps(config))
     done = llmconv(command, tmp_path / "x", *(("x",) if command == "generate" else ()))
-    assert done.exit_code == 3 and says in done.stderr
+    assert done.exit_code == 3 and problem in done.stderr
 
 
-def test_an_encoder_decoder_is_told_without_importing_torch(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_reported_without_importing_torch(tmp_path: Path) -> None:
     (model(tmp_path / "x") / "config.json").write_text(json.dumps(OTHERS["t5"][0]))
     code = "import sys; from llmconv.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "export", str(tmp_path / "x")]

@@ -1,4 +1,4 @@
-"""What llmconv needs around it is said first, and what a system lacks is done in another way."""
+"""Requirements are checked first, and missing system calls have fallbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from llmconv import requirements
 from llmconv.errors import UnsupportedInput
-from llmconv.files import system_calls as unix
+from llmconv.files import system_calls
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ import sys, click, click.testing, rich
 sys.platform = "win32"
 sys.modules["fcntl"] = sys.modules["resource"] = None
 """
-"""Run first in a process that shall take itself for one on Windows."""
+"""Run first in a process that believes it is on Windows."""
 
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -45,14 +45,14 @@ def with_transformers(version: str, folder: Path, command: str) -> subprocess.Co
 def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> None:
     done = python(f"{WINDOWS}\nfrom llmconv.cli import main\nmain({command.split()})", tmp_path)
     assert done.returncode == 3
-    assert done.stderr.startswith("error: llmconv does not run on Windows itself\n\nhint: ")
+    assert done.stderr.startswith("error: llmconv does not run on native Windows\n\nhint: ")
     assert "Subsystem for Linux" in done.stderr
 
 
 @pytest.mark.parametrize("room", ["convert", "export", "verify"])
 def test_the_library_refuses_windows_in_one_line(room: str, tmp_path: Path) -> None:
     done = python(f"{WINDOWS}\nimport llmconv.{room}", tmp_path)
-    assert "ImportError: llmconv does not run on Windows itself" in done.stderr.splitlines()[-1]
+    assert "ImportError: llmconv does not run on native Windows" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1"])
@@ -67,11 +67,11 @@ def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: s
 def test_a_transformers_that_is_too_new_is_a_warning(tmp_path: Path) -> None:
     done = with_transformers("6.1.0", tmp_path, "formats")
     assert done.returncode == 0
-    assert done.stderr == f"warning: llmconv is made for {requirements.RANGE}; this is 6.1.0, which was never tried\n"
+    assert done.stderr == f"warning: llmconv supports {requirements.RANGE}; this is 6.1.0, which is not tested\n"
 
 
 @pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.99"])
-def test_a_version_within_the_range_is_passed_over_in_silence(version: str, tmp_path: Path) -> None:
+def test_a_version_within_the_range_causes_no_message(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "formats")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -97,11 +97,11 @@ def test_pyproject_states_the_same_range() -> None:
 
 def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert unix.peak_memory() >= 1024 * kib
+    assert system_calls.peak_memory() >= 1024 * kib
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert kib <= unix.peak_memory() < 1024 * kib
+    assert kib <= system_calls.peak_memory() < 1024 * kib
 
 
 def test_cores_are_counted_without_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert unix.cores() == os.cpu_count()
+    assert system_calls.cores() == os.cpu_count()

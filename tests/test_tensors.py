@@ -1,4 +1,4 @@
-"""LazyTensor: what is in memory is read as it is, whatever its shape."""
+"""LazyTensor: arrays in memory are read unchanged, whatever their shape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The figures behind the verdict: `make mutants` writes docs/calibration.md, its data and its plot.
 
 Every family is exported once; then the weights are drawn again in place, with other seeds and sizes, because the graph
-only maps them. Each draw is one clean run; threads and optimisation levels take turns. Mutants run on the first draw.
+only maps them. Each draw is one clean run; threads and optimization levels take turns. Mutants run on the first draw.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import onnx
 from llmconv.export import export
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import Report, verify
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALVES
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.session import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny
 from tools.calibration_page import render_page, render_plot
-from tools.draws import SETTINGS, SIZES, draw_weights
-from tools.half_page import half_lines, render_half_plot
-from tools.half_runs import FAMILIES, half_runs
+from tools.half_precision_page import half_lines, render_half_plot
+from tools.half_precision_runs import FAMILIES, half_runs
 from tools.other_checks import RULES
+from tools.random_weights import SETTINGS, SIZES, draw_weights
 
 PAGE = Path("docs/calibration.md")
 
 
 @dataclass
 class Clean:
-    """One draw of the weights: the largest sigma of an output and of a row, and which rules of others fail it."""
+    """One set of random weights: the largest sigma of an output and of a row, and which rules of others fail it."""
 
     sigma: float
     row_sigma: float
@@ -71,7 +71,7 @@ def largest(report: Report) -> tuple[float, float]:
 
 
 def clean_run(folder: Path, seed: int) -> Clean:
-    """A draw of the weights."""
+    """A run on one set of random weights."""
     draw_weights(folder, seed, SIZES[seed % len(SIZES)])
     report = verify(folder, settings=SETTINGS[seed % len(SETTINGS)])
     return Clean(*largest(report), report.verdict, _failing(folder / "decode.onnx", EagerRunner(folder)))
@@ -98,7 +98,7 @@ def mutant_run(mutant: Mutant, folder: Path, target: Path, eager: Eager, model: 
 
 
 def family_runs(model_type: str, seeds: int, folder: Path) -> Family:
-    """Everything of one family."""
+    """All runs of one family."""
     family = Family(model_type)
     model_folder = save_tiny(model_type, folder / model_type)
     export(model_folder, prefill=True, incremental=True)
@@ -113,19 +113,19 @@ def family_runs(model_type: str, seeds: int, folder: Path) -> Family:
 
 
 def main() -> None:
-    """Runs all families and writes the page, `calibration.json` and the plots; what is not run stays as it was."""
+    """Runs all families and writes the page, `calibration.json` and the plots; other families keep their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--seeds", type=int, default=30, help="clean runs of every family; half as many in half precision"
     )
     parser.add_argument("--only", action="append", choices=list(CONFIGS), help="this family")
-    parser.add_argument("--dtype", action="append", choices=["float32", *HALVES], help="this precision")
+    parser.add_argument("--dtype", action="append", choices=["float32", *HALF_PRECISION], help="this precision")
     parser.add_argument("--write", type=Path, default=PAGE)
     options = parser.parse_args()
     path = options.write.with_suffix(".json")
     data = json.loads(path.read_text()) if path.is_file() else {"families": [], "halves": {}}
     data["versions"] = library_versions()
-    for dtype in options.dtype or ("float32", *HALVES):
+    for dtype in options.dtype or ("float32", *HALF_PRECISION):
         families = []
         for model_type in options.only or (CONFIGS if dtype == "float32" else FAMILIES):
             with TemporaryDirectory() as name:
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def _runs(model_type: str, dtype: str, seeds: int, folder: Path) -> dict[str, Any]:
-    """Everything of one family in one precision, as plain data."""
+    """All runs of one family in one precision, as plain data."""
     if dtype == "float32":
         return asdict(family_runs(model_type, seeds, folder))
     *_, family = half_runs(model_type, dtype, -(-seeds // 6), folder)

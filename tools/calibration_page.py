@@ -18,7 +18,7 @@ HEAD = """# Calibration of the verdict
 
 Written by `make mutants` (`tools/calibrate.py`; data: [calibration.json](calibration.json)). Tiny models of four layers
 and width 64, onnxruntime {onnxruntime}, torch {torch}, transformers {transformers}. A clean run is one draw of the
-weights (sizes × 0.5, 1, 2; onnxruntime's optimisation all, basic, off; 1 and 2 threads) on all quick scenarios. A
+weights (sizes × 0.5, 1, 2; onnxruntime's optimization all, basic, off; 1 and 2 threads) on all quick scenarios. A
 mutant is one small fault in the graph ([mutants.py](../tests/builders/mutants/mutants.py)).
 
 ![sigma of clean runs and of mutants](calibration.svg)
@@ -116,7 +116,7 @@ def render_plot(data: dict[str, Any]) -> str:
 
 
 def svg(width: int, height: int, parts: list[str]) -> str:
-    """A drawing on white."""
+    """An SVG with a white background."""
     style = "<style>text { font: 12px sans-serif; fill: #1c2430; }</style>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
@@ -129,15 +129,15 @@ def _x(sigma: float) -> float:
     return LEFT + min(1.0, share) * (WIDTH - LEFT - 20)
 
 
-def dot(sigma: float, y: int, colour: str, title: str, *, ring: bool = False) -> str:
+def dot(sigma: float, y: int, color: str, title: str, *, ring: bool = False) -> str:
     """One run."""
     label = f"<title>{escape(title)}: {sigma:.2f}</title>"
-    look = f'fill="none" stroke="{colour}"' if ring else f'fill="{colour}"'
+    look = f'fill="none" stroke="{color}"' if ring else f'fill="{color}"'
     return f'<circle cx="{_x(sigma):.1f}" cy="{y}" r="3" {look} opacity="0.6">{label}</circle>'
 
 
 def scale(height: int, gates: dict[str, float], legend: str) -> str:
-    """Powers of ten, a dashed line for every gate (by what it is of), and what the colours mean."""
+    """Powers of ten, a dashed line for every gate (by what it is of), and a legend."""
     marks = "".join(
         f'<line x1="{_x(10**power):.1f}" x2="{_x(10**power):.1f}" y1="28" y2="{height - 20}" stroke="#ddd"/>'
         f'<text x="{_x(10**power):.1f}" y="{height - 6}" text-anchor="middle">1e{power}</text>'
@@ -148,9 +148,9 @@ def scale(height: int, gates: dict[str, float], legend: str) -> str:
         f'stroke-dasharray="5 4"/>'
         for gate in gates.values()
     )
-    said = ", ".join(f"{name} {gate:g}".strip() for name, gate in gates.items())
+    labels = ", ".join(f"{name} {gate:g}".strip() for name, gate in gates.items())
     texts = (
-        f'<text x="{_x(max(gates.values())) + 6:.1f}" y="26">gate {said}</text>'
+        f'<text x="{_x(max(gates.values())) + 6:.1f}" y="26">gate {labels}</text>'
         f'<text x="{LEFT}" y="14">{escape(legend)}</text>'
     )
     return marks + lines + texts

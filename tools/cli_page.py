@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the commands' own help; with --check, only tell whether it is up to date."""
+"""Write docs/cli.md from the commands' own help; with --check, only report whether it is up to date."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Written by `make docs` from the commands themselves; `make check` compares.
 
 
 def main() -> int:
-    """Writes the page, or compares it; returns 1 where it differs."""
+    """Writes the page, or compares it; returns 1 if it differs."""
     text = page()
     if "--check" not in sys.argv:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:
-        print(f"error: {PAGE} is not what the commands say\n\nhint: run `make docs`", file=sys.stderr)
+        print(f"error: {PAGE} does not match the help of the commands\n\nhint: run `make docs`", file=sys.stderr)
         return 1
     return 0
 
@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
-    """What a command would get from the command line, at a fixed width."""
+    """The context of a command, at a fixed width."""
     settings: dict[str, Any] = {**command.context_settings, "max_content_width": WIDTH, "terminal_width": WIDTH}
     return click.Context(command, parent, name, **settings)
 

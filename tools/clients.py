@@ -1,4 +1,4 @@
-"""Make the environments of the clients that the slow tests open graphs in; quick where they are there already."""
+"""Make the client environments for the slow tests; existing ones are kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks import environments
 
 
 def main() -> None:
-    """All of them, in `build/`."""
+    """Makes all environments in `build/`."""
     for make, name in (
         (environments.python, "genai"),
         (environments.python, "optimum"),

@@ -1,4 +1,4 @@
-"""What was found by hand behind each FAIL of `tools/other_exporters.py`: exporter and model to one line."""
+"""The cause of each FAIL of `tools/other_exporters.py`: found by hand: exporter and model to one line."""
 
 from __future__ import annotations
 

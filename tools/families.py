@@ -1,4 +1,4 @@
-"""Which model types of transformers' causal-LM table export and verify: one tiny model each, one page of results.
+"""Exports and verifies a tiny model of each causal-LM type of transformers, and writes a page of results.
 
     python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
     python -m tools.families --only mixtral --only phi     again, these only
@@ -34,7 +34,7 @@ from tools.tiny_models import depth, save_tiny, tiny_config
 
 RESULTS = Path("build/families.jsonl")
 TIME_LIMIT = 1200
-"""Seconds for one type."""
+"""Time limit per type, in seconds."""
 
 FORK = multiprocessing.get_context("fork")
 
@@ -48,7 +48,7 @@ INTRODUCTION = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one type.
+    """The result of one type.
 
     Attributes:
         verdict: `pass`, `fail` or `inconclusive` of `verify`; `refused` where the export was; `error` else.
@@ -73,14 +73,16 @@ class Result:
 
 
 def main() -> int:
-    """Runs what was asked for."""
+    """Runs the given types."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="TYPE", help="this type, also if it has run")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TYPE", help="run this type, even if it has a result"
+    )
     parser.add_argument("--suite", choices=("quick", "full"), default="full")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="also types that have a result but did not pass")
-    parser.add_argument("--guess", action="store_true", help="types without a row too, as plain decoders")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="the page of all results so far")
+    parser.add_argument("--again", action="store_true", help="also run types that did not pass before")
+    parser.add_argument("--guess", action="store_true", help="also run types without a row, as plain decoders")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of all results")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     options = parser.parse_args()
     for model_type in [] if options.page_only else chosen(options):
@@ -113,7 +115,7 @@ def all_types(guess: bool) -> list[str]:
 
 
 def run(model_type: str, options: argparse.Namespace) -> Result:
-    """One type in a process of its own, forked so that the libraries are imported once."""
+    """One type in its own process, forked so that the libraries are imported only once."""
     started = time.perf_counter()
     receiver, sender = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(sender, model_type, options.suite, options.guess))
@@ -125,7 +127,7 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
             result = receiver.recv()
         except EOFError:
             child.join()
-            result = Result(model_type, "error", reason=f"the process ended with exit code {child.exitcode}")
+            result = Result(model_type, "error", reason=f"exit code {child.exitcode}")
     child.kill()
     child.join()
     return replace(result, seconds=round(time.perf_counter() - started, 1))
@@ -133,12 +135,12 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
 
 def _report(sender: Any, model_type: str, suite: str, guess: bool) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # threads that wait for each other over a tiny model take several times as long
+    torch.set_num_threads(1)  # more threads are several times slower on a tiny model
     sender.send(examine(model_type, suite, guess))
 
 
 def examine(model_type: str, suite: str, guess: bool) -> Result:
-    """Makes, exports and verifies a tiny model; whatever is raised becomes the reason."""
+    """Makes, exports and verifies a tiny model; any exception becomes the reason."""
     exported = None
     try:
         if guess and model_type not in INPUT_MAPS:

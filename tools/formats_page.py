@@ -1,4 +1,4 @@
-"""Write the table of formats in README.md from the formats; with --check, only tell whether it is up to date."""
+"""Write the table of formats in README.md from the formats; with --check, only report whether it is up to date."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BEGIN, END = "<!-- formats: written by `make docs` -->", "<!-- end of formats --
 
 
 def main() -> int:
-    """Writes the table between its markers, or compares it; returns 1 where it differs."""
+    """Writes the table between its markers, or compares it; returns 1 if it differs."""
     text = PAGE.read_text()
     new = with_table(text)
     if "--check" not in sys.argv:
         PAGE.write_text(new)
     elif new != text:
         print(
-            f"error: the formats in {PAGE} are not what they say of themselves\n\nhint: run `make docs`",
+            f"error: the formats in {PAGE} are out of date\n\nhint: run `make docs`",
             file=sys.stderr,
         )
         return 1
@@ -28,14 +28,14 @@ def main() -> int:
 
 
 def with_table(text: str) -> str:
-    """The page with the table of today.
+    """The page with the current table.
 
     Raises:
         LookupError: the page has no markers.
     """
     new, count = re.subn(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: table(), text, flags=re.DOTALL)
     if count != 1:
-        raise LookupError(f"{PAGE} has no place for the formats, between `{BEGIN}` and `{END}`")
+        raise LookupError(f"{PAGE} has no markers for the formats, `{BEGIN}` and `{END}`")
     return new
 
 

@@ -1,4 +1,4 @@
-"""How else exports are checked: the rules of other tools, applied to the same graph and the same eager model.
+"""The checks of other tools, applied to the same graph and the same eager model.
 
 Each is what the tool does by default: its inputs, its outputs, its tolerance. Sources: optimum-onnx
 `validate_model_outputs`; torch `torch.onnx.testing.assert_onnx_program`; Polygraphy `run --trt --onnxrt` with the
@@ -44,7 +44,7 @@ class Rule:
     logits_only: bool = False
 
     def passes(self, graph: Path, model: EagerRunner) -> bool:
-        """Whether a graph does; one that does not run fails."""
+        """Whether a graph passes; one that does not run fails."""
         try:
             opened = OrtGraph(graph)
             runner = OrtRunner(opened, opened)
@@ -91,7 +91,7 @@ def _torch_close(wanted: Array, found: Array) -> bool:
 
 
 def _polygraphy_close(wanted: Array, found: Array) -> bool:
-    """An element fails where it leaves both tolerances."""
+    """An element fails if it exceeds both tolerances."""
     error = np.abs(found - wanted)
     with np.errstate(divide="ignore", invalid="ignore"):
         return bool(((error <= 1e-5) | (error / np.abs(wanted) <= 1e-5)).all())

@@ -1,4 +1,4 @@
-"""What `llmconv verify --graph` finds in the graphs of other exporters: tiny models of six families, all scenarios.
+"""Runs `llmconv verify --graph` on graphs of other exporters: tiny models of six families, all scenarios.
 
 Exporters run in the environments of `benchmarks/environments.py`, where these were made before (`make bench` makes
 them); without one its column says so. Exports are kept in build/other-exporters.
@@ -91,7 +91,7 @@ OnnxExporter().export_for_generation(model, inputs, config).save_pretrained(outp
 
 
 def main() -> int:
-    """Prints the tables, or writes them into the page; returns 1 where nothing could be compared."""
+    """Prints the tables, or writes them into the page; returns 1 if nothing could be compared."""
     options = _options()
     lines = [
         "| model | exporter | verdict | outputs | differ | skipped | largest sigma | what it is |",
@@ -134,7 +134,7 @@ def _model(name: str) -> Path:
 
 
 def exported(model: str, exporter: str) -> tuple[list[Path], str]:
-    """The graph or graphs of an exporter, made now unless they are there; or why there are none."""
+    """The graphs of an exporter, exported unless they exist; or the reason why there are none."""
     environment = EXPORTERS[exporter]
     if environment and not (environments.folder(environment) / "complete").exists():
         return [], f"`{environments.folder(environment)}` is not there"
@@ -176,7 +176,7 @@ def _first(report: Report) -> str:
 
 
 def _versions() -> str:
-    """What took part, as pinned."""
+    """The pinned versions."""
     pinned = {
         name: " ".join(part for step in environments.ENVIRONMENTS[name] for part in step)
         for name in ("optimum", "builders")

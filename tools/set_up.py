@@ -1,4 +1,4 @@
-"""Make .venv: the packages of constraints.txt, with the CPU build of torch where there is one, else what pip finds.
+"""Make .venv: the packages of constraints.txt, with the CPU build of torch if pip finds one.
 
 Run by the interpreter that .venv is to have; an older one than llmconv needs gets as far as the message.
 """
@@ -29,10 +29,10 @@ SMALLER = "    smaller: `make setup TORCH_INDEX=URL` with the URL of CPU builds 
 OLD_PYTHON = """\
 error: llmconv needs Python 3.11 or newer; this is {version}
 
-hint: name a newer one, such as `make setup PYTHON=python3.12`"""
+hint: give a newer one, such as `make setup PYTHON=python3.12`"""
 
 NO_VENV = """\
-error: {python} cannot make a virtual environment
+error: {python} cannot create a virtual environment
 
 hint: install the package of its module venv; on Debian and Ubuntu that is `apt install python3-venv`"""
 
@@ -40,7 +40,7 @@ hint: install the package of its module venv; on Debian and Ubuntu that is `apt 
 def main() -> int:
     """Sets up; returns 0, or the exit code of the step that failed, whose own message is on the screen."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", default="", metavar="REQUIREMENT", help="take this build, as pip finds it")
+    parser.add_argument("--torch", default="", metavar="REQUIREMENT", help="install this build of torch")
     arguments = parser.parse_args()
     if sys.version_info < OLDEST:
         print(OLD_PYTHON.format(version=sys.version.split()[0]), file=sys.stderr)
@@ -75,8 +75,8 @@ def install_torch(python: Path, torch: str) -> int:
     print(f"2/3 torch {pin}, the CPU build: {CPU_SIZE}", flush=True)
     for place in ([], *([["--index-url", CPU_INDEX, "--timeout", "10", "--retries", "0"]] if CPU_INDEX else [])):
         if not install(python, "--no-deps", *place, f"torch=={pin}+cpu", quiet=True):
-            return install(python, f"torch=={pin}+cpu")  # what it depends on comes from where all else does
-    print(f"    pip finds none; taking what it finds: {size()}, {free()} free", flush=True)
+            return install(python, f"torch=={pin}+cpu")  # its dependencies come from the default index
+    print(f"    pip finds no CPU build; installing the default build: {size()}, {free()} free", flush=True)
     if not CPU_INDEX and sys.platform == "linux":
         print(SMALLER, flush=True)
     return install(python, f"torch=={pin}", talk=True)

@@ -1,4 +1,4 @@
-"""Print the lines of every file and its longest function; fail where one is over its ceiling."""
+"""Print the lines of every file and its longest function; fail if one exceeds its limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CEILING = f"(file {FILE}, test file {TEST_FILE}, function {FUNCTION} lines)"
 
 
 def main() -> int:
-    """Prints one line per file, longest files first; returns 1 where something is too long."""
+    """Prints one line per file, longest files first; returns 1 if something is too long."""
     rows = sorted(((lines(path), *longest(path), path) for path in files()), reverse=True)
     over = 0
     for count, size, name, path in rows:

@@ -1,4 +1,4 @@
-"""Tiny models whose layers keep states: every kind of layer comes at least three times."""
+"""Tiny models whose layers have states: every kind of layer occurs at least three times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny seeded models of every causal-LM `model_type` of transformers: small fields by name, oddities as rows.
+"""Tiny seeded models of every causal-LM `model_type` of transformers: small sizes by field name, exceptions as rows.
 
 The fields are chosen to be awkward: an odd vocabulary, fewer key/value heads than heads, heads whose size is not
 `hidden_size / num_attention_heads`, windows shorter than the prompts, and two periods more than an export traces.
@@ -98,7 +98,7 @@ TOWER: dict[str, Any] = {
     "depth": 2,
     "num_heads": 2,
 }
-"""Fields of what sees or hears beside a text model; the graphs do not hold it."""
+"""Config fields of vision and audio parts, which the graphs do not contain."""
 
 
 def tiny_config(model_type: str, num_layers: int) -> Any:
@@ -148,7 +148,7 @@ def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
     """Saves a seeded float32 model, every weight random; returns its config."""
     config = tiny_config(model_type, num_layers)
     torch.manual_seed(0)
-    # A text model beside others is saved with them, as its checkpoints are.
+    # A text model next to others is saved with them, as its checkpoints are.
     whole = decoder_config(config) is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     maker = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32)

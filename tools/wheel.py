@@ -13,7 +13,7 @@ from typing import Any
 
 BUILD = Path("build/wheel")
 ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-"""Without the tree on the path, where pip would find llmconv installed."""
+"""Keeps the tree off the path, where pip would find llmconv installed."""
 ROOMS = ("convert", "export", "verify")
 CHECKPOINT = Path("examples/tiny-llama")
 

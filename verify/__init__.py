@@ -3,7 +3,7 @@ import sys
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is no top-level package")
 if sys.platform == "win32":
-    raise ImportError("llmconv does not run on Windows itself: use the Windows Subsystem for Linux")
+    raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 from llmconv.verify.other_exporters.maps import register_port_map
 from llmconv.verify.other_exporters.port_map import PortMap

@@ -1,4 +1,4 @@
-"""verify: runs the scenarios on the eager model and on every graph of a folder, and compares all outputs."""
+"""`verify`: runs the scenarios on the eager model and on every graph of a folder, and compares all outputs."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.argument_checks import checked, require_least
+from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches
-from llmconv.memory import telling_memory
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.runner import SessionSettings, open_graph
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.file_checksums import audit_graph_files
 from llmconv.verify.audit.inputs import require_folder, require_model, require_weights
 from llmconv.verify.audit.odd_weights import odd_weights
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.audit.weights import Source, audit_files, audit_weights
-from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.bisect.replay import Folder
+from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
+from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.embeddings import takes_embeddings
-from llmconv.verify.comparison.layer_by_layer import StreamedEager, why_not_layered
-from llmconv.verify.comparison.run import Comparison, open_graphs
-from llmconv.verify.other_exporters.quantized.kinds import quantized_operators
-from llmconv.verify.reference.cost_estimate import Forecast, choose, distinct_files
+from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces, why_not_layered
+from llmconv.verify.comparison.run import FolderComparison, open_graphs
+from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Report
-from llmconv.verify.session import OnChecks, collector, look_closer, new_piece, new_report, require_suite
+from llmconv.verify.results.report import Checks, Report
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.session import Checking, OnChecks, Session
 
 PATH_LIMIT = 4096
-"""Characters of a path (`PATH_MAX`)."""
+"""Maximum length of a path in characters (`PATH_MAX`)."""
 
 
 @fetches
@@ -57,64 +56,93 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     low_memory: bool | None = None,
     allow_changed: bool = False,
 ) -> Report:
-    """Compares every graph of a folder with the eager model: every output, every scenario.
+    """Compares every output of every graph in a folder with the eager model.
 
     Args:
-        folder: what `llmconv export` left.
-        reference: the Hugging Face folder of the model; as the manifest says, or `folder` itself, when left out.
-        suite, only: `quick` or `full`; or names of scenarios, which alone are run.
-        repeat: how often every call is run; all runs have to give the same bits.
+        folder: a folder that `llmconv export` wrote.
+        reference: the Hugging Face model folder (default: as recorded in the manifest, else `folder`).
+        suite: which set of scenarios to run, `quick` or `full`.
+        only: names of scenarios; if given, only these are run.
+        repeat: number of runs of each call; all must give the same bits.
         settings: of onnxruntime.
-        on_checks: called with the checks as they come.
-        eager: the reference, opened before, of this model; what it computed is used again.
-        trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
-        bisect: after a failure, look for the first node that differs.
-        minimize: a new folder for the smallest piece that fails; looks for the node, too.
-        low_memory: hold neither the model nor a graph whole (`verify.comparison.layer_by_layer`); None where
-            the whole model does not fit into memory.
-        allow_changed: a graph that is not the one that was exported is a note and no failure.
+        on_checks: called with each list of checks when it is made.
+        eager: an open reference of this model, whose results are reused.
+        trust_remote_code: run the code that `auto_map` in the reference's `config.json` names.
+        bisect: after a failure, search for the first node that differs.
+        minimize: a new folder for the smallest failing piece; implies the search.
+        low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by the available
+            memory.
+        allow_changed: a graph that was changed after its export is a note instead of a failure.
 
     Raises:
-        InputRefused: the folder or the reference cannot be used, a graph refers to what it must not, or memory does
-            not suffice.
-        OutOfMemory: memory ran out on the way.
-        UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
+        InputRefused: the folder or the reference cannot be used, a graph refers to a file outside the folder, or memory
+            does not suffice.
+        OutOfMemory: memory ran out during the run.
+        UsageProblem: an unknown suite or scenario, or the folder for the smallest failing piece is not empty.
     """
-    require_suite(suite)
-    require_least(repeat, 1, "repeat")
-    folder, piece, settings = require_folder(folder), new_piece(minimize), settings or SessionSettings()
-    report = new_report(folder.name, suite, only, repeat, settings)
+    session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
+    folder = require_folder(folder)
+    report = session.new_report(folder.name)
     if not (entries := graph_entries(folder)):
         report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
-    truth_folder = require_weights(folder, entries[0], reference or recorded_reference(folder))
-    report.reference = truth_folder.name
-    verified = Folder(folder, entries, _models(folder, entries), settings)
-    add = collector(report, on_checks)
-    with telling_memory(f"while `{folder.name}` was verified"):
-        layered = low_memory
-        if eager is None:
-            layered = _layered(verified, truth_folder, report, low_memory, searches=bool(bisect or piece or repeat > 1))
-        _audit(verified, truth_folder, report, add, allow_changed=allow_changed)
-        eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=layered)
-        report.where = localise(report.checks)
-        look_closer(report, verified, eager, piece, bisect=bisect)
-    return report
+    reference = require_weights(folder, entries[0], reference or recorded_reference(folder))
+    report.reference = reference.name
+    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
+    code = reference if trust_remote_code else None
+    checks = _checks(verified, reference, report, session, eager, code, low_memory, allow_changed=allow_changed)
+    return session.run(report, checks)
 
 
-def _layered(verified: Folder, reference: Path, report: Report, asked: bool | None, *, searches: bool) -> bool:
-    """Whether to go layer by layer, where the whole model does not fit; said in a note."""
+def _checks(
+    verified: VerifiedFolder,
+    reference: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    code: Path | None,
+    low_memory: bool | None,
+    *,
+    allow_changed: bool,
+) -> Checking:
+    """All checks of a folder: audits of its files, then all scenarios; arguments as in `verify`.
+
+    Args:
+        code: the reference's folder where its own code is trusted.
+    """
+    if eager is None:
+        low_memory = _is_layered(verified, reference, report, session, low_memory)
+    yield from _audit(verified, reference, report, allow_changed=allow_changed)
+    opened = open_in_pieces if low_memory else open_graph
+    graphs = yield from open_graphs(opened, verified.path, verified.entries, verified.settings)
+    if not graphs:
+        return eager, verified
+    dtype = graphs[0].dtype.name
+    if low_memory:
+        eager = StreamedEager(reference, dtype, code=code, selection=session.selection)
+    eager = eager.in_dtype(dtype) if eager else Eager(reference, dtype, code=code)
+    comparison = FolderComparison(
+        eager, verified.path, verified.models, verified.settings, session.selection, report, opened
+    )
+    yield from comparison.checks(graphs)
+    return eager, verified
+
+
+def _is_layered(
+    verified: VerifiedFolder, reference: Path, report: Report, session: Session, wanted: bool | None
+) -> bool:
+    """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""
     paths = [path for entry in verified.entries for path in entry.paths(verified.path)]
     why_not = why_not_layered(verified.entries, verified.models)
-    if searches:
+    if session.bisect or session.minimized or session.selection.repeat > 1:
         why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
-    layered, note = choose(Forecast.of(reference, distinct_files(paths)), asked, why_not)
+    layered, note = choose(CostEstimate.of(reference, distinct_files(paths)), wanted, why_not)
     report.notes += [note] if note else []
     return layered
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
-    """The graphs without their weights, by name; the embedding table too, where they take embeddings."""
+    """The graphs without their weights, by name, with the embedding table if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     _require_floats(folder, models)
     if takes_embeddings(models.values()):
@@ -122,43 +150,21 @@ def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.Model
     return models
 
 
-def _compare(
-    verified: Folder,
-    reference: Path,
-    report: Report,
-    add: OnChecks,
-    eager: Eager | None,
-    *,
-    trusted: bool,
-    low_memory: bool | None,
-) -> Eager | None:
-    """All scenarios; returns the reference that they were compared with, if any graph could be run."""
-    graphs = open_graphs(verified.path, verified.entries, verified.settings, add, low_memory=bool(low_memory))
-    if not graphs:
-        return eager
-    dtype, code = graphs[0].dtype.name, reference if trusted else None
-    if low_memory:
-        eager = StreamedEager(reference, dtype, code=code, suite=report.suite, only=tuple(report.settings["seeds"]))
-    eager = eager.in_dtype(dtype) if eager else Eager(reference, dtype, code=code)
-    Comparison(eager, verified.path, verified.models, verified.settings, report, add).run(graphs)
-    return eager
-
-
 def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
-    """Refuses graphs that somebody quantised in place: they are asked other questions."""
+    """Refuses graphs that were quantized in place: `--graph` verifies those."""
     for name, model in models.items():
         if operators := quantized_operators(model):
             raise InputRefused(
-                f"`{name}` has quantised weights ({operators[0]})",
-                hint=f"give it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
+                f"`{name}` has quantized weights ({operators[0]})",
+                hint=f"pass it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
             )
 
 
 def recorded_reference(folder: Path) -> Path:
-    """The model folder that the manifest names, or `folder` itself.
+    """The model folder that the manifest names, else `folder`.
 
     Raises:
-        InputRefused: the manifest names a folder that is not there.
+        InputRefused: the folder that the manifest names does not exist.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
     if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
@@ -169,33 +175,29 @@ def recorded_reference(folder: Path) -> Path:
     return path
 
 
-def _prefix(verified: Folder, graph: str) -> int:
-    """Virtual tokens that a graph begins with, as the manifest has it."""
+def _prefix(verified: VerifiedFolder, graph: str) -> int:
+    """Number of virtual tokens before a graph's input, as recorded in the manifest."""
     entries = [entry for entry in verified.entries if graph in entry.files and entry.prefix]
     return entries[0].prefix.length if entries and entries[0].prefix else 0
 
 
-def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, allow_changed: bool) -> None:
-    """Files as the manifest has them, every initializer, and what is odd about the weights."""
-    found = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
-    add(found[0])
-    report.notes += found[1]
-    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in found[0]) else []
+def _audit(verified: VerifiedFolder, reference: Path, report: Report, *, allow_changed: bool) -> Checks:
+    """Checks that run no graph: the recorded files, every initializer, and the decisions in the graphs."""
+    checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
+    yield checks
+    report.notes += notes
+    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
-    source = Source.of(verified.path, reference, prefixes)
-    add(audit_files(verified.path))
+    source = WeightSource.of(verified.path, reference, prefixes)
+    yield audit_files(verified.path)
     report.notes += odd_weights(source.reference)
     used, config = set[str](), read_config(reference)
     for name, model in verified.models.items():
         check, names = audit_weights(name, model, source)
         used |= names
-        add([check])
-    add(
-        [
-            audit_decisions(name, model, config, prefix=_prefix(verified, name))
-            for name, model in verified.models.items()
-        ]
-    )
+        yield [check]
+    models = verified.models.items()
+    yield [audit_decisions(name, model, config, prefix=_prefix(verified, name)) for name, model in models]
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

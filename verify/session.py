@@ -1,16 +1,16 @@
-"""What every verification shares, whichever exporter made the graphs: report, suites, the search after a failure."""
+"""The frame of every verification: common options, the report that collects the checks, the search after a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from llmconv import __version__
-from llmconv.errors import UsageProblem
+from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.verify.bisect.first_difference import localize
 from llmconv.verify.bisect.minimize import require_new
 from llmconv.verify.bisect.replay import Replayable
 from llmconv.verify.bisect.search import name_node
@@ -18,66 +18,101 @@ from llmconv.verify.bisect.unmatched import list_unmatched
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Report
-from llmconv.verify.scenarios.table import Scenario, chosen
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.version import __version__
 
 OnChecks = Callable[[list[Check]], None]
 
+Checking: TypeAlias = Generator[list[Check], None, tuple[Eager | None, Replayable]]
+"""Yields checks as they are made; returns the reference (None where no graph could be run) and the verified graphs."""
 
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
-def look_closer(report: Report, verified: Replayable, eager: Eager | None, piece: Path | None, *, bisect: bool) -> None:
-    """Searches for the node that differs, and lists the nodes that have no counterpart in the model, as asked for."""
-    if bisect or piece:
-        name_node(report, verified, eager, piece)
-    if bisect or report.suite == "full":
-        list_unmatched(report, verified, eager)
+@dataclass(frozen=True)
+class Session:
+    """The options that `verify` and `verify_graphs` share.
 
+    Attributes:
+        selection: the scenarios to run.
+        settings: of onnxruntime.
+        on_checks: called with each list of checks when it is made.
+        bisect: search for the first node that differs.
+        minimized: a new folder for the smallest failing piece; None for none.
+    """
 
-def new_piece(minimize: str | Path | None) -> Path | None:
-    """The folder for the smallest piece that fails; refused with UsageProblem where it holds something."""
-    piece = Path(minimize) if minimize else None
-    if piece:
-        require_new(piece)
-    return piece
+    selection: Selection
+    settings: SessionSettings
+    on_checks: OnChecks | None
+    bisect: bool
+    minimized: Path | None
 
+    @classmethod
+    def of(
+        cls,
+        selection: Selection,
+        settings: SessionSettings | None,
+        on_checks: OnChecks | None,
+        *,
+        bisect: bool,
+        minimize: str | Path | None,
+    ) -> Session:
+        """The options of a call of `verify`; refused with UsageProblem where the folder `minimize` is not empty."""
+        minimized = Path(minimize) if minimize else None
+        if minimized:
+            require_new(minimized)
+        return cls(selection, settings or SessionSettings(), on_checks, bisect, minimized)
 
-def new_report(name: str, suite: str, only: Sequence[str], repeat: int, settings: SessionSettings) -> Report:
-    """A report without checks, which says what would have to be the same for the same report."""
-    said = recorded(settings, chosen(suite, only), repeat)
-    report = Report(name, name, suite, versions=library_versions(), settings=said)
-    report.unseen += ["scenarios that were not asked for"] if only else []
-    return report
+    def new_report(self, name: str) -> Report:
+        """An empty report, with the settings needed to reproduce it; `name` is that of the folder or the graphs."""
+        report = Report(name, name, self.selection.suite, versions=library_versions(), settings=self._recorded())
+        report.unseen += ["scenarios that were not selected"] if self.selection.only else []
+        return report
 
+    def _recorded(self) -> dict[str, Any]:
+        """The settings that a second run must share to give the same report."""
+        return {
+            "threads": self.settings.threads,
+            "optimization": self.settings.optimization,
+            "repeat": self.selection.repeat,
+            "gates": {dtype: asdict(gate) for dtype, gate in GATES.items()},
+            "seeds": {scenario.name: scenario.seed for scenario in self.selection.scenarios()},
+        }
 
-def recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -> dict[str, Any]:
-    """What would have to be the same for the same report."""
-    return {
-        "threads": settings.threads,
-        "optimization": settings.optimization,
-        "repeat": repeat,
-        "gates": {dtype: asdict(gate) for dtype, gate in GATES.items()},
-        "seeds": {scenario.name: scenario.seed for scenario in rows},
-    }
+    def run(
+        self, report: Report, checking: Checking, decisive: Callable[[list[Check]], list[Check]] | None = None
+    ) -> Report:
+        """Collects all checks in the report, then searches for what differs as far as the options ask for it.
 
+        Args:
+            report: to be filled.
+            checking: makes the checks.
+            decisive: selects the checks that locate a failure (default: all).
 
-def collector(report: Report, on_checks: OnChecks | None) -> OnChecks:
-    """What takes new checks: they join the report, and `on_checks` is told."""
+        Returns:
+            The same report.
+        """
+        with reporting_out_of_memory(f"while `{report.folder}` was verified"):
+            eager, verified = self._collect(report, checking)
+            report.where = localize(decisive(report.checks) if decisive else report.checks)
+            if self.bisect or self.minimized:
+                name_node(report, verified, eager, self.minimized)
+            if self.bisect or report.suite == "full":
+                list_unmatched(report, verified, eager)
+        return report
 
-    def add(checks: list[Check]) -> None:
-        report.checks += checks
-        if on_checks:
-            on_checks(checks)
-
-    return add
-
-
-def require_suite(suite: str) -> None:
-    """Refuses an unknown suite with UsageProblem."""
-    if suite not in {"quick", "full"}:
-        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
+    def _collect(self, report: Report, checking: Checking) -> tuple[Eager | None, Replayable]:
+        while True:
+            try:
+                checks = next(checking)
+            except StopIteration as end:
+                eager, verified = end.value
+                return eager, verified
+            report.checks += checks
+            if self.on_checks:
+                self.on_checks(checks)
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what takes part in the verdict."""
+    """Versions of llmconv and the libraries that take part in the verdict, by name."""
     return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}

@@ -1,1 +1,1 @@
-"""PEFT adapters: what one says, which weights it changes, and the change itself."""
+"""Adapters: their files, the weights that they change, and the sum W + s·B·A."""

@@ -15,8 +15,8 @@ def add(target: NDArray[Any], source: NDArray[Any], left: NDArray[Any], right: N
         rank: at least 1.
 
     Returns:
-        False where a sum is infinite, NaN or too large for bfloat16: then `target` has no meaning.
+        False if a sum is infinite, NaN or too large for bfloat16; `target` is then undefined.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: mismatched sizes.
     """

@@ -1,4 +1,4 @@
-"""Adapter: what an opened adapter contains, of whichever kind: its pairs A and B, whole tensors, trained rows."""
+"""Adapter: the content of an opened adapter of any kind: pairs A and B, whole tensors, trained rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from llmconv.convert.adapters.lora.config import LoraConfig
 from llmconv.convert.adapters.lora.trainable_tokens import TokenRows
 from llmconv.convert.adapters.tuners import Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Learned
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -25,9 +25,9 @@ class Pair:
         a: r×in (an embedding: r×vocab).
         b: out×r (an embedding: dim×r).
         bias: out, added to the module's bias; only with `lora_bias`.
-        embedding: the module is an embedding, whose weight is the transpose of B·A.
+        embedding: the module is an embedding, whose update is the transpose of B·A.
         magnitude: one number per output; only with DoRA.
-        kernel: sizes of the kernel that A's columns are made of, behind the inputs; only of a convolution.
+        kernel: kernel sizes of a convolution, by which the columns of A are flattened after the inputs.
     """
 
     a: LazyTensor
@@ -51,17 +51,17 @@ class Adapter:
         path: its folder.
         weights: the files with the tensors.
         settings: the file with the config.
-        config: what the config says about the merged weight.
+        config: the fields of the config that affect the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
-        originals: those of them that are not trained: the base's own, such as a resized embedding.
+        originals: the tensors of `whole` that are not trained, such as a resized embedding.
         tokens: module path to rows that replace the base's.
-        initial: the adapter as it was before training, where training took it out of the base.
-        learned: module path to the tensors of another kind of adapter.
+        initial: the adapter as it was before training, if training subtracted it from the base.
+        learned: module path to the tensors of another kind of adapter than LoRA.
         tuner: that kind.
-        model_type: that of its base, where its files tell.
-        fields: those of the base's `config.json` that its tensors change.
-        keeps_tie: a change of a tied embedding is one of the head too.
+        model_type: that of its base; empty if its files do not contain it.
+        fields: fields of the base's `config.json` that the adapter changes.
+        keeps_tie: an update of a tied embedding is applied to the head, too.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class Adapter:
     originals: Mapping[str, LazyTensor] = field(default_factory=dict)
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)
     initial: Adapter | None = None
-    learned: Mapping[str, Learned] = field(default_factory=dict)
+    learned: Mapping[str, ModuleTensors] = field(default_factory=dict)
     tuner: Tuner | None = None
     model_type: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -86,16 +86,16 @@ class Adapter:
 
 
 def check(adapter: Adapter) -> None:
-    """Ranks and alphas fit the config, and every value is finite.
+    """Checks that ranks match the config and that all values are finite.
 
     Raises:
         MalformedInput: they do not.
-        UnsupportedInput: a tensor that is no floating-point one.
+        UnsupportedInput: a tensor that is not floating-point.
     """
     if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
-        raise MalformedInput(f"`{adapter.weights[0].name}` holds no tensors", hint="save the adapter again")
+        raise MalformedInput(f"`{adapter.weights[0].name}` contains no tensors", hint="save the adapter again")
     for module, pair in adapter.pairs.items():
-        if not adapter.config.parameters:  # whose rank depends on the number of experts, which the base knows
+        if not adapter.config.parameters:  # their rank depends on the number of experts, which only the base has
             adapter.config.scale(module, pair.rank)
         for part, tensor in (
             *(("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)),
@@ -120,6 +120,6 @@ def _require_finite(name: str, tensor: LazyTensor) -> None:
     for start, stop in tensor.blocks():
         if not np.isfinite(tensor.rows(start, stop)).all():
             raise MalformedInput(
-                f"the adapter's `{name}` holds values that are not finite",
+                f"the adapter's `{name}` contains values that are not finite",
                 hint="the training diverged; take an earlier checkpoint of the adapter",
             )

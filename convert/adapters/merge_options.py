@@ -1,4 +1,4 @@
-"""Recipe: how adapters are to be merged, from the options of the command, checked against each other."""
+"""The options of `merge-lora`, and Recipe: the same, checked against each other and the adapters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class MergeOptions(TypedDict, total=False):
 
     Attributes:
         weights: w, one per adapter; all 1 by default.
-        alpha: `lora_alpha` where an adapter's files do not carry it.
-        initial_adapters: one per adapter, as it was before training, where that took it out of the base (PiSSA, OLoRA,
-            CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
-        combine: how several adapters become one, one of `METHODS` of `adapters.combining.methods`, which defines them.
-        densities: for a `combine` that prunes, the share of each adapter's change to keep; one, or one per adapter.
-        seed: for a `combine` that draws; with a tensor's name and the adapter's content it decides what is drawn.
-        rank: for `svd`; the largest rank of the adapters by default.
+        alpha: `lora_alpha` if an adapter's files do not contain it.
+        initial_adapters: one per adapter, as it was before training, if training subtracted it from the base (PiSSA,
+            OLoRA, CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
+        combine: how to combine adapters; one of `METHODS` in `adapters.combining.methods`.
+        densities: share of each adapter's update to keep, for a method that prunes; one, or one per adapter.
+        seed: random seed of `dare_*`, used together with the tensor's name and the adapter's content.
+        rank: of `svd` (default: the largest rank of the adapters).
         majority_sign: how `ties` and `dare_ties` elect signs: by `total` or `frequency`.
-        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
-        base_quant: what becomes of a quantized base: `dequantize` (plain weights, bfloat16 where `dtype` is `keep`) or
-            `requantize` (stored as it is, refused where too little of the update survives).
-        max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the floating-point tensors written.
+        base_quant: for a quantized base: `dequantize` (write plain weights, bfloat16 if `dtype` is `keep`) or
+            `requantize` (keep its format; refused if too little of the update survives).
+        max_shard_size: `keep` (the shards of the base), or the size of the largest safetensors file, such as `5GB`.
         tokenizer: a tokenizer file or folder to use instead of the base's.
     """
 
@@ -67,7 +67,7 @@ DEFAULTS: MergeOptions = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the result of a merge, besides base and adapters; attributes as in `MergeOptions`."""
+    """The checked options of a merge; attributes as in `MergeOptions`."""
 
     weights: tuple[float, ...]
     combination: Combination = Combination()
@@ -77,24 +77,24 @@ class Recipe:
     tokenizer: Path | None = None
 
     def provenance(self) -> dict[str, Any]:
-        """For the manifest: what is not the default."""
-        told: dict[str, Any] = {"weights": list(self.weights)}
+        """The options that are not the default, for the manifest; the tokenizer by its file name."""
+        options: dict[str, Any] = {"weights": list(self.weights)}
         if self.combination.method != "linear":
-            told["combination"] = asdict(self.combination)
+            options["combination"] = asdict(self.combination)
         if self.dtype != "keep":
-            told["dtype"] = self.dtype
+            options["dtype"] = self.dtype
         if self.tokenizer:
-            told["tokenizer"] = self.tokenizer.name
-        return told | ({"base_quant": self.base_quant} if self.base_quant else {})
+            options["tokenizer"] = self.tokenizer.name
+        return options | ({"base_quant": self.base_quant} if self.base_quant else {})
 
 
 def plain_sum(adapters: Sequence[Adapter]) -> Recipe:
-    """Every adapter added as it is."""
+    """The recipe for the sum of all adapters with weight 1."""
     return Recipe((1.0,) * len(adapters))
 
 
 def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
-    """The recipe for these adapters.
+    """The recipe for merging these adapters.
 
     Raises:
         UsageProblem: the options contradict each other or the adapters.
@@ -126,7 +126,7 @@ def _weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> tuple[flo
 
 
 def _ranked(combination: Combination, adapters: Sequence[Adapter]) -> Combination:
-    """Checked, with the rank that was not given."""
+    """The combination, checked, with the default rank of `svd` filled in."""
     combination.check(len(adapters))
     if combination.method != "svd" or combination.rank is not None:
         return combination

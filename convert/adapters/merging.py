@@ -19,22 +19,22 @@ from llmconv.convert.adapters.placement.vocabulary import (
 )
 from llmconv.convert.adapters.side_files import side_files_of
 from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.models.tied_head import find_embedding, find_head, says_tied
+from llmconv.convert.models.tied_head import find_embedding, find_head, is_tied
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
-    """The lazy result, and what is done to the base.
+    """The merged checkpoint, lazy, and the edits of each tensor.
 
     Args:
-        base: of plain weights.
-        adapters: opened.
-        recipe: how; every adapter is added as it is by default.
+        base: checkpoint of unquantized weights.
+        adapters: opened adapters.
+        recipe: how to merge (default: the sum of all adapters).
 
     Raises:
         MalformedInput: an adapter for another base.
-        UnsupportedInput: a kind of adapter or base that this formula does not fit.
+        UnsupportedInput: a kind of adapter or base that cannot be merged.
     """
     recipe = recipe or plain_sum(adapters)
     _check_types(base, adapters)
@@ -42,7 +42,7 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     embedding = find_embedding(base)
     head = find_head(base, embedding)
     edits = Edits(dict(base.tensors), base.config)
-    if embedding and head not in base and says_tied(base.config):
+    if embedding and head not in base and is_tied(base.config):
         edits.tensors[head] = base[embedding]
         edits.tied = (embedding, head)
     vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
@@ -57,13 +57,13 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     tensors = {name: _result(edits, vectors, name, recipe.dtype) for name in edits.tensors}
     if recipe.dtype != "keep":
         config = with_dtype(config, tensors)
-    side_files, told = side_files_of(base, adapters, recipe.tokenizer, resized=resized)
-    edits.warnings.extend(told)
+    side_files, notes = side_files_of(base, adapters, recipe.tokenizer, resized=resized)
+    edits.warnings.extend(notes)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
 
 def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
-    """Shapes of another architecture may fit by chance."""
+    """Refuses another model type, since shapes of another architecture may fit by chance."""
     if base.config.get("quantization_config"):
         raise UnsupportedInput(
             "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
@@ -78,7 +78,7 @@ def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
 
 
 def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTensor:
-    """The lazy output: of the base's element type, unless another one is asked for."""
+    """The merged tensor, lazy, in `dtype`; with `keep` in the base's."""
     kept = edits.tensors[name].dtype
     target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
     if name in edits.changes and not vectors.summed:

@@ -1,4 +1,4 @@
-"""Check: a sample of a written merge, read again and compared with the sum in float64, element by element."""
+"""`--check`: a sample of the written tensors is read again and compared with the sum in float64, element by element."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import Inconclusive
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 
 SAMPLE = 16
-"""Tensors that were changed, replaced or left alone, of each so many at most, evenly spread over the names."""
+"""Maximum number of tensors of each group (changed, replaced, unchanged), evenly spread over the names."""
 
 BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Distances that the histogram counts together, in representable numbers."""
+"""Distances in representable numbers (ULP) that the histogram counts together."""
 
 FLOAT64 = BY_NAME["float64"]
 
-Rows = Callable[[int, int], Array]
+ReadRows = Callable[[int, int], Array]
 
 
 @dataclass(frozen=True)
-class Check:
-    """What comparing gave.
+class SampleCheck:
+    """Result of `check_written`.
 
     Attributes:
-        tensors: how many were compared.
-        elements: how many elements they have.
-        histogram: how many elements are how far from the exact sum rounded, in representable numbers.
-        differing: names of the tensors with an element that is not that number.
-        trusted: names of the tensors whose sum was made by the formula that merged them, so that only what came after
-            it is checked; the others were compared with a sum made from the definition, or with the very bytes.
+        tensors: number of compared tensors.
+        elements: number of their elements.
+        histogram: distance from the rounded exact sum, in ULP, to the number of elements.
+        differing: names of the tensors with an element that is not the rounded exact sum.
+        trusted: names of the tensors that were compared with the formula that merged them, so that only the steps after
+            it are checked; the others were compared with an independent sum, or byte by byte.
     """
 
     tensors: int
@@ -46,7 +46,7 @@ class Check:
     trusted: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For people: the histogram, and the verdict last."""
+        """Lines to print: the histogram, and the verdict last."""
         rows = [f"  {label:>4} ULP  {count:>14,}" for label, count in self.histogram.items()]
         head = f"checked {self.tensors} tensors, {self.elements:,} elements"
         if self.trusted:
@@ -56,7 +56,7 @@ class Check:
         return [head, *rows, f"differs: {', '.join(self.differing)}" if self.differing else fine]
 
     def as_result(self) -> dict[str, Any]:
-        """For programs."""
+        """The result as JSON values."""
         return {
             "tensors": self.tensors,
             "elements": self.elements,
@@ -66,18 +66,18 @@ class Check:
         }
 
 
-def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool) -> Check:
+def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool) -> SampleCheck:
     """Compares a sample of a written folder with the sum in float64.
 
-    The sum of LoRA changes is made here, from the definition, not by the code that merged. Of other kinds of changes
-    and combinations it is the formula's own in float64. Both are rounded as torch rounds: to float32, and from there
-    to narrower types. float64 results, whose last bits no sum knows, are compared as float32.
+    Sums of LoRA updates are computed here from the definition, not by the code that merged; other updates and
+    combinations by their own formula in float64. Both are rounded as torch rounds: to float32, and from there to
+    narrower types. float64 results are compared as float32, since their last bits depend on the order of summation.
 
     Args:
-        plan: the merged tensors, as they were to be written.
-        edits: what was done to which tensor.
-        output: the folder.
-        summed: the changes were added, not combined in another way.
+        plan: the merged tensors, as planned.
+        edits: the edits of each tensor.
+        output: the written folder.
+        summed: the updates were added, not combined by another method.
 
     Raises:
         Inconclusive: the folder has no tensor to compare.
@@ -98,7 +98,7 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
             differing.append(name)
     labels = [f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}" for low, high in BINS]
     trusted = tuple(name for name in names if name in edits.changes and not _is_plain(edits, name, summed))
-    return Check(len(names), elements, dict(zip(labels, counts.tolist(), strict=True)), tuple(differing), trusted)
+    return SampleCheck(len(names), elements, dict(zip(labels, counts.tolist(), strict=True)), tuple(differing), trusted)
 
 
 def _sample(plan: Checkpoint, edits: Edits) -> list[str]:
@@ -109,28 +109,30 @@ def _sample(plan: Checkpoint, edits: Edits) -> list[str]:
 
 
 def _spread(names: Sequence[str]) -> list[str]:
-    """At most `SAMPLE` of them: the first, the last, and some between."""
+    """At most `SAMPLE` of the names: the first, the last, and evenly spaced ones between."""
     if len(names) <= SAMPLE:
         return list(names)
     return [names[round(index * (len(names) - 1) / (SAMPLE - 1))] for index in range(SAMPLE)]
 
 
-def _exact(plan: Checkpoint, edits: Edits, name: str, summed: bool) -> Rows:
-    """What rows of the tensor should be: float64, or the very values where nothing is computed."""
+def _exact(plan: Checkpoint, edits: Edits, name: str, summed: bool) -> ReadRows:
+    """Reads the expected rows: in float64, or in the stored type if nothing is computed."""
     if name not in edits.changes:
         return plan[name].rows
     if _is_plain(edits, name, summed):
-        return _defined(edits.current(name), [change for change in edits.changes[name] if isinstance(change, LowRank)])
+        return _defined(
+            edits.current(name), [change for change in edits.changes[name] if isinstance(change, LoraProduct)]
+        )
     return cast(plan[name], FLOAT64).rows
 
 
 def _is_plain(edits: Edits, name: str, summed: bool) -> bool:
-    """Whether the definition of what is done to a tensor is a sum of products."""
-    return summed and all(isinstance(change, LowRank) for change in edits.changes[name])
+    """Whether the tensor only gets a sum of LoRA products."""
+    return summed and all(isinstance(change, LoraProduct) for change in edits.changes[name])
 
 
-def _defined(weight: LazyTensor, changes: Sequence[LowRank]) -> Rows:
-    """W + Σ s·B·A (its transpose for weights stored so), by rows of the weight."""
+def _defined(weight: LazyTensor, changes: Sequence[LoraProduct]) -> ReadRows:
+    """Rows of W + Σ s·B·A (of the transposed product for weights stored in×out), from the definition."""
     factors = [(change, change.a.read().astype(np.float64), change.b.read().astype(np.float64)) for change in changes]
 
     def rows(start: int, stop: int) -> Array:
@@ -144,7 +146,7 @@ def _defined(weight: LazyTensor, changes: Sequence[LowRank]) -> Rows:
 
 
 def _distances(found: Array, exact: Array) -> Array:
-    """How many elements are how far from the exact ones, by `BINS`."""
+    """The number of elements per bin of `BINS`, by their distance from the exact ones."""
     if found.dtype.kind not in "fV":
         steps: Array = (found != exact).astype(np.int64).reshape(-1)
     elif exact.dtype == np.float64:
@@ -158,7 +160,7 @@ def _distances(found: Array, exact: Array) -> Array:
 
 
 def _ordered(values: Array) -> Array:
-    """Integers in the order of the floats, one apart where the floats are neighbours; both zeros are 0."""
+    """Integers in the order of the floats, one apart for neighboring floats; both zeros are 0."""
     bits = np.ascontiguousarray(values).view(f"i{values.dtype.itemsize}").astype(np.int64)
     lowest = -(1 << (8 * values.dtype.itemsize - 1))
     return np.where(bits < 0, lowest - bits, bits)

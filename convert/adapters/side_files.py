@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a merge: the base's, the adapter's, or the user's."""
+"""The tokenizer and the chat template of a merged model: the base's, an adapter's, or the user's."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import LlmconvError
 
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
-"""How the side files begin that belong to a vocabulary."""
+"""Prefixes of the names of tokenizer files."""
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 TEMPLATE, OLD_TEMPLATE, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
-Files = dict[str, bytes]
+SideFiles = dict[str, bytes]
 
 
 def side_files_of(
     base: Checkpoint, adapters: Sequence[Adapter], tokenizer: Path | None, *, resized: bool
-) -> tuple[Files, list[str]]:
-    """The side files of a merge, and a line for whatever an adapter's folder has that the base has not, or otherwise.
+) -> tuple[SideFiles, list[str]]:
+    """The side files of the merged model, and warnings about tokenizers and chat templates that differ.
 
     Args:
-        base: with its side files.
-        adapters: opened.
-        tokenizer: the user's, instead of all others.
-        resized: an adapter changed the vocabulary, which makes the tokenizer in its folder the right one.
+        base: checkpoint with its side files.
+        adapters: opened adapters.
+        tokenizer: the user's tokenizer file or folder, which replaces all others.
+        resized: an adapter changed the vocabulary, so the tokenizer in its folder is the right one.
 
     Raises:
-        InputRefused: `tokenizer` holds none.
+        InputRefused: `tokenizer` is not a tokenizer.
     """
     others = {name: content for name, content in base.side_files.items() if not name.startswith(TOKENIZER)}
     if tokenizer:
@@ -48,8 +48,8 @@ def side_files_of(
     return _with_template(base, own)
 
 
-def _with_template(base: Checkpoint, own: Sequence[tuple[Adapter, Files]]) -> tuple[Files, list[str]]:
-    """The base's files, with the chat template of the first adapter that has one where the base has none."""
+def _with_template(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> tuple[SideFiles, list[str]]:
+    """The base's files; if it has no chat template, with that of the first adapter that has one."""
     kept, template = dict(base.side_files), template_of(base.side_files)
     for adapter, files in own:
         found = template_of(files)
@@ -65,8 +65,8 @@ def _with_template(base: Checkpoint, own: Sequence[tuple[Adapter, Files]]) -> tu
     return kept, []
 
 
-def _tokenizer(adapter: Adapter, *, needed: bool) -> Files:
-    """The tokenizer files of an adapter's folder; where they are not needed, files that cannot be read are none."""
+def _tokenizer(adapter: Adapter, *, needed: bool) -> SideFiles:
+    """The tokenizer files in an adapter's folder; unreadable ones are ignored unless they are needed."""
     try:
         return {name: data for name, data in read_side_files(adapter.path).items() if name.startswith(TOKENIZER)}
     except LlmconvError:
@@ -76,7 +76,7 @@ def _tokenizer(adapter: Adapter, *, needed: bool) -> Files:
 
 
 def template_of(files: Mapping[str, bytes]) -> str:
-    """The chat template among tokenizer files; empty where there is none, or several by name."""
+    """The chat template in tokenizer files; empty if there is none, or if there are several named ones."""
     if TEMPLATE in files:
         return files[TEMPLATE].decode(errors="replace")
     for name in (OLD_TEMPLATE, CONFIG):

@@ -1,6 +1,6 @@
-"""Whether an adapter was trained on another model than the base it is merged into, as far as its files say so.
+"""Detects adapters that were trained on another model than the base, by the evidence in their files.
 
-Shapes may fit by chance, so what fits is not proof. Only strong evidence is reported: a local path may have any name.
+Matching shapes are not proof. Only strong evidence is reported, since a local path may have any name.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.peft_file import CONFIG
+from llmconv.convert.adapters.peft_tensors import CONFIG
 
 FAMILIES = (
     *("llama", "qwen", "gemma", "mistral", "mixtral", "gpt2", "gptj", "gpt_neox", "pythia", "bloom", "opt", "mpt"),
     *("olmo", "smollm", "mamba"),
 )
-"""Words in the names of models that say of which architecture they are; not phi, falcon, granite, stablelm, internlm,
-of which some are of Llama's."""
+"""Words in model names that identify the architecture; not phi, falcon, granite, stablelm, internlm, some of which have
+Llama's."""
 
 ALIASES = {"pythia": "gpt_neox", "smollm": "llama"}
-"""Names of models whose `model_type` is called otherwise."""
+"""Model names to the word in their `model_type`."""
 
 LAYER = re.compile(r"^(?P<stem>.*?\.(?:layers|h|blocks|block)\.)(?P<number>\d+)\.(?P<rest>.+)$")
 NOT_OF_THE_NAME = re.compile(r"[^a-z0-9]")
 
 
 def warn_of_origin(base: Checkpoint, adapters: Iterable[Adapter], given: str) -> list[str]:
-    """A line for every adapter that says that it belongs to another base.
+    """A warning for every adapter with evidence of another base.
 
     Args:
-        base: what the adapters are merged into.
-        adapters: opened.
+        base: the model that the adapters are merged into.
+        adapters: opened adapters.
         given: the base as the user named it.
     """
     return [line for adapter in adapters if (line := _of_one(base, adapter, given))]
@@ -59,7 +59,7 @@ def _of_one(base: Checkpoint, adapter: Adapter, given: str) -> str | None:
 
 
 def _other_class(base: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """PEFT records the class of the base where no task type was given (`auto_mapping`)."""
+    """The base's class recorded by PEFT if no task type was given (`auto_mapping`) is of another architecture."""
     recorded = config.get("auto_mapping")
     library = str(recorded.get("parent_library")) if isinstance(recorded, dict) else ""
     match = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\w+", library)
@@ -70,8 +70,8 @@ def _other_class(base: Mapping[str, Any], config: Mapping[str, Any]) -> str | No
 
 
 def _other_family(base: Mapping[str, Any], trained_on: str) -> str | None:
-    """The name is of one architecture, and `model_type` is another."""
-    # of a path only the last part is the model's name; of a hub id both are
+    """The name of the training base is of another architecture than `model_type`."""
+    # only the last part of a path is the model's name, but both parts of a hub id
     name = trained_on if _is_hub_id(trained_on) else Path(trained_on).name
     named, own = _families(name), _families(str(base.get("model_type")))
     if not named or not own or named & own:
@@ -86,7 +86,7 @@ def _families(name: str) -> set[str]:
 
 
 def _other_name(base: Checkpoint, trained_on: str, given: str) -> str | None:
-    """Two hub ids whose models have names of which neither is part of the other."""
+    """Both are hub ids, and neither model name is part of the other."""
     recorded = base.config.get("_name_or_path")
     candidates = [given, recorded if isinstance(recorded, str) else "", _of_cache(base.path)]
     ids = [name for name in candidates if _is_hub_id(name) and not Path(name).exists()]
@@ -104,7 +104,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _of_cache(path: Path) -> str:
-    """The hub id of a folder in the hub's cache: `models--org--name/snapshots/…`."""
+    """The hub id of a folder in the Hugging Face cache: `models--org--name/snapshots/…`."""
     home = path.resolve().parent.parent.name
     return home.removeprefix("models--").replace("--", "/") if home.startswith("models--") else ""
 
@@ -114,7 +114,7 @@ def _plain(name: str) -> str:
 
 
 def _fewer_layers(base: Checkpoint, adapter: Adapter, config: Mapping[str, Any]) -> str | None:
-    """The adapter changes the first layers alone, in every kind of module, and its settings choose no layers."""
+    """The adapter changes only the first layers, in every kind of module, although its config selects no layers."""
     if _chooses_layers(config):
         return None
     present, touched = _layers(base), _layers(f"{module}." for module in adapter.pairs)
@@ -146,7 +146,7 @@ def _is_pattern(targets: Any) -> bool:
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[int]]:
-    """The numbers of the layers that have a module, by its name without the number."""
+    """Name of a module without the layer number to the numbers of its layers."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in names:
         if match := LAYER.match(name):

@@ -1,4 +1,9 @@
-"""W + Σ s·B·A by rows, in float64, rounded once; never held whole."""
+"""W' = W + Σ sᵢ·Bᵢ·Aᵢ: the one place that adds low-rank products to a weight.
+
+Shapes: W out×in, A r×in, B out×r (or the transpose of their product, for weights stored in×out). Precision: products
+and sums in float64, then one rounding to the nearest even number of the result's type. The work is done by blocks of
+rows, so no weight is held whole.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import BFLOAT16, round_into, widen
+from llmconv.convert.algebra.rounding import BFLOAT16, round_into, widen
 from llmconv.tensors import Array, DType, LazyTensor
 
 compiled: ModuleType | None
@@ -19,22 +24,22 @@ except ImportError:  # llmconv was installed without a C compiler
     compiled = None
 
 TILE_ELEMENTS = 1 << 18
-"""Elements whose sum is made at once: two megabytes in float64, so its passes stay near the core."""
+"""Elements summed at once: two megabytes in float64, which fit into a core's cache."""
 
 ROWS = 8
 PRODUCT_LIMIT = 1 << 18
-"""A product rows·r·columns up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among
-threads of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
+"""Largest rows·r·columns of one product. OpenBLAS divides larger ones among its own threads (`interface/gemm.c`), which
+compete with the writer's threads: five times slower, measured."""
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """One adapter's change of one weight: `scale · b · a`, or its transpose.
+class LoraProduct:
+    """The update of one weight by one adapter: `scale · b · a`, or its transpose.
 
     Attributes:
         a: r×in.
         b: out×r.
-        scale: the factor, the adapter's weight included.
+        scale: s, multiplied by the weight of the adapter.
         transposed: the weight is stored in×out (Conv1D) or vocab×dim (an embedding).
     """
 
@@ -44,7 +49,7 @@ class LowRank:
     transposed: bool = False
 
     def factors(self, start: int, stop: int) -> tuple[Array, Array]:
-        """Two float64 matrices (rows×r, r×columns) whose product is rows `start:stop` of the change."""
+        """Two float64 matrices (rows×r, r×columns) whose product is rows `start:stop` of the update."""
         if self.transposed:
             left, right = self.a.read()[:, start:stop].T, self.b.read().T
         else:
@@ -52,13 +57,13 @@ class LowRank:
         return left.astype(np.float64) * self.scale, right.astype(np.float64)
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         return thin_product(*self.factors(start, stop))
 
 
 def is_mirrored(one: object, other: object) -> bool:
-    """Whether two changes are the same: in the same factors, or in transposed ones (an embedding and its tied head)."""
-    if not isinstance(one, LowRank) or not isinstance(other, LowRank) or one.scale != other.scale:
+    """Whether two updates are equal: of the same factors, or of transposed ones (an embedding and its tied head)."""
+    if not isinstance(one, LoraProduct) or not isinstance(other, LoraProduct) or one.scale != other.scale:
         return False
     if one.transposed == other.transposed:
         pairs = [(one.a.read(), other.a.read()), (one.b.read(), other.b.read())]
@@ -67,33 +72,34 @@ def is_mirrored(one: object, other: object) -> bool:
     return all(np.array_equal(mine, others) for mine, others in pairs)
 
 
-def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
-    """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
+def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType | None = None) -> LazyTensor:
+    """The lazy tensor W + Σ s·B·A, every element summed in float64 and rounded once.
 
-    Every element is the float64 sum, rounded as torch and `ml_dtypes` do it: to float32 and from there to narrower
-    types. The result does not depend on how many threads compute how many rows.
+    The rounding is that of torch and `ml_dtypes`: to float32, and from there to narrower types, to nearest even. The
+    result does not depend on the number of threads or the division into rows.
 
     Args:
-        base: the weight, of two dimensions, or a bias.
-        changes: whose products have the base's shape; a bias counts as one column.
-        dtype: element type of the result.
+        base: W, two-dimensional, or a bias, which counts as one column; floating-point.
+        products: s·B·A of the same shape as `base`.
+        dtype: element type of the result (default: that of `base`).
 
     Raises (when rows are read):
-        UnsupportedInput: a sum is too large for float16.
+        UnsupportedInput: a sum is too large for `dtype`.
     """
+    kind = dtype or base.dtype
 
     def load(start: int, stop: int) -> Array:
-        return sum_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
+        return add_products_to_rows(base.rows(start, stop), [each.factors(start, stop) for each in products], kind)
 
-    return LazyTensor(dtype, base.shape, load, lambda other: add_low_rank(base, changes, other))
+    return LazyTensor(kind, base.shape, load, lambda other: add_products(base, products, other))
 
 
-def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
-    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_low_rank` for the arithmetic.
+def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
+    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_products` for the arithmetic.
 
     Args:
-        rows: of the base; what is behind the first dimension counts as columns.
-        pairs: left (rows×r) and right (r×columns) of each change, float64.
+        rows: of the base; all dimensions after the first count as columns.
+        pairs: left (rows×r) and right (r×columns) of each product, float64.
         dtype: element type of the result, whose shape is that of `rows`.
     """
     left, right = np.hstack([pair[0] for pair in pairs]), np.vstack([pair[1] for pair in pairs])
@@ -106,10 +112,10 @@ def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) ->
 
 
 def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
-    """target = source + left @ right where that is compiled; for the arguments see `_weighted_sum.pyi`.
+    """target = source + left @ right by the compiled code; for the arguments see `_weighted_sum.pyi`.
 
     Returns:
-        Whether it was done: bfloat16 on both sides and ordinary sums, where a compiler was there.
+        Whether it was done: only for bfloat16 on both sides and finite sums, if llmconv was installed with a compiler.
     """
     if not compiled or not source.size or not (source.dtype == target.dtype == BFLOAT16):
         return False
@@ -118,7 +124,7 @@ def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> 
 
 
 def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> None:
-    """target = source + left @ right in numpy, for all types."""
+    """target = source + left @ right in numpy, for all floating-point types."""
     height = max(1, TILE_ELEMENTS // source.shape[1] // ROWS) * ROWS
     for first in range(0, len(source), height):
         tile = slice(first, min(first + height, len(source)))
@@ -128,7 +134,7 @@ def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> Non
 
 
 def thin_product(left: Array, right: Array) -> Array:
-    """left @ right in float64, in parts no larger than `PRODUCT_LIMIT`, each by the calling thread alone."""
+    """left (rows×r) @ right (r×columns) in float64, in parts up to `PRODUCT_LIMIT`, by the calling thread alone."""
     rank, columns = right.shape
     product = np.empty((len(left), columns))
     width = max(64, PRODUCT_LIMIT // (ROWS * rank))

@@ -1,4 +1,4 @@
-"""Deltas: what turns a base into the model that was tuned from it; exact ones, arithmetic ones, and low-rank ones."""
+"""Deltas: differences between a base and a model tuned from it: exact, arithmetic and low-rank ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""base + delta, row by row: float32 arithmetic (float64 where either is), and one rounding at the end."""
+"""base + delta by rows: in float32 (float64 if either is), rounded once at the end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import round_into, widen
-from llmconv.convert.deltas.float16 import round_to_halves, widened_halves
+from llmconv.convert.algebra.rounding import round_into, widen
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
 
@@ -15,20 +14,20 @@ SUMMED = ("float64", *FLOATS)
 
 
 def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
-    """`base` + `delta` in float32, or float64; rows (or all) that the base does not have count as zeros.
+    """`base` + `delta` in float32, or float64; rows that the base does not have count as zeros.
 
     Args:
         name: of the tensor, for messages.
-        base: rows of the same shape as those of `delta`, no more of them.
-        delta: what is added.
+        base: rows of the same shape as those of `delta`, at most as many; None counts as zeros.
+        delta: the difference.
 
     Raises:
-        UnsupportedInput: one of them is not of floating-point numbers.
+        UnsupportedInput: one of them is not floating-point.
     """
     kinds = [tensor.dtype.name for tensor in (base, delta) if tensor is not None]
     if odd := [kind for kind in kinds if kind not in SUMMED]:
         raise UnsupportedInput(
-            f"`{name}` is of {odd[0]}, which is not added", hint="give base and delta unquantized, in floating point"
+            f"unsupported dtype {odd[0]} of `{name}`", hint="give base and delta unquantized, in floating point"
         )
     work = BY_NAME["float64" if "float64" in kinds else "float32"]
 
@@ -43,7 +42,7 @@ def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
 
 
 def _widened(rows: Array, work: DType) -> Array:
-    wide = widened_halves(rows) if rows.dtype == np.float16 else widen(rows)
+    wide = widen(rows)
     return wide.astype(work.numpy, copy=wide is rows)
 
 
@@ -60,19 +59,24 @@ def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
         values = tensor.rows(start, stop)
         values = widen(values) if dtype.name == "float16" else values
         result = np.empty(values.shape, dtype.numpy)
-        if values.dtype != np.float32 or dtype.name != "float16" or not round_to_halves(result, values):
-            round_into(result, values)
+        round_into(result, values)
         return result
 
     return tensor.recast(dtype) if tensor.recast else LazyTensor(dtype, tensor.shape, load)
 
 
 def wider(one: DType, other: DType) -> DType:
-    """The type of a sum that keeps its type: that of the base, or of the delta where that has more bits."""
+    """The dtype of a sum with `keep`: the base's, or the delta's if it has more bits."""
     return other if other.name in SUMMED and other.itemsize > one.itemsize else one
 
 
 def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype: str) -> dict[str, LazyTensor]:
-    """Every sum rounded to `dtype`, or with `keep` to the type that `kept` has for it."""
+    """Every sum rounded once.
+
+    Args:
+        sums: by name.
+        kept: dtype of each for `keep`.
+        dtype: `keep` or a floating-point type.
+    """
     chosen = BY_NAME.get(dtype)
     return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}

@@ -1,8 +1,8 @@
-"""Stanford Alpaca's deltas: float32, over a base whose new tokens begin as the mean of the others; and its checksum.
+"""Stanford Alpaca's deltas: float32 differences from a base whose new tokens are the mean of the others; its checksum.
 
 `weight_diff.py` of tatsu-lab/stanford_alpaca resizes the base as its training did and adds in float32. It then compares
-the sum of all parameters and buffers with a constant; epfml/landmark-attention, which took the script over, keeps that
-number beside the weights in `checksum_psum.txt`.
+the sum of all parameters and buffers with a constant; epfml/landmark-attention, which adopted the script, stores that
+number next to the weights in `checksum_psum.txt`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ CHECKSUM = "checksum_psum.txt"
 
 SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32001}
 SEVEN_BILLION_SUM = 50637.1836
-"""What the script asserts; only the 7B model was published."""
+"""The constant in the script; only the 7B model was published."""
 
 TOLERANCE = 0.5
-"""Both numbers are sums of float32 sums, whose rounding grows to a tenth; another base is off by hundreds."""
+"""Both numbers are sums in float32 with rounding errors of about 0.1; another base is off by hundreds."""
 
 SMALL, FEW = 0.5, 64
-"""Of the mean: what is about zero. How many new rows are looked at."""
+"""Norm of a row close to zero, relative to the mean row; number of new rows to check."""
 
 
 def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
-    """Whether the rows of an embedding that the base lacks are told from the mean of its rows, and not from zeros.
+    """Whether new rows of an embedding are stored as differences from the mean of the base's rows, not from zeros.
 
     A padding token is never trained, so its row of the delta is about zero then, and about the mean otherwise.
 
     Args:
         base: the embedding, tokens×dim.
-        delta: the same of tuned − base, with more tokens.
+        delta: the embedding in the delta, with more tokens.
     """
     if delta.dtype.name != "float32" or base.dtype.name not in FLOATS or len(base.shape) != 2:
         return False  # FastChat's are float16
@@ -46,7 +46,7 @@ def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
 
 
 def with_mean_rows(base: LazyTensor, count: int) -> LazyTensor:
-    """The base's rows, and the mean of them as often as it takes to have `count`; in float32."""
+    """The base's rows in float32, followed by copies of their mean up to `count` rows."""
     kind, known = BY_NAME["float32"], base.num_rows
     mean: list[Array] = []
 
@@ -71,13 +71,13 @@ def _mean(tensor: LazyTensor) -> Array:
 
 
 @dataclass
-class Checksum:
-    """The sum of all weights, taken while they pass, and what it should be.
+class WeightSum:
+    """Compares the sum of all weights, taken while they are read, with the published one.
 
     Attributes:
-        source: what says what it should be.
-        expected: that number.
-        buffers: the sum of the rotary frequencies, which older models have among their tensors.
+        source: origin of the published sum, for messages.
+        expected: the published sum.
+        buffers: sum of the rotary frequencies, which older models have among their tensors.
     """
 
     source: str
@@ -87,7 +87,7 @@ class Checksum:
     _size: int = 0
 
     def watched(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The same tensors, which count when their rows are read."""
+        """The same tensors, whose rows are added to the sum when they are read."""
         self._size = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors.values())
         return {name: self._watched(name, tensor) for name, tensor in tensors.items()}
 
@@ -100,23 +100,23 @@ class Checksum:
         return LazyTensor(tensor.dtype, tensor.shape, load)
 
     def problems(self) -> list[str]:
-        """One line where the sum is another one, or could not be taken; call it when all has been written."""
+        """A warning if the sum differs or is incomplete; call it after everything is written."""
         if sum(size for size, _ in self._sums.values()) != self._size:
             return [f"{self.source} was not compared, because the run was resumed"]
         found = fsum(total for _, total in self._sums.values())
         if min(abs(found - self.expected), abs(found + self.buffers - self.expected)) <= TOLERANCE:
             return []
-        told = f"all weights add up to {found:.2f}, {self.source} says {self.expected:.2f}"
-        return [f"{told}: is the base another one, or a file damaged?"]
+        problem = f"all weights add up to {found:.2f}, expected {self.expected:.2f} ({self.source})"
+        return [f"{problem}: is the base another one, or a file damaged?"]
 
 
-def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> Checksum | None:
-    """The checksum of a delta, where there is one.
+def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
+    """The checksum of a delta, or None.
 
     Args:
         folder: of the delta.
         config: of the tuned model.
-        mean_rows: the delta is told from mean rows, as Stanford's is.
+        mean_rows: new tokens are differences from the mean row, as Stanford's are.
     """
     path = folder / CHECKSUM
     if path.is_file() and path.stat().st_size < 100:
@@ -124,14 +124,14 @@ def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> 
             number = float(path.read_text())
         except ValueError:
             number = float("nan")
-        return Checksum(f"`{CHECKSUM}`", number, rotary_sum(config)) if isfinite(number) else None
+        return WeightSum(f"`{CHECKSUM}`", number, rotary_sum(config)) if isfinite(number) else None
     if mean_rows and all(config.get(name) == value for name, value in SEVEN_BILLION.items()):
-        return Checksum("Stanford's script for Alpaca 7B", SEVEN_BILLION_SUM, rotary_sum(config))
+        return WeightSum("Stanford's script for Alpaca 7B", SEVEN_BILLION_SUM, rotary_sum(config))
     return None
 
 
 def rotary_sum(config: Mapping[str, Any]) -> float:
-    """The sum of the rotary frequencies of all layers of a Llama, θ^(-2i/d); 0 for what is none."""
+    """The sum of the rotary frequencies of all layers of a Llama, θ^(-2i/d); 0 for other models."""
     sizes: list[Any] = [config.get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")]
     if not all(type(size) is int and 0 < size < 1 << 20 for size in sizes):
         return 0.0

@@ -1,9 +1,9 @@
-"""Deltas that are a Hugging Face folder of tuned − base: FastChat's (Vicuna), Stanford Alpaca's, and their like.
+"""Arithmetic deltas, Hugging Face folders of tuned − base: FastChat's (Vicuna), Stanford Alpaca's, and similar ones.
 
 FastChat `model/apply_delta.py`: names are those of the base; `param += delta`, both in float16. Up to v0 it made the
 base's embedding and head longer by a row of zeros first, because Vicuna v0 had 32,001 tokens. Tokenizer and (with
-`--low-cpu-mem`) config are the delta's. Here the sum is made in float32 and rounded once; where a float16 delta makes a
-float16 model, of the base rounded to float16, so that the bits are FastChat's whatever type the base is stored in.
+`--low-cpu-mem`) config are the delta's. Here the sum is made in float32 and rounded once; for a float16 delta and a
+float16 result the base is rounded to float16 first, so that the bits equal FastChat's for a base of any type.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
-from llmconv.convert.deltas.alpaca import Checksum, begins_at_mean, checksum_of, with_mean_rows
+from llmconv.convert.deltas.alpaca import WeightSum, begins_at_mean, checksum_of, with_mean_rows
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.models.tied_head import HEAD, find_embedding, says_tied, set_everywhere
+from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied, set_everywhere
 from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 NORM = ("norm.weight", "ln_f.weight")
-"""How the last norm is called: about 1 in a model, about 0 in a delta."""
+"""Names of the last norm, whose weights are about 1 in a model and about 0 in a delta."""
 
 GENERATION = "generation_config.json"
 VOCABULARIES = {
@@ -55,11 +55,16 @@ def open_difference(folder: Path) -> Checkpoint:
     return Checkpoint(folder, "delta", kept, config, read_side_files(folder))
 
 
-def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, Checksum | None]:
-    """The tuned model: base + delta, with the delta's config and side files where it has them; and its checksum.
+def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
+    """The tuned model, base + delta, and its checksum if the delta has one.
+
+    Args:
+        base: the base model.
+        delta: see `open_difference`; its config and side files take precedence.
+        dtype: `keep` or a floating-point type.
 
     Raises:
-        MalformedInput: their tensors do not have the same names and shapes, but for a vocabulary that grew.
+        MalformedInput: missing or unexpected keys, or a shape mismatch, except for a vocabulary that grew.
         UnsupportedInput: one of them is quantized.
     """
     if base.config.get("quantization_config") or delta.config.get("quantization_config"):
@@ -81,7 +86,7 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
     if embedding := find_embedding(below):
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
-    if HEAD in below and says_tied(config):
+    if HEAD in below and is_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
     checksum = checksum_of(delta.path, config, mean_rows=by_mean)
     tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
@@ -93,36 +98,36 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
 
 
 def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The delta's; a tokenizer is never put together from files of both, which would lose the tokens of one of them."""
+    """The delta's files, and the base's unless they are of a tokenizer that the delta has, too."""
     kept = {name: content for name, content in base.items() if name == GENERATION or not delta.keys() & VOCABULARIES}
     return {**kept, **delta}
 
 
-Tensors = Mapping[str, LazyTensor]
+NamedTensors = Mapping[str, LazyTensor]
 
 
-def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[Tensors, Tensors]:
-    """The tensors of both, without buffers; a head that only one of them stores is the embedding of the other.
+def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[NamedTensors, NamedTensors]:
+    """The tensors of both, without buffers; a head that only one of them stores is added to the other (tied).
 
     Raises:
-        MalformedInput: lists the names that only one of them has.
+        MalformedInput: missing keys.
     """
     below = {name: tensor for name, tensor in base.items() if not DROPPED.search(name)}
     above = dict(delta.tensors)
     for one, other in ((below, above), (above, below)):
         config, embedding = base.config if one is below else delta.config or base.config, find_embedding(one)
-        if HEAD in other and HEAD not in one and embedding and says_tied(config):
+        if HEAD in other and HEAD not in one and embedding and is_tied(config):
             one[HEAD] = one[embedding]
-    for one, other, problem in ((below, above, "the delta lacks"), (above, below, "the base lacks")):
+    for one, other, where in ((below, above, "delta"), (above, below, "base")):
         if missing := [name for name in one if name not in other]:
             raise MalformedInput(
-                f"{problem} {len(missing)} tensors that the other has: {listing(missing)}",
+                f"{len(missing)} missing keys in the {where}: {listing(missing)}",
                 hint="the delta was made from another model; see its page for the base it needs",
             )
     return below, {name: above[name] for name in below}
 
 
-def _check_shapes(base: Checkpoint, delta: Checkpoint, below: Tensors, above: Tensors) -> None:
+def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, above: NamedTensors) -> None:
     odd = [
         f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
         for name in below
@@ -135,8 +140,8 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: Tensors, above: Te
     if all(_is_vocabulary(entry.split(" ")[0]) for entry in odd):
         hint = "the base has tokens that the delta's base did not have; give it as it was published"
     raise MalformedInput(
-        f"`{delta.path.absolute().name}` does not fit `{base.path.absolute().name}` in {len(odd)} tensors: "
-        + listing(odd),
+        f"shape mismatch for {len(odd)} tensors of `{delta.path.absolute().name}` and "
+        f"`{base.path.absolute().name}`: " + listing(odd),
         hint=hint,
     )
 
@@ -150,52 +155,52 @@ def _is_longer(below: tuple[int, ...], above: tuple[int, ...]) -> bool:
 
 
 def _halved(base: LazyTensor, delta: LazyTensor, result: DType) -> LazyTensor:
-    """The base as FastChat reads it before it adds."""
+    """The base, rounded to float16 if FastChat's script would do so before adding."""
     return rounded(base, result) if delta.dtype == result == BY_NAME["float16"] else base
 
 
-def _begin_at_mean(below: Tensors, above: Tensors) -> bool:
-    """Whether the tokens that the base lacks are told from the mean of the others, as Stanford Alpaca's are."""
+def _begin_at_mean(below: NamedTensors, above: NamedTensors) -> bool:
+    """Whether new tokens are stored as differences from the mean of the others, as Stanford Alpaca's are."""
     name = find_embedding(below)
     if name is None or below[name].num_rows >= above[name].num_rows:
         return False
     return begins_at_mean(below[name], above[name])
 
 
-def _grown(below: Tensors, above: Tensors, *, by_mean: bool) -> list[str]:
+def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
     """A warning where the delta has more tokens than the base."""
     rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
-    told = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
+    start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     return [
-        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {told}"
+        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {start}"
         for few, many in sorted(rows)
         if few != many
     ]
 
 
-def _require_delta(below: Tensors, above: Tensors, delta: Checkpoint) -> None:
-    """Refuses a delta whose last norm is nearly the base's: it is a whole model."""
+def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) -> None:
+    """Refuses a whole model in place of a delta: its last norm nearly equals the base's."""
     name: Any = next((name for name in below if name.endswith(NORM) and ".layers." not in name), None)
     if name is None:
         return
     norm, added = (side[name].read().astype(np.float64) for side in (below, above))
     if np.abs(added - norm).mean() < 0.5 * np.abs(norm).mean():
         raise MalformedInput(
-            f"`{name}` of `{delta.path.absolute().name}` is nearly the base's own: it is a whole model, no delta",
-            hint="give what was published as a delta; `llmconv delta extract BASE TUNED` makes one of two models",
+            f"`{name}` of `{delta.path.absolute().name}` nearly equals the base's: it is a whole model, not a delta",
+            hint="give the published delta; `llmconv delta extract BASE TUNED` makes one of two models",
         )
 
 
 def require_difference(folder: Path) -> None:
-    """Refuses what is no delta of any kind.
+    """Refuses a path that is not a delta of any kind.
 
     Raises:
-        InputRefused: says what is expected.
+        InputRefused: describes the expected files.
     """
     if folder.is_dir() and (is_bin_folder(folder) or list(folder.glob("*.safetensors"))):
         return
     raise InputRefused(
-        f"`{folder}` is no delta",
+        f"`{folder}` is not a delta",
         hint="give a folder that `llmconv delta extract` made, one of FastChat's (a Hugging Face folder), "
         "or one of LLaMA2-Accessory's (`consolidated.NN-of-MM.model-diff.pth`)",
     )

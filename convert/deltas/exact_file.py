@@ -1,4 +1,4 @@
-"""Reading the files of an exact delta: the index checked throughout, frames unpacked when their rows are wanted."""
+"""Reading the files of an exact delta: the index is fully checked, frames are unpacked when their rows are read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import numpy as np
 import zstandard
 
 from llmconv.convert.deltas.exact_format import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
-from llmconv.convert.deltas.ulp_difference import from_planes, guess_rows, known_rows, moved, tells_of
+from llmconv.convert.deltas.ulp_difference import can_predict, from_planes, known_rows, predicted_rows, with_differences
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.checksums import Record, combine, crc32
+from llmconv.files.checksums import ChecksummedRange, combine, crc32
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
-"""A block is held in memory; no writer makes larger ones, except of one row, or smaller ones, except of all rows."""
+"""Sizes of a block, which is held in memory; only blocks of one row may be larger, and of all rows smaller."""
 
 SKIPPED = struct.Struct("<II")
 
@@ -43,8 +43,8 @@ def _has_other_values(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
-    """The base's tensor that another is told from: its name, and what it must be."""
+class BaseTensor:
+    """The base's tensor that a difference is taken from: its name, and its expected dtype, shape and sha256."""
 
     name: str
     dtype: DType
@@ -53,8 +53,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some rows of a tensor: position and size of their frame, CRC-32 of the tuned rows and of the base's."""
+class RowBlock:
+    """Some rows of a tensor: position and size of their frame in bytes, CRC-32 of the tuned rows and of the base's."""
 
     position: int
     size: int
@@ -63,49 +63,49 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor as a delta file holds it.
+class DeltaTensor:
+    """One tensor in a delta file.
 
     Attributes:
         path: the file.
         dtype, shape: of the tuned tensor.
         rows: height of a block.
         blocks: its blocks, from the first row to the last.
-        base: what it is told from, None for zeros.
+        base: the tensor that the difference is taken from, None for zeros.
     """
 
     path: Path
     dtype: DType
     shape: tuple[int, ...]
     rows: int
-    blocks: tuple[Block, ...]
-    base: Source | None
+    blocks: tuple[RowBlock, ...]
+    base: BaseTensor | None
 
     def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
-        """The tuned tensor: the base's own, with the checksum that it must have, where all of its rows are the base's.
+        """The tuned tensor; if no row changed, the base's own tensor with its expected checksum.
 
         Args:
-            base: the base's tensor of the name `self.base.name`.
-            other_base: from what is wrong, the refusal of a base whose rows are not those that the delta was made from.
+            base: the base's tensor named `self.base.name`.
+            other_base: makes the error for a wrong base from a description of the problem.
 
         Raises (when rows are read):
-            InputRefused: as `other_base` says.
-            MalformedInput: a frame is damaged, or the rows are not those that were tuned.
+            InputRefused: the base is not the one that the delta was made from.
+            MalformedInput: a damaged frame, or a wrong checksum of the tuned rows.
         """
         refuse = other_base or _other_base
         if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
             refusal = partial(refuse, _has_other_values(self.base.name))
-            record = Record(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
+            record = ChecksummedRange(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
             return FileTensor(base.path, base.offset, base.dtype, base.shape, record)
         return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
 
     def _keeps(self, base: LazyTensor) -> bool:
-        """Whether there are rows, and every one is as in the base."""
-        moved = any(block.size or block.crc != block.base_crc for block in self.blocks)
-        return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not moved
+        """Whether there are rows, and all of them equal the base's."""
+        with_differences = any(block.size or block.crc != block.base_crc for block in self.blocks)
+        return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not with_differences
 
     def _base_crc(self) -> int:
-        """CRC-32 of all rows of a base that has as many."""
+        """CRC-32 of all rows of the base, which has as many."""
         row, height = prod(self.shape[1:]) * self.dtype.itemsize, self.shape[0] if self.shape else 1
         sizes = [min(self.rows, height - first) * row for first in range(0, height, self.rows)]
         blocks = zip((block.base_crc for block in self.blocks), sizes, strict=True)
@@ -125,14 +125,14 @@ class Stored:
             return np.empty((0, *self.shape[1:]), self.dtype.numpy)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _restored(self, block: Block, known: Array | None, shape: tuple[int, ...]) -> Array:
-        rows = guess_rows(known, self.dtype, shape)
+    def _restored(self, block: RowBlock, known: Array | None, shape: tuple[int, ...]) -> Array:
+        rows = predicted_rows(known, self.dtype, shape)
         if block.size:
             content = self._unpacked(block.position, block.size, prod(shape) * self.dtype.itemsize)
-            rows = moved(rows, from_planes(content, self.dtype.itemsize))
-        crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows were compared already
+            rows = with_differences(rows, from_planes(content, self.dtype.itemsize))
+        crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows are already checked
         if crc != block.crc:
-            _refuse(self.path, "does not give the rows that it was made from")
+            _refuse(self.path, "has a wrong checksum of the tuned rows")
         return rows
 
     def _unpacked(self, position: int, size: int, expected: int) -> bytes:
@@ -149,11 +149,11 @@ class Stored:
             ) from error
 
 
-def open_frames(path: Path) -> dict[str, Stored]:
+def open_frames(path: Path) -> dict[str, DeltaTensor]:
     """The tensors of one file of an exact delta, in order; only its index is read.
 
     Raises:
-        MalformedInput: the index is missing, or anything in it does not add up.
+        MalformedInput: the index is missing or inconsistent.
     """
     end, text = _index_text(path)
     try:
@@ -163,7 +163,7 @@ def open_frames(path: Path) -> dict[str, Stored]:
     entries = content.get("tensors") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         _refuse(path, "has an index without tensors")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, DeltaTensor] = {}
     position = 0
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not name or len(name) > NAME_LIMIT or not name.isprintable():
@@ -176,7 +176,7 @@ def open_frames(path: Path) -> dict[str, Stored]:
 
 
 def _index_text(path: Path) -> tuple[int, bytes]:
-    """Where the index begins, and its JSON."""
+    """The position of the index, and its JSON."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         file.seek(max(0, size - END.size))
@@ -191,7 +191,7 @@ def _index_text(path: Path) -> tuple[int, bytes]:
         return begin, file.read(length)
 
 
-def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> Stored:
+def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> DeltaTensor:
     dtype, shape = _kind(path, name, entry)
     rows, blocks, base = entry.get("rows"), entry.get("blocks"), entry.get("base")
     if not _natural(rows) or not rows or not isinstance(blocks, list):
@@ -206,18 +206,18 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> S
     if not known or len(blocks) != count:
         _refuse(path, f"has {len(blocks)} blocks for `{name}`, its shape needs {count}")
     starts = accumulate((block[0] for block in blocks), initial=position)
-    placed = tuple(Block(start, *block) for start, block in zip(starts, blocks, strict=False))
-    return Stored(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
+    placed = tuple(RowBlock(start, *block) for start, block in zip(starts, blocks, strict=False))
+    return DeltaTensor(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
 
 
-def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ...]) -> Source | None:
+def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ...]) -> BaseTensor | None:
     if base is None:
         return None
     if not isinstance(base, dict) or not isinstance(base.get("name"), str) or not isinstance(base.get("sha256"), str):
-        _refuse(path, f"does not say what `{name}` is told from")
-    source = Source(base["name"], *_kind(path, base["name"], base), base["sha256"])
-    if not tells_of(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
-        _refuse(path, f"tells `{name}` from a tensor of another kind")
+        _refuse(path, f"has an invalid base tensor for `{name}`")
+    source = BaseTensor(base["name"], *_kind(path, base["name"], base), base["sha256"])
+    if not can_predict(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
+        _refuse(path, f"stores `{name}` as the difference from a tensor of another kind")
     return source
 
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter that comes close to what a model was tuned to: factors of linear weights, and the rest of it whole.
+"""Low-rank deltas: a PEFT adapter that approximates a tuned model, with factors of linear weights and whole tensors.
 
 Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
 factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
@@ -15,67 +15,68 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.algebra.operations import equal, listing
-from llmconv.convert.deltas.low_rank_factors import Factors, Share
-from llmconv.convert.deltas.singular_vectors import Change
+from llmconv.convert.deltas.low_rank_factors import CapturedNorm, FactoredChanges
+from llmconv.convert.deltas.singular_vectors import MatrixChange
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
-from llmconv.convert.models.tied_head import HEAD, find_embedding, says_tied
+from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 
 PREFIX = "base_model.model."
 TRACES = ("torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "vocab_size")
-"""Fields of the config that an adapter does not depend on."""
+"""Fields of the config that are irrelevant to an adapter."""
 
 EXACT = "extract an exact delta, without `--rank`"
 
 
 @dataclass(frozen=True)
 class LowRankDelta:
-    """An adapter to write, and what it will hold.
+    """The plan of an adapter and its content.
 
     Attributes:
         plan: its files.
-        products: names of the base's weights that get a product.
-        whole: names of the tensors that it holds whole.
+        products: names of the base's weights with a low-rank product.
+        whole: names of the tensors that it contains whole.
         factors: the products.
     """
 
     plan: Plan
     products: tuple[str, ...]
     whole: tuple[str, ...]
-    factors: Factors
+    factors: FactoredChanges
 
     def captured(self) -> dict[str, float]:
         """‖B·A‖ / ‖tuned − base‖ of each product."""
         return {name: self.factors.share(name).captured for name in self.products}
 
     def captured_overall(self) -> float:
-        """The same of all products together."""
+        """The same ratio for all products together."""
         shares = [self.factors.share(name) for name in self.products]
-        return Share(sum(share.held for share in shares), sum(share.change for share in shares)).captured
+        return CapturedNorm(sum(share.held for share in shares), sum(share.change for share in shares)).captured
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
-    """The files of an adapter. Base and tuned model are compared, which reads both; the products are made later.
+    """The files of an adapter. Base and tuned model are compared, which reads both; products are computed later.
 
     Args:
-        base, tuned: of one architecture.
-        rank: of the products; less where a weight is smaller.
-        dtype: `keep` (products in float32, the rest as it is) or a float type.
+        base: the model before tuning.
+        tuned: the model after tuning, of the same architecture.
+        rank: rank of the products; less for smaller weights.
+        dtype: `keep` (products in float32, other tensors unchanged) or a floating-point type.
 
     Raises:
-        UsageProblem: no positive rank.
-        UnsupportedInput: something changed that an adapter of PEFT cannot hold.
+        UsageProblem: `rank` is not positive.
+        UnsupportedInput: a change that a PEFT adapter cannot represent.
     """
     if rank < 1:
-        raise UsageProblem(f"`--rank {rank}` is not possible", hint="give a positive number, such as 16")
+        raise UsageProblem(f"invalid `--rank {rank}`", hint="give a positive number, such as 16")
     below, above = _effective(base), _effective(tuned)
     products, whole = _sorted(base, below, above)
-    changes = {name: Change(below[name], above[name]) for name in products}
-    factors = Factors(changes, {name: min(rank, *changes[name].shape) for name in products})
+    changes = {name: MatrixChange(below[name], above[name]) for name in products}
+    factors = FactoredChanges(changes, {name: min(rank, *changes[name].shape) for name in products})
     turned = {name for name in products if _is_turned(base, name)}
     tensors: dict[str, LazyTensor] = {}
     for name in products:
@@ -91,7 +92,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors without buffers, a tied head among them.
+    """The tensors without buffers, including a tied head.
 
     Raises:
         UnsupportedInput: they are quantized.
@@ -100,33 +101,33 @@ def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
         raise UnsupportedInput(f"`{checkpoint.path.name}` is quantized", hint=EXACT)
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
     embedding = find_embedding(tensors)
-    if HEAD not in tensors and embedding and says_tied(checkpoint.config):
+    if HEAD not in tensors and embedding and is_tied(checkpoint.config):
         tensors[HEAD] = tensors[embedding]
     return tensors
 
 
-Tensors = Mapping[str, LazyTensor]
+NamedTensors = Mapping[str, LazyTensor]
 
 
-def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str], list[str]]:
-    """The names of changed tensors: those that get a product, and those that are stored whole.
+def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple[list[str], list[str]]:
+    """The names of changed tensors: those with a product, and those stored whole.
 
     Raises:
-        UnsupportedInput: an adapter cannot hold what changed.
+        UnsupportedInput: a change that an adapter cannot represent.
     """
     if odd := sorted(below.keys() ^ above.keys()):
         raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=EXACT)
     changed = [name for name in above if _differ(below[name], above[name])]
     odd = [name for name in changed if not _fits(name, below[name], above[name])]
     if odd:
-        raise UnsupportedInput(f"an adapter cannot hold what changed in {len(odd)} tensors: {listing(odd)}", hint=EXACT)
+        raise UnsupportedInput(f"no adapter has the change of {len(odd)} tensors: {listing(odd)}", hint=EXACT)
     model = blueprint(base.config)
     if model and (odd := [name for name in changed if name not in model.shapes]):
         raise UnsupportedInput(
-            f"transformers knows by other names what changed in {len(odd)} tensors: {listing(odd)}",
+            f"transformers has other names for {len(odd)} changed tensors: {listing(odd)}",
             hint=EXACT,
         )
-    routers, own_head = _beside_experts(above), HEAD in base and not says_tied(base.config)
+    routers, own_head = _beside_experts(above), HEAD in base and not is_tied(base.config)
     products = [
         name
         for name in changed
@@ -136,12 +137,12 @@ def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str]
         and _module(_module(name)) not in routers
     ]
     if not products:
-        raise UnsupportedInput("no linear weight changed, so there is nothing for an adapter to hold", hint=EXACT)
+        raise UnsupportedInput("no linear weight changed, so an adapter would be empty", hint=EXACT)
     return products, _with_siblings([name for name in changed if name not in products], above)
 
 
-def _with_siblings(whole: list[str], above: Tensors) -> list[str]:
-    """PEFT stores saved modules with all their parameters; the bias of a linear layer goes alone."""
+def _with_siblings(whole: list[str], above: NamedTensors) -> list[str]:
+    """`whole` with all parameters of the same modules, as PEFT saves them; the bias of a linear layer goes alone."""
     modules = [_module(name) for name in whole if not _is_linear_bias(name, above)]
     return [name for name in above if name in whole or (_module(name) in modules and not _is_linear_bias(name, above))]
 
@@ -155,18 +156,18 @@ def _is_linear(name: str, tensor: LazyTensor) -> bool:
     return name.endswith(".weight") and len(tensor.shape) == 2 and not is_embedding
 
 
-def _beside_experts(tensors: Tensors) -> set[str]:
-    """The modules that hold experts; a weight that lies in one chooses among them, and PEFT only saves it whole."""
+def _beside_experts(tensors: NamedTensors) -> set[str]:
+    """The modules with experts; weights directly in one are routers, which PEFT only saves whole."""
     return {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
 
 
-def _is_linear_bias(name: str, tensors: Tensors) -> bool:
+def _is_linear_bias(name: str, tensors: NamedTensors) -> bool:
     weight = f"{_module(name)}.weight"
     return name.endswith(".bias") and weight in tensors and _is_linear(weight, tensors[weight])
 
 
 def _fits(name: str, below: LazyTensor, above: LazyTensor) -> bool:
-    """Whether PEFT has a place for the change: experts are fused in its model, parameters of other names have none."""
+    """Whether a PEFT adapter can represent the change: not of experts, which are fused in its model, or other names."""
     plain = name.endswith((".weight", ".bias")) and len(above.shape) <= 2 and ".experts." not in name
     grown = name == HEAD or name.endswith(EMBEDDINGS)
     same = below.shape == above.shape or (grown and below.shape[1:] == above.shape[1:])
@@ -185,7 +186,9 @@ def _is_turned(base: Checkpoint, name: str) -> bool:
     return base.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
 
 
-def _pair(name: str, change: Change, rank: int, factors: Factors, *, turned: bool) -> dict[str, LazyTensor]:
+def _pair(
+    name: str, change: MatrixChange, rank: int, factors: FactoredChanges, *, turned: bool
+) -> dict[str, LazyTensor]:
     """A and B of one weight, in float32."""
     rows, columns = change.shape
 
@@ -206,13 +209,13 @@ def _pair(name: str, change: Change, rank: int, factors: Factors, *, turned: boo
 
 
 def _stored_name(name: str, products: list[str]) -> str:
-    """As PEFT calls a tensor that is stored whole; a layer with a product lies one level deeper."""
+    """PEFT's name for a tensor that is stored whole; that of a layer with a product has one more level."""
     module, _, kind = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{kind}" if f"{module}.weight" in products else PREFIX + name
 
 
 def _adapter_config(
-    base: Checkpoint, rank: int, changes: Mapping[str, Change], whole: list[str], *, turned: bool
+    base: Checkpoint, rank: int, changes: Mapping[str, MatrixChange], whole: list[str], *, turned: bool
 ) -> dict[str, Any]:
     small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
     biases = [name for name in whole if _is_linear_bias(name, base)]
@@ -237,10 +240,12 @@ def _adapter_config(
     }
 
 
-def _warnings(base: Checkpoint, tuned: Checkpoint, below: Tensors, above: Tensors, whole: list[str]) -> list[str]:
+def _warnings(
+    base: Checkpoint, tuned: Checkpoint, below: NamedTensors, above: NamedTensors, whole: list[str]
+) -> list[str]:
     names = sorted({*base.config, *tuned.config} - {*TRACES})
     odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
-    warnings = [f"an adapter does not carry what else changed in the config: {listing(odd)}"] if odd else []
+    warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
     grown = next((name for name in whole if below[name].shape != above[name].shape), None)
     if grown:
         rows = above[grown].num_rows

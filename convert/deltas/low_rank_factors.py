@@ -1,8 +1,8 @@
-"""The best approximation of tuned − base by a product of two narrow matrices, and how much of it that holds.
+"""The best approximation of tuned − base by a product of two narrow matrices, and the share of the norm it captures.
 
-By Eckart and Young it is the largest singular triples. With Q, the singular vectors of D = tuned − base on its smaller
-side, that is Q·Qᵀ·D (or D·Q·Qᵀ): D itself when Q is square, however small its singular values. Up to a million elements
-Q is exact; beyond, it is sought as `singular` says, and of white noise the product holds 99.9 % of what it could.
+By Eckart and Young it consists of the largest singular triples. With Q, the singular vectors of D = tuned − base on its
+smaller side, it is Q·Qᵀ·D (or D·Q·Qᵀ): D itself if Q is square. Up to a million elements Q is exact; for larger weights
+it is iterated (`singular_vectors`), and of white noise the product captures 99.9 % of the optimum.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from threading import Lock
 import numpy as np
 
 from llmconv.convert.algebra.blas_threads import single_threaded
-from llmconv.convert.deltas.singular_vectors import Change, largest_vectors, not_finite
+from llmconv.convert.deltas.singular_vectors import MatrixChange, largest_vectors, not_finite
 from llmconv.tensors import Array
 
 KEPT = 8
-"""Products in memory: as many as the writer may ask for out of order."""
+"""Number of products in memory: as many as the writer may need out of order."""
 
 CHUNK = 4096
 
 DENSE, THIN, SPARSE = 1 << 20, 512, 8
-"""Elements, and length of the smaller side, up to which all singular vectors are computed at once, and so exactly; and
-the share of that side which `rank` may be at most for less."""
+"""All singular vectors are computed exactly up to this number of elements, up to this length of the smaller side, and
+for ranks above this fraction (1/`SPARSE`) of it."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """Squared Frobenius norms: of the change, and of what the product holds of it."""
+class CapturedNorm:
+    """Squared Frobenius norms: of the product (`held`), and of the change that it approximates."""
 
     held: float
     change: float
@@ -42,22 +42,22 @@ class Share:
         return sqrt(min(1.0, self.held / self.change)) if self.change else 1.0
 
 
-class Factors:
-    """The products of many changes, each computed when one of its halves is first asked for, one at a time.
+class FactoredChanges:
+    """The products of many changes, each computed when one of its factors is first needed, one at a time.
 
     Args:
         changes: by name of the weight.
         ranks: the width of each product.
     """
 
-    def __init__(self, changes: Mapping[str, Change], ranks: Mapping[str, int]) -> None:
+    def __init__(self, changes: Mapping[str, MatrixChange], ranks: Mapping[str, int]) -> None:
         self._changes, self._ranks = changes, ranks
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, CapturedNorm] = {}
         self._recent: OrderedDict[str, tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
     def of(self, name: str) -> tuple[Array, Array]:
-        """left (rows×rank) and right (rank×columns) in float32; the singular values are shared out evenly.
+        """left (rows×rank) and right (rank×columns) in float32, each multiplied by the roots of the singular values.
 
         Raises:
             UnsupportedInput: the change is not finite.
@@ -71,15 +71,21 @@ class Factors:
                     self._recent.popitem(last=False)
             return self._recent[name]
 
-    def share(self, name: str) -> Share:
-        """How much of a change its product holds."""
+    def share(self, name: str) -> CapturedNorm:
+        """The norms of a change and of its product."""
         if name not in self._shares:
             self.of(name)
         return self._shares[name]
 
 
-def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]:
-    """left, right and the share that their product holds; see `Factors.of`."""
+def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, CapturedNorm]:
+    """left, right and the norms of their product and the change; see `FactoredChanges.of`.
+
+    Args:
+        name: of the weight, for messages.
+        change: of the weight.
+        rank: columns of left.
+    """
     rows, columns = change.shape
     if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
         found = largest_vectors(name, change, rank)
@@ -89,17 +95,17 @@ def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]
         left, right, total = _dense(name, change, rank)
     # One side is orthonormal, the other as long as the singular values; √σ for each.
     values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    share = Share(float(np.square(values).sum()), total)
+    share = CapturedNorm(float(np.square(values).sum()), total)
     root = np.sqrt(np.where(values > 0, values, 1))
     upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
     return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
 
 
-def _dense(name: str, change: Change, rank: int) -> tuple[Array, Array, float]:
-    """The two halves of D·Q·Qᵀ, or of Q·Qᵀ·D where D is wider than high, in float64, and the squared norm of D.
+def _dense(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, float]:
+    """The two factors of D·Q·Qᵀ, or of Q·Qᵀ·D if D is wider than high, in float64, and the squared norm of D.
 
     Q is from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.
-    Memory follows the matrix: its smaller side squared, and where it is wider than high also the whole of it.
+    Memory follows the matrix: its smaller side squared, and the whole matrix if it is wider than high.
     """
     rows, columns = change.shape
     blocks = list(change.tuned.blocks())

@@ -1,10 +1,10 @@
-"""The singular vectors of one weight's change that belong to its largest singular values, without all the others.
+"""The largest singular values of a weight's change and their vectors, without computing all others.
 
 Block Krylov iteration (Musco and Musco 2015, algorithm 2) with reorthogonalized blocks: products with D and Dᵀ in
 float32, never Dᵀ·D itself, which would lose the small singular values; the small matrices in float64. It ends when one
-more block of vectors adds less than `GAIN` to the norm that is captured: a change of exactly low rank has nothing left
-after two blocks, and of white noise, the slowest case, 99.9 % of the optimum (Eckart and Young) is reached. One step of
-subspace iteration in float64 comes last.
+more block of vectors adds less than `GAIN` to the captured norm: for a change of exactly low rank after two blocks; for
+white noise, the slowest case, at 99.9 % of the optimum (Eckart and Young). One step of subspace iteration in float64
+follows.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import widen
-from llmconv.convert.deltas.tiled_products import product, turned_product
+from llmconv.convert.algebra.rounding import widen
+from llmconv.convert.deltas.tiled_products import product, transposed_product
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
 SPARE, DEPTH, GAIN = 8, 16, 1e-3
-"""Columns of a block more than are wanted; blocks at most; the share of the captured norm that another must add."""
+"""Additional columns of a block; maximum number of blocks; share of the captured norm that another block must add."""
 
 MEMORY = 512 << 20
-"""Bytes of a change in float32 that are kept; a larger one (a large vocabulary's head) is made for each product."""
+"""Bytes of a change in float32 that is held; a larger one (a head of a large vocabulary) is computed per product."""
 
 SAFE = 30
-"""A norm between 2⁻³⁰ and 2³⁰ is one whose squares float32 holds with room to spare."""
+"""float32 safely represents the squares of norms between 2⁻³⁰ and 2³⁰."""
 
 TINY = 1e-5
-"""Of the longest column: what rounding to float32 leaves of one that the others span."""
+"""Relative to the longest column: the rounding error of float32 for a column that the others span."""
 
 
 @dataclass(frozen=True)
-class Change:
+class MatrixChange:
     """One linear weight before and after, of one shape (rows×columns)."""
 
     base: LazyTensor
@@ -57,12 +57,12 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Largest:
-    """What belongs to the largest singular values of D, the largest first.
+class SingularVectors:
+    """The vectors of the largest singular values of D, the largest first.
 
     Attributes:
         vectors: on the smaller side of D, orthonormal columns.
-        images: D · `vectors`, or Dᵀ · `vectors` where D is wider than high; as long as the singular values.
+        images: D · `vectors`, or Dᵀ · `vectors` if D is wider than high; their norms are the singular values.
         total: the squared norm of D.
     """
 
@@ -71,33 +71,38 @@ class Largest:
     total: float
 
 
-Product = Callable[[Array], Array]
+MatrixProduct = Callable[[Array], Array]
 
 
 def not_finite(name: str) -> UnsupportedInput:
-    """The refusal of a change that has no singular values."""
+    """The error for a change that is not finite."""
     return UnsupportedInput(f"the change of `{name}` is not finite", hint="extract an exact delta, without `--rank`")
 
 
-def largest_vectors(name: str, change: Change, rank: int) -> Largest:
-    """The `rank` largest singular values and their vectors, in float64, as near as the module says.
+def largest_vectors(name: str, change: MatrixChange, rank: int) -> SingularVectors:
+    """The `rank` largest singular values and their vectors, in float64, by the module's iteration.
+
+    Args:
+        name: of the weight, for messages.
+        change: of the weight.
+        rank: number of singular values.
 
     Raises:
         UnsupportedInput: the change is not finite.
     """
     matrix = _Matrix(name, change)
-    both: tuple[Product, Product] = matrix.times, matrix.turned_times
+    both: tuple[MatrixProduct, MatrixProduct] = matrix.times, matrix.transposed_times
     ahead, back = both if change.shape[0] >= change.shape[1] else both[::-1]
     start = np.random.default_rng(0).standard_normal((min(change.shape), rank + SPARE)).astype(np.float32)
     known, gram = _krylov(_orthonormal(start), ahead, back, rank)
     best = product(known, np.linalg.eigh(gram)[1][:, ::-1][:, :rank])
-    # One more step in float64 gives back what float32 lost of a change that is of low rank.
+    # One more step in float64 restores the precision of float32 products for changes of low rank.
     basis = np.linalg.qr(ahead(best))[0]
     left, values, right = np.linalg.svd(back(basis), full_matrices=False)
-    return Largest(left, product(basis, right.T * values * matrix.scale), matrix.total)
+    return SingularVectors(left, product(basis, right.T * values * matrix.scale), matrix.total)
 
 
-def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Array, Array]:
+def _krylov(block: Array, ahead: MatrixProduct, back: MatrixProduct, rank: int) -> tuple[Array, Array]:
     """An orthonormal basis of the span of `block`, (DᵀD)·`block`, …; the inner products of its images under D."""
     known, images, gram, before = np.empty((len(block), 0), np.float32), None, np.empty((0, 0)), 0.0
     for _ in range(DEPTH):
@@ -115,29 +120,29 @@ def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Arr
 
 
 def _with_products(gram: Array, images: Array) -> Array:
-    """The inner products of all columns in float64, those of the first being there."""
+    """The inner products of all columns in float64; `gram` has those of the first ones."""
     there = len(gram)
-    more = turned_product(images, images[:, there:].astype(np.float64))
+    more = transposed_product(images, images[:, there:].astype(np.float64))
     return np.hstack([np.vstack([gram, more[:there].T]), more])
 
 
 def _orthogonal(block: Array, known: Array) -> Array:
-    """An orthonormal basis of what `block` has beyond the span of `known`; no columns where that is rounding alone."""
+    """An orthonormal basis of `block` outside the span of `known`, without columns that are rounding errors."""
     least = TINY * np.linalg.norm(block, axis=0).max(initial=0)
-    rest = block - product(known, turned_product(known, block))
+    rest = block - product(known, transposed_product(known, block))
     basis = _orthonormal(rest, least)
-    return _orthonormal(basis - product(known, turned_product(known, basis)), 0.5)
+    return _orthonormal(basis - product(known, transposed_product(known, basis)), 0.5)
 
 
 def _orthonormal(block: Array, least: float = 0.0) -> Array:
-    """An orthonormal basis of the columns, without directions in which they are no longer than `least`.
+    """An orthonormal basis of the columns, without directions in which their norm is at most `least`.
 
-    From the eigenvectors of the small blockᵀ·block (SVQB, Stathopoulos and Wu 2002), twice, as rounding spoils the
-    first: two products with a narrow matrix, where LAPACK's QR goes column by column.
+    From the eigenvectors of the small blockᵀ·block (SVQB, Stathopoulos and Wu 2002), twice because of rounding: two
+    products with a narrow matrix, while LAPACK's QR goes column by column.
     """
     wide = block.astype(np.float64)
     for _ in range(2):
-        values, vectors = np.linalg.eigh(turned_product(wide, wide))
+        values, vectors = np.linalg.eigh(transposed_product(wide, wide))
         long = values > max(least * least, 1e-12 * values.max(initial=0))
         wide = product(wide, vectors[:, long] / np.sqrt(values[long]))
         least = 0.0
@@ -145,14 +150,14 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
 
 
 class _Matrix:
-    """A change in float32, over a power of two that makes its norm about 1, by blocks of rows.
+    """A change in float32 by blocks of rows, divided by a power of two if its norm is extreme.
 
     Attributes:
         total: the squared norm of the change.
-        scale: that power, 1 where no product comes near the ends of float32.
+        scale: that power of two, else 1.
     """
 
-    def __init__(self, name: str, change: Change) -> None:
+    def __init__(self, name: str, change: MatrixChange) -> None:
         rows, columns = change.shape
         self._change, self.scale, self.total = change, 1.0, 0.0
         self._kept: list[Array] | None = [] if 4 * rows * columns <= MEMORY else None
@@ -169,7 +174,7 @@ class _Matrix:
 
     def _computed(self) -> Iterator[Array]:
         for start, stop in self._change.tuned.blocks():
-            with np.errstate(all="ignore"):  # what is too large for float32 is refused as not finite
+            with np.errstate(all="ignore"):  # values too large for float32 are refused as not finite
                 yield self._change.narrow_rows(start, stop).astype(np.float32, copy=False)
 
     def _scaled(self, part: Array) -> Array:
@@ -179,14 +184,14 @@ class _Matrix:
         return self._kept if self._kept is not None else map(self._scaled, self._computed())
 
     def times(self, right: Array) -> Array:
-        """D · `right`, over the scale, in the dtype of `right`."""
+        """D · `right` / scale, in the dtype of `right`."""
         return np.concatenate([product(part, right) for part in self._parts()])
 
-    def turned_times(self, left: Array) -> Array:
-        """Dᵀ · `left`, over the scale, in the dtype of `left`."""
+    def transposed_times(self, left: Array) -> Array:
+        """Dᵀ · `left` / scale, in the dtype of `left`."""
         total = np.zeros((self._change.shape[1], left.shape[1]), left.dtype)
         start = 0
         for part in self._parts():
-            total += turned_product(part, left[start : start + len(part)])
+            total += transposed_product(part, left[start : start + len(part)])
             start += len(part)
         return total

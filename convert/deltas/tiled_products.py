@@ -1,6 +1,6 @@
-"""Products of a large matrix with a narrow one, in tiles for which OpenBLAS has kernels that copy nothing.
+"""Products of a large matrix with a narrow one, in tiles small enough for OpenBLAS kernels that do not copy.
 
-For larger ones it copies the large matrix into another order first, for a few columns: half as fast, measured.
+For larger products it first copies the large matrix into another order: half as fast for a few columns, measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from llmconv.convert.adapters.weighted_sum import PRODUCT_LIMIT
 from llmconv.tensors import Array
 
 NARROW = 32
-"""Columns of the narrow matrix at once."""
+"""Columns of the narrow matrix per product."""
 
 HIGH = (8, PRODUCT_LIMIT // (8 * NARROW))
 TURNED = (128, PRODUCT_LIMIT // (128 * NARROW))
@@ -38,7 +38,7 @@ def product(left: Array, right: Array) -> Array:
     return result
 
 
-def turned_product(left: Array, right: Array) -> Array:
+def transposed_product(left: Array, right: Array) -> Array:
     """`left`ᵀ @ `right`, in the wider of their dtypes; see `product`."""
     height, width = TURNED
     result = np.zeros((left.shape[1], right.shape[1]), np.result_type(left, right))

@@ -1,8 +1,8 @@
-"""What one array of weights is over another, without loss: by how many representable numbers each weight moved.
+"""Lossless difference of two arrays of weights: for each element, the number of representable floats between them.
 
 The bit pattern of a float counts the floats between zero and it, so bit patterns in the order of their values can be
-subtracted as integers, modulo 2ⁿ. Any two patterns have a difference that leads back exactly: NaN, infinities, -0 too.
-Weights that training hardly moved give small integers, whose upper bytes are zeros: that compresses.
+subtracted as integers, modulo 2ⁿ. The difference of any two patterns is reversible, NaN, infinities and -0 included.
+Weights that training hardly moved give small integers, whose upper bytes are zeros and compress well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 from llmconv.tensors import FLOATS, Array, DType, LazyTensor
 
 
-def moves(tuned: Array, guess: Array) -> Array:
+def ulp_differences(tuned: Array, guess: Array) -> Array:
     """The difference of two arrays of one dtype and shape, as unsigned integers: 0, then -1, +1, -2, +2, … as 1, 2, 3.
 
-    The sign goes into the lowest bit, so that small moves in both directions have zeros above.
+    The sign goes into the lowest bit, so that small differences in both directions have zeros above.
     """
     change, sign = _ordered(tuned), _ordered(guess)
     change -= sign
@@ -25,8 +25,8 @@ def moves(tuned: Array, guess: Array) -> Array:
     return change.reshape(tuned.shape)
 
 
-def moved(guess: Array, change: Array) -> Array:
-    """The array that `moves` gave `change` for; the reverse, bit for bit."""
+def with_differences(guess: Array, change: Array) -> Array:
+    """The reverse of `ulp_differences`, bit for bit: the tuned array from `guess` and the differences."""
     steps = change.reshape(-1)
     sign = steps & 1
     np.negative(sign, out=sign)
@@ -36,18 +36,18 @@ def moved(guess: Array, change: Array) -> Array:
 
 
 def _ordered(values: Array) -> Array:
-    """Bit patterns as unsigned integers, those of floats in the order of the values: below zero all other bits flip."""
+    """Bit patterns as unsigned integers; those of floats in the order of their values: negative ones are inverted."""
     bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
     return bits.copy() if values.dtype.kind in "iub" else _flipped(bits)
 
 
 def _unordered(bits: Array, dtype: np.dtype[np.generic]) -> Array:
-    """The reverse of `_ordered`, which is itself: the sign bit does not change."""
+    """The reverse of `_ordered`: the same operation, since the sign bit does not change."""
     return (bits if dtype.kind in "iub" else _flipped(bits)).view(dtype)
 
 
 def _flipped(bits: Array) -> Array:
-    """All bits but the highest the other way round where that is set."""
+    """Inverts all bits but the highest where the highest is set."""
     flip = np.empty_like(bits)
     _spread_sign(bits, flip)
     flip >>= 1
@@ -56,13 +56,13 @@ def _flipped(bits: Array) -> Array:
 
 
 def _spread_sign(bits: Array, target: Array) -> None:
-    """target = all ones where the highest bit is set, else zero."""
+    """target = all ones where the highest bit of `bits` is set, else zero."""
     signed = f"i{bits.itemsize}"
     np.right_shift(bits.view(signed), 8 * bits.itemsize - 1, out=target.view(signed))
 
 
-def planes(change: Array) -> Array:
-    """The integers byte by byte: first the highest byte of all, last the lowest; equal bytes lie side by side."""
+def byte_planes(change: Array) -> Array:
+    """uint8, itemsize×elements: the highest bytes of all integers first, the lowest last; zeros lie together."""
     steps, size = change.reshape(-1), change.itemsize
     content = np.empty((size, len(steps)), np.uint8)
     for number, plane in enumerate(content):
@@ -71,7 +71,7 @@ def planes(change: Array) -> Array:
 
 
 def from_planes(content: bytes, itemsize: int) -> Array:
-    """The reverse of `planes`; the length is a multiple of `itemsize`."""
+    """The reverse of `byte_planes`; the length of `content` is a multiple of `itemsize`."""
     first, *others = np.frombuffer(content, np.uint8).reshape(itemsize, -1)
     steps = first.astype(f"<u{itemsize}")
     for plane in others:
@@ -80,25 +80,25 @@ def from_planes(content: bytes, itemsize: int) -> Array:
     return np.asarray(steps)
 
 
-def tells_of(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Whether `base` is a guess for a tensor: rows of one shape, of the same type or both of floats up to 32 bits."""
+def can_predict(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can be stored as a difference from `base`: rows of one shape, of one dtype or both float."""
     same_rows = len(base.shape) == len(shape) and base.shape[1:] == shape[1:]
     return same_rows and (base.dtype == dtype or (base.dtype.name in FLOATS and dtype.name in FLOATS))
 
 
 def known_rows(base: LazyTensor | None, start: int, stop: int) -> Array | None:
-    """Those of the rows `start:stop` that `base` has; None where it has none of them."""
+    """The rows `start:stop` of `base`, as far as it has them; None if it has none of them."""
     last = min(stop, base.num_rows) if base else start
     return base.rows(start, last) if base and start < last else None
 
 
-def guess_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """What rows are told from: those of the base, rounded to `dtype` where they are of another, and zeros beyond them.
+def predicted_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Array:
+    """The rows that a difference is taken from: the base's, rounded to `dtype`, and zeros beyond them.
 
     Args:
-        known: rows of a base that `tells_of` the tensor, no more than are wanted; None for zeros alone.
-        dtype: element type of the tensor.
-        shape: of the rows wanted.
+        known: rows of the base, at most as many as `shape` has; None for zeros alone.
+        dtype: element type of the result.
+        shape: of the result.
     """
     if known is not None and known.dtype == dtype.numpy and known.shape == shape:
         return known
@@ -109,7 +109,7 @@ def guess_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Arr
 
 
 def _as_type(rows: Array, dtype: DType) -> Array:
-    """Rounded to nearest even; NaN becomes 0, because which NaN it would become depends on the machine."""
+    """Rounded to nearest even; NaN becomes 0, because the bits of a converted NaN depend on the machine."""
     if rows.dtype == dtype.numpy:
         return rows
     with np.errstate(all="ignore"):

@@ -1,8 +1,8 @@
-"""The training formats: one package or file each in this folder, found by listing it.
+"""The training formats: one package or file per training system, found by listing this folder.
 
-A package contains all that llmconv knows of one training system: `format.py` (the constant `FORMAT`), and where there
-is such a thing `read.py`, `names.py`, `config.py`, `write.py`, `tokenizer.py`, `adapter.py` (`ADAPTER`: its LoRA files)
-and `delta.py` (`DELTA`). A small format is one file.
+A package contains everything about one system: `format.py` (the constant `FORMAT`), and as needed `read.py`,
+`names.py`, `config.py`, `tokenizer.py`, `write.py`, `write_config.py`, `adapter.py` (`ADAPTER`: its LoRA files) and
+`delta.py` (`DELTA`). A small format is one file.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from llmconv.tensors import LazyTensor
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of training checkpoint; each has one as its constant `FORMAT`.
+    """One kind of training checkpoint; the constant `FORMAT` of its package or file.
 
     Attributes:
-        name: what `--from` takes, equal to the name of the package or file.
+        name: the value of `--from`, equal to the name of the package or file.
         title: one line for people.
-        covers: what of it is converted, a few phrases for the table that `llmconv formats` prints.
-        detect: whether a path is of this format, decided by what is in it.
-        open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
-            user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
-        options: those of `to-hf` that only some formats have; they come as fields of `config`.
-        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file;
-            without it those of the torch and safetensors files at the path.
-        save: the way back, for `from-hf`: `save(checkpoint, shards)` gives the Plan of the files that hold a model in
-            Hugging Face names in so many shards, such that `open` gives it back bit for bit; it reads no tensor, and
-            refuses by name what the format cannot hold. None where there is no way back.
-        sign: what its state dicts have and those of other systems lack, where single torch or safetensors files are
-            its checkpoints.
+        covers: supported models and variants, a few phrases for the table of `llmconv formats`.
+        detect: whether a path has this format, decided by its content.
+        open: `open(path, config, tokenizer)` returns the Checkpoint in Hugging Face names; `config` contains fields
+            that the user adds or overrides, `tokenizer` is a file or folder to use instead of the checkpoint's own.
+        options: options of `to-hf` that only some formats have; they are passed as fields of `config`.
+        peek: the tensors in their own names, for `inspect` if `open` needs more than the checkpoint contains; without
+            it `inspect` lists the torch and safetensors files at the path.
+        save: the way back, for `from-hf`: `save(checkpoint, shards)` returns the Plan of the files, in this number of
+            shards, from which `open` returns the same model, bit for bit. It reads no tensor, and raises an error for
+            everything that the format cannot hold. None if the format cannot be written.
+        sign: how its state dicts are recognized, if single torch or safetensors files are its checkpoints.
     """
 
     name: str
@@ -64,23 +63,23 @@ def formats() -> dict[str, Format]:
 
 @lru_cache(maxsize=1)
 def adapter_formats() -> dict[str, AdapterFormat]:
-    """Every format of adapters that are not PEFT's, by the name of its package."""
+    """Every format of adapters other than PEFT's, by the name of its package."""
     return plugins(__name__, "ADAPTER", AdapterFormat, inside="adapter")
 
 
 @lru_cache(maxsize=1)
 def delta_formats() -> dict[str, DeltaFormat]:
-    """Every format of deltas that a training system writes, by the name of its package."""
+    """Every delta format of a training system, by the name of its package."""
     return plugins(__name__, "DELTA", DeltaFormat, inside="delta")
 
 
 def detect(path: Path) -> Format | None:
-    """The format that claims `path`, or None."""
+    """The format of `path`, or None."""
     return next((candidate for candidate in formats().values() if candidate.detect(path)), None)
 
 
 def owner(found: StateFile) -> str | None:
-    """Name of the format whose sign a state dict has; None where it has none, as a plain Hugging Face model."""
+    """Name of the format whose sign a state dict has; None if it has none, as a plain Hugging Face model."""
     signs = {name: candidate.sign for name, candidate in formats().items() if candidate.sign}
     if with_key := next((name for name, sign in signs.items() if sign.has_key(found)), None):
         return with_key
@@ -88,14 +87,19 @@ def owner(found: StateFile) -> str | None:
 
 
 def has_sign_of(name: str, path: Path) -> bool:
-    """Whether `path` is a file with a state dict of the format `name` and of no other."""
+    """Whether `path` is a file with a state dict of the format `name`, and of no other format.
+
+    Args:
+        name: of a format with a `sign`.
+        path: a torch or safetensors file; False for anything else.
+    """
     found = peek_state(path) if path.is_file() else None
     sign = formats()[name].sign
     return bool(found and sign and owner(found) == name and sign.has_names(found))
 
 
 def adapter_format(path: Path) -> AdapterFormat | None:
-    """The format of adapters that claims `path`; None for PEFT's, and for what is not an adapter."""
+    """The adapter format of `path`; None for PEFT's adapters, and for other paths."""
     return next((candidate for candidate in adapter_formats().values() if candidate.detect(path)), None)
 
 
@@ -103,8 +107,8 @@ def by_name(name: str) -> Format:
     """The format called `name`.
 
     Raises:
-        UsageProblem: there is none.
+        UsageProblem: the name is unknown.
     """
     if name not in formats():
-        raise UsageProblem(f"there is no format `{name}`", hint=f"one of: {', '.join(formats())}")
+        raise UsageProblem(f"unknown format `{name}`", hint=f"one of: {', '.join(formats())}")
     return formats()[name]

@@ -1,4 +1,4 @@
-"""Torch Distributed Checkpoint (DCP, FSDP): `.metadata`, `__RANK_N.distcp` files, a model somewhere in a nested dict.
+"""Torch Distributed Checkpoint (DCP, FSDP): `.metadata`, `__RANK_N.distcp` files, a model inside a nested dict.
 
 Layout: `convert/state_dicts/distributed/`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
 torch's recipes), or those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
@@ -17,7 +17,14 @@ from llmconv.convert.formats.composer.sharded import is_sharded
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.distributed.folder import PARTS, Folder, is_folder, named_leaves, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed.folder import (
+    PARTS,
+    DistributedFolder,
+    is_folder,
+    named_leaves,
+    open_folder,
+    sizes_of,
+)
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, outside, prefix_of, roots
 from llmconv.convert.state_dicts.other_contents import phrases
@@ -26,17 +33,17 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 INNER = "pytorch_model_fsdp_*"
-"""How accelerate and the Trainer call the folder of the model inside their own."""
+"""Name of the model's folder inside those of accelerate and the Trainer."""
 
 TOP = "."
-"""What `--root` calls the nested dict itself."""
+"""The value of `--root` for the nested dict itself."""
 
 ROPE_TABLE = "freqs_cis"
-"""A complex buffer that older torchtitan models carry and compute anew."""
+"""A complex buffer of older torchtitan models, which recompute it."""
 
 
-def _place(path: Path) -> Path | None:
-    """The folder with the shards: `path`, or the one inside of it."""
+def _shard_folder(path: Path) -> Path | None:
+    """The folder with the shards: `path`, or one inside it."""
     if not path.is_dir() or is_sharded(path):
         return None
     inner = [entry for entry in path.glob(INNER) if is_folder(entry)]
@@ -44,14 +51,14 @@ def _place(path: Path) -> Path | None:
 
 
 def _detect(path: Path) -> bool:
-    return _place(path) is not None
+    return _shard_folder(path) is not None
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    place = _place(path) or path
-    folder, warnings = open_folder(place), list[str]()
+    shards = _shard_folder(path) or path
+    folder, warnings = open_folder(shards), list[str]()
     root, state = _model(folder, config.get("root"))
-    home = _home(place)
+    home = _home(shards)
     stored = read_json(home / "config.json") if home else {}
     given = {name: value for name, value in config.items() if name not in FORMAT.options}
     settings = causal_lm_config(stored, given, path.name, warnings)
@@ -73,39 +80,39 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     )
 
 
-def _home(place: Path) -> Path | None:
-    """The folder with `config.json`: that of the shards, or one above (two above where the Trainer nests one more)."""
-    above = place.resolve().parents
-    candidates = [place, *above[: 2 if place.match(INNER) else 1]]
+def _home(shards: Path) -> Path | None:
+    """The folder with `config.json`: that of the shards, or one above (two above if the Trainer nests one more)."""
+    above = shards.resolve().parents
+    candidates = [shards, *above[: 2 if shards.match(INNER) else 1]]
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
 
 
-def _model(folder: Folder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
-    """The state dict of the one model in the folder, and where it is.
+def _model(folder: DistributedFolder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
+    """The keys that lead to the model in the nested dict, and its state dict.
 
     Raises:
-        InputRefused: there is none, or more than one and none is chosen.
+        InputRefused: there is no model, or there are several and none is chosen.
     """
-    found = {".".join(place) or TOP: (place, state) for place, state in roots(folder.tree).items()}
+    found = {".".join(keys) or TOP: (keys, state) for keys, state in roots(folder.tree).items()}
     if chosen in found:
         return found[chosen]
     if len(found) == 1 and chosen is None:
         return next(iter(found.values()))
     if found:
         raise InputRefused(
-            f"`{folder.path.name}` holds {len(found)} model(s): {listing(list(found))}",
-            hint=f"say which with `--root`, such as `--root {next(iter(found))}`",
+            f"`{folder.path.name}` contains {len(found)} model(s): {listing(list(found))}",
+            hint=f"choose one with `--root`, such as `--root {next(iter(found))}`",
         )
     raise UnsupportedInput(
-        f"`{folder.path.name}` holds no language model; it has {listing([str(key)[:80] for key in folder.tree])}",
-        hint="its names must be Hugging Face's or torchtitan's; an optimizer's folder lies beside that of the model",
+        f"`{folder.path.name}` contains no language model; it has {listing([str(key)[:80] for key in folder.tree])}",
+        hint="its names must be Hugging Face's or torchtitan's; an optimizer's folder lies next to that of the model",
     )
 
 
 def _tensors(
-    folder: Folder, state: Mapping[Any, Any], warnings: list[str], *, drop: bool
+    folder: DistributedFolder, state: Mapping[Any, Any], warnings: list[str], *, drop: bool
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The tensors without wrappers and prefix, and a phrase for those of them that are no part of the model."""
+    """The tensors without wrappers and prefix in their names, and a phrase about those outside the model."""
     source = folder.path.name
     leaves = _leaves(folder, state)
     lora = [name for name in leaves if "lora_" in name]
@@ -119,15 +126,15 @@ def _tensors(
     foreign = [] if is_meta_named(state) else outside(tensors, prefix)
     if foreign and not drop:
         raise UnsupportedInput(
-            f"`{source}` holds {len(foreign)} tensors that are no part of the model: {listing(foreign)}",
+            f"`{source}` has {len(foreign)} unexpected keys outside the model: {listing(foreign)}",
             hint="`--drop` leaves them out, if the model computes its logits without them",
         )
     kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name not in foreign}
     return kept, [f"{len(foreign)} tensors outside the model: {listing(foreign)}"] if foreign else []
 
 
-def _leaves(folder: Folder, state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Tensors as LazyTensor, values as they are; what is nested below is no part of the state dict."""
+def _leaves(folder: DistributedFolder, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """The tensors as LazyTensor, and values unchanged; nested dicts are not part of the state dict."""
     named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
     return {
         name: folder.tensor(name, item) if isinstance(item, TensorItem) else item
@@ -139,8 +146,8 @@ def _leaves(folder: Folder, state: Mapping[Any, Any]) -> dict[str, Any]:
 def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
     if config["model_type"] != "llama":
         raise UnsupportedInput(
-            f"`{source}` has Meta's names, its configuration is of a `{config['model_type']}`",
-            hint="of torchtitan's models only Llama is converted; give the `config.json` of a Llama",
+            f"`{source}` has Meta's names, its configuration belongs to a `{config['model_type']}`",
+            hint="of torchtitan's models only Llama is supported; give the `config.json` of a Llama",
         )
     try:
         head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
@@ -153,21 +160,21 @@ def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], sou
         }
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise MalformedInput(
-            f"the heads of `{source}` do not fit its configuration: {error}",
+            f"the heads of `{source}` do not match its configuration: {error}",
             hint="`config.json` needs `hidden_size` and `num_attention_heads` of this model",
         ) from error
 
 
-def _without(tree: Mapping[Any, Any], place: Sequence[str]) -> dict[Any, Any]:
-    """The parts of the nested dict beside the model, at every level down to it."""
-    if not place:
+def _without(tree: Mapping[Any, Any], keys: Sequence[str]) -> dict[Any, Any]:
+    """The parts of the nested dict outside the model under `keys`, from every level."""
+    if not keys:
         return {key: value for key, value in tree.items() if isinstance(value, dict)}
-    rest = {key: value for key, value in tree.items() if str(key) != place[0]}
-    return _without(tree[place[0]], place[1:]) | rest
+    rest = {key: value for key, value in tree.items() if str(key) != keys[0]}
+    return _without(tree[keys[0]], keys[1:]) | rest
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    folder = open_folder(_place(path) or path)
+    folder = open_folder(_shard_folder(path) or path)
     found = [(".".join(map(str, keys)), item) for keys, item in named_leaves(folder.tree) if keys[0] not in PARTS]
     return {name: folder.tensor(name, item) for name, item in found if isinstance(item, TensorItem) and item.dtype}
 
@@ -178,7 +185,7 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
-    "torchtitan's Llama; give `config.json` with `--config` where none lies beside",
+    "torchtitan's Llama; give `config.json` with `--config` if there is none next to it",
     options=("root", "drop"),
     peek=_peek,
 )

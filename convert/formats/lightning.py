@@ -1,4 +1,4 @@
-"""PyTorch Lightning `.ckpt`: a LightningModule's state dict, in which a Hugging Face model lies under some attribute.
+"""PyTorch Lightning `.ckpt`: the state dict of a LightningModule, with a Hugging Face model as one of its attributes.
 
 Layout (lightning `pytorch/trainer/connectors/checkpoint_connector.py`, `dump_checkpoint`): `state_dict`,
 `pytorch-lightning_version`, `hyper_parameters`, `optimizer_states`, `lr_schedulers`, `loops`, `callbacks`.
@@ -29,7 +29,7 @@ def _read(path: Path) -> StateFile:
     found = open_state(path)
     if found is None or not found.around:
         raise InputRefused(
-            f"`{path.name}` holds no `state_dict`", hint="it was saved without the model; give another checkpoint"
+            f"`{path.name}` contains no `state_dict`", hint="it was saved without the model; give another checkpoint"
         )
     return found
 
@@ -51,7 +51,7 @@ FORMAT = Format(
     sign=Sign(keys=(VERSION,)),
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
-    "with `--config`; `--drop` leaves out what is no part of the model",
+    "with `--config`; `--drop` leaves out what is not part of the model",
     options=("drop",),
     peek=_peek,
 )

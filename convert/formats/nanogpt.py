@@ -1,7 +1,7 @@
 """nanoGPT's `ckpt.pt`: `model`, `model_args`, `optimizer`, `iter_num`, `config`; becomes a GPT-2.
 
-Layout (karpathy/nanoGPT `train.py`, `model.py`): GPT-2's names behind torch.compile's `_orig_mod.`, every matrix as
-nn.Linear has it (out, in), where GPT-2's Conv1D is (in, out); with `bias=False` there are no biases at all.
+Layout (karpathy/nanoGPT `train.py`, `model.py`): GPT-2's names after torch.compile's `_orig_mod.`, every matrix as in
+nn.Linear [out, in], where GPT-2's Conv1D is [in, out]; with `bias=False` there are no biases at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of
+from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput
@@ -29,7 +29,7 @@ FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 SIZE_LIMIT = 1 << 31
 END_OF_TEXT = 50256
-"""GPT-2's only special token; a smaller vocabulary (characters) has none."""
+"""Id of GPT-2's only special token; a smaller vocabulary (characters) has none."""
 
 PARTS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NAMES: dict[str, str | None] = {
@@ -75,27 +75,27 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = side_files_of(_file(path), tokenizer)
     if not side_files:
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")
-    dropped = left_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
+    dropped = contents_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, dropped)
 
 
 def _read(path: Path) -> StateFile:
     found = open_state(_file(path))
     if found is None:
-        raise MalformedInput(f"`{path.name}` holds no `model`", hint="give the `ckpt.pt` of a run")
+        raise MalformedInput(f"`{path.name}` contains no `model`", hint="give the `ckpt.pt` of a run")
     return found
 
 
 def _model_args(found: StateFile, source: str) -> dict[str, int]:
     args = found.around.get("model_args")
-    said = args if isinstance(args, dict) else {}
-    sizes = {name: said[name] for name in SIZES if type(said.get(name)) is int and 0 < said[name] < SIZE_LIMIT}
+    fields = args if isinstance(args, dict) else {}
+    sizes = {name: fields[name] for name in SIZES if type(fields.get(name)) is int and 0 < fields[name] < SIZE_LIMIT}
     missing = [name for name in SIZES if name not in sizes]
     if not missing and sizes["n_layer"] > len(found.state):
         missing = ["n_layer"]
     if missing or sizes["n_embd"] % sizes["n_head"]:
         raise MalformedInput(
-            f"`model_args` of `{source}` has no usable {listing(missing or ['n_head'])}",
+            f"`model_args` of `{source}` has no valid {listing(missing or ['n_head'])}",
             hint="the file was changed, or another program wrote it",
         )
     return sizes
@@ -104,10 +104,10 @@ def _model_args(found: StateFile, source: str) -> dict[str, int]:
 def _with_biases(
     tensors: dict[str, LazyTensor], args: Mapping[str, int], source: str, warnings: list[str]
 ) -> dict[str, LazyTensor]:
-    """The tensors with biases of zero where the run had none, which computes the same.
+    """Adds zero biases to a run without biases, which computes the same.
 
     Raises:
-        MalformedInput: a tensor is missing, or only some of the biases are there.
+        MalformedInput: missing keys, also if only some of the biases are present.
     """
     parts = [f"transformer.h.{layer}.{part}" for layer in range(args["n_layer"]) for part in PARTS]
     modules = [*parts, "transformer.ln_f"]
@@ -116,7 +116,7 @@ def _with_biases(
     if any(f"{module}.bias" in tensors for module in modules):
         require([f"{module}.bias" for module in modules], tensors, source)
         return tensors
-    warnings.append("the run had no biases (`bias=False`); GPT-2 has, so zeros were put in, which computes the same")
+    warnings.append("added zero biases, which compute the same: the run had none (`bias=False`), and GPT-2 needs them")
     full: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         full[name] = tensor
@@ -130,10 +130,10 @@ def _zeros(dtype: DType, size: int) -> LazyTensor:
 
 
 def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: str) -> None:
-    """Every tensor has the shape that `model_args` gives it, and there is no further layer.
+    """Compares the tensors' shapes and the number of layers with `model_args`.
 
     Raises:
-        MalformedInput: lists those that have not.
+        MalformedInput: lists the tensors that do not match.
     """
     width = args["n_embd"]
     outputs = {"c_attn": 3 * width, "c_fc": 4 * width}
@@ -149,14 +149,14 @@ def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: s
             wrong.append(f"{name} {list(tensor.shape)}")
     if wrong:
         raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors that its `model_args` have no place for: {listing(wrong)}",
+            f"`{source}` has {len(wrong)} unexpected keys or shapes for its `model_args`: {listing(wrong)}",
             hint="the file was changed, or another program wrote it",
         )
 
 
 def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> dict[str, Any]:
-    """GPT-2's configuration. The GELU is exact since 17 May 2023, before that GPT-2's tanh formula; the file tells its
-    age only where `model_args` has no `bias`, which came on 27 January 2023.
+    """GPT-2's configuration. The GELU is exact since 17 May 2023, before that GPT-2's tanh formula; the file shows only
+    whether it is older than 27 January 2023: then `model_args` has no `bias`.
     """
     is_old = "bias" not in found.around["model_args"]
     if not is_old:

@@ -1,8 +1,8 @@
 """Safetensors in Hugging Face's names, of any trainer: one file, or shards with or without an index, and a config.
 
-Layout: `convert/state_dicts/safetensors_files.py`; it is what accelerate's `save_model` and `save_state` write.
-`config.json` lies next to the weights, or comes with `--config`. A folder that already is a Hugging Face model is not
-claimed, unless the names of its tensors still have a trainer's wrapper in front.
+Layout: `convert/state_dicts/safetensors_files.py`, as accelerate's `save_model` and `save_state` write it.
+`config.json` lies next to the weights, or is given with `--config`. A folder that already is a Hugging Face model does
+not have this format, unless its tensor names still have a trainer's prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmconv.convert.state_dicts.safetensors_files import (
     peek_state,
 )
 from llmconv.convert.state_dicts.signs import ADAPTER_NAMES, has_hugging_face_names
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 
@@ -48,8 +48,8 @@ def _detect(path: Path) -> bool:
 
 
 def _in_hugging_face_names(found: StateFile) -> bool:
-    """Names of transformers' models; of a tied model saved once under the name of the head, that is the sign."""
-    if _is_mindspores(found.path):
+    """Whether the names are those of a transformers model, possibly with the embedding only under the head's name."""
+    if _is_mindspore(found.path):
         return False
     if owner(found) is None and has_hugging_face_names(found):
         return True
@@ -59,7 +59,7 @@ def _in_hugging_face_names(found: StateFile) -> bool:
     return (layers and any(name.endswith(HEADS) for name in found.state)) or (layers and is_shard(found.path))
 
 
-def _is_mindspores(path: Path) -> bool:
+def _is_mindspore(path: Path) -> bool:
     files = [path] if path.is_file() else one_checkpoint(path)
     return any(header_of(file).metadata.get("format") == "ms" for file in files[:1])
 
@@ -72,7 +72,7 @@ def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
 
 
 def _with_embedding(state: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict with the embedding of a tied model that was saved once, under the name of its head."""
+    """Adds the embedding of a tied model that was saved only under the name of its head."""
     names = model_names(str(config.get("model_type")))
     head = next((name for name in state if names.head and name.endswith(names.head)), None)
     if head is None or any(name.endswith(EMBEDDINGS) for name in state):
@@ -88,7 +88,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             hint=f"give the folder: `{path.parent}`",
         )
     opened = assemble(_read(path, config), FORMAT.name, config, tokenizer)
-    return replace(opened, dropped=(*left_beside(path), *opened.dropped))
+    return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:

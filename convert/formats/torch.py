@@ -1,7 +1,7 @@
 """A plain torch state dict in Hugging Face's names: one `.bin`/`.pt`/`.pth` file, or a folder of `pytorch_model*.bin`.
 
 Layout: `convert/state_dicts/`. The state dict is flat, or under `model`, `state_dict`, `model_state_dict` or `module`;
-`config.json` lies beside it, or comes with `--config`.
+`config.json` lies next to it, or comes with `--config`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _detect(path: Path) -> bool:
 
 
 def _of_others(path: Path) -> bool:
-    """Whether the file is of another system; torchtune names the file of its own format as a shard, too."""
+    """Whether the file belongs to another system; torchtune also names its own files as shards."""
     found = peek_state(path)
     return found is not None and owner(found) is not None
 
@@ -43,11 +43,11 @@ def _read(path: Path) -> StateFile:
         return open_bin_folder(path)
     if is_shard(path):
         raise InputRefused(
-            f"`{path.name}` is one shard of several", hint=f"give the folder that all of them lie in: `{path.parent}`"
+            f"`{path.name}` is one shard of several", hint=f"give the folder that contains all of them: `{path.parent}`"
         )
     found = open_state(path)
     if found is None:
-        raise MalformedInput(f"`{path.name}` holds no state dict", hint="it should hold tensors by name")
+        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
     return found
 
 
@@ -65,7 +65,7 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
-    "from before torch 1.6; models saved without their head; `--drop` leaves out what is no part of the model",
+    "from before torch 1.6; models saved without their head; `--drop` leaves out what is not part of the model",
     options=("drop",),
     peek=_peek,
 )

@@ -21,7 +21,7 @@ TIE = "tie_word_embeddings"
 HEAD = HEADS[0]
 
 
-def says_tied(config: Mapping[str, Any]) -> bool:
+def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
     parts = (config, config.get("text_config"))
     return all(part.get(TIE, True) for part in parts if isinstance(part, Mapping))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, open_adapter, read_tensors
+from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter, read_tensors
+from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.adapters.placement.initial_weights import with_initial
 from llmconv.convert.adapters.tuner_file import is_tuned, open_tuned
 from llmconv.convert.formats import adapter_format

@@ -10,7 +10,7 @@ from llmconv.convert.formats import adapter_format, formats
 from llmconv.convert.opening.single_file import checkpoint_files
 from llmconv.convert.state_dicts.files import SUFFIXES
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.convert.state_dicts.training_files import what_is_left
+from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
@@ -70,7 +70,7 @@ def _explain_file(path: Path) -> LlmconvError:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
-    left = what_is_left(path.name)
+    left = training_file_kind(path.name)
     if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_next_to(path))
     if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):

@@ -1,4 +1,4 @@
-"""4-bit codes in blocks of the flattened weight, as bitsandbytes stores nf4 and fp4.
+"""4-bit codes in blocks of the flattened weight, as stored by bitsandbytes (nf4 and fp4).
 
 Layout (`bitsandbytes/functional.py`, `QuantState.as_dict`): `X.weight` two codes per byte, the first in the upper half;
 `X.weight.absmax` the scale of each block; `X.weight.quant_map` the value of each code; the rest as JSON in the bytes of
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ import numpy as np
 
 from llmconv.convert.quantization.packed_weight import (
     TILE_ELEMENTS,
-    Once,
     PackedWeight,
     as_bytes,
     finite,
@@ -37,21 +37,21 @@ BLOCK_SIZES = tuple(1 << power for power in range(4, 13))
 
 SCALES = ("float32", "float16", "bfloat16")
 TINY = np.float32(1e-38)
-"""What bitsandbytes divides by where a block is all zeros."""
+"""The divisor of bitsandbytes for a block of zeros."""
 
 LARGE = 1e38
-"""No scale comes near it, and float32 still holds it."""
+"""Limit of an offset, within the range of float32."""
 
 
 @dataclass(frozen=True)
-class Nested:
-    """Scales that are codes themselves.
+class NestedScales:
+    """Scales that are stored as 8-bit codes (double quantization).
 
     Attributes:
         peaks: name of the scales of the scales.
         map: name of the 256 values of their codes.
-        offset: added to all of them.
-        block: how many share one scale.
+        offset: added to all scales.
+        block: number of scales that share one scale.
     """
 
     peaks: str
@@ -61,20 +61,21 @@ class Nested:
 
 
 @dataclass(frozen=True, eq=False)
-class FourBit(PackedWeight):
+class FourBitWeight(PackedWeight):
     """value = quant_map[code] · scale of its block.
 
     Attributes:
         block: elements in a block.
-        nested: how the scales are stored, where they are codes.
+        nested: the scales of the scales, for double quantization.
     """
 
     block: int
-    nested: Nested | None
-    map: Once[Array] = field(init=False)
+    nested: NestedScales | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "map", Once(lambda: self._table(f"{self.name}.quant_map")))
+    @cached_property
+    def code_values(self) -> Array:
+        """The value of each of the 16 codes, float32."""
+        return self._table(f"{self.name}.quant_map")
 
     @property
     def count(self) -> int:
@@ -89,7 +90,7 @@ class FourBit(PackedWeight):
         codes = np.empty((len(packed), 2), np.uint8)
         np.right_shift(packed, 4, out=codes[:, 0])
         np.bitwise_and(packed, 15, out=codes[:, 1])
-        wide = self.map()[codes.reshape(-1)[first % 2 :][: last - first]]
+        wide = self.code_values[codes.reshape(-1)[first % 2 :][: last - first]]
         scales = self.scales(first // self.block, -(-last // self.block))
         wide *= np.repeat(scales, self.block)[first % self.block :][: last - first]
         return wide.reshape(stop - start, *self.shape[1:])
@@ -106,7 +107,7 @@ class FourBit(PackedWeight):
         return scales
 
     def requantized(self, weight: LazyTensor) -> Self:
-        """See `PackedWeight`. Double quantization keeps its offset: the grid of the scales stays where it was."""
+        """See `PackedWeight`. Double quantization keeps its offset."""
         stored, absmax = self.parts[self.name], f"{self.name}.absmax"
         size = stored.nbytes // max(1, stored.num_rows)
 
@@ -125,24 +126,24 @@ class FourBit(PackedWeight):
             parts |= self._nested_parts(weight, self.nested)
         return replace(self, parts={**self.parts, **parts})
 
-    def _nested_parts(self, weight: LazyTensor, nested: Nested) -> dict[str, LazyTensor]:
+    def _nested_parts(self, weight: LazyTensor, nested: NestedScales) -> dict[str, LazyTensor]:
         """The scales of the scales, and the codes of the scales (`quantize_blockwise` of bitsandbytes)."""
         absmax = self.parts[f"{self.name}.absmax"]
         code = self._table(nested.map)
         bounds = (code[:-1] + code[1:]) / 2
 
-        def centred(start: int, stop: int) -> Array:
-            """Whole blocks of scales, less the offset, as rows."""
+        def centered(start: int, stop: int) -> Array:
+            """Blocks of scales minus the offset, as rows."""
             first, last = start * nested.block, min(stop * nested.block, absmax.num_rows)
             scales = self._peaks(weight, first, last) - np.float32(nested.offset)
             return np.pad(scales, (0, (stop - start) * nested.block - len(scales))).reshape(-1, nested.block)
 
         def peaks(start: int, stop: int) -> Array:
-            largest: Array = np.abs(centred(start, stop)).max(axis=1)
+            largest: Array = np.abs(centered(start, stop)).max(axis=1)
             return largest
 
         def codes(start: int, stop: int) -> Array:
-            rows = centred(start // nested.block, -(-stop // nested.block))
+            rows = centered(start // nested.block, -(-stop // nested.block))
             rows *= 1 / np.maximum(np.abs(rows).max(axis=1, keepdims=True), TINY)
             numbers = np.searchsorted(bounds, rows.reshape(-1)).astype(np.uint8)  # few: one per block of weights
             return numbers[start % nested.block :][: stop - start]
@@ -162,8 +163,8 @@ class FourBit(PackedWeight):
         return peaks
 
     def _codes(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """The codes of elements `start:stop`; behind the last one there are zeros."""
-        code = self.map()
+        """The codes of elements `start:stop`, padded with zeros."""
+        code = self.code_values
         order = np.argsort(code, kind="stable").astype(np.uint8)
         bounds = (code[order[:-1]] + code[order[1:]]) / 2
         blocks = self._blocks(weight, start // self.block, -(-min(stop, self.count) // self.block))
@@ -173,7 +174,7 @@ class FourBit(PackedWeight):
         return np.pad(numbers, (0, stop - start - len(numbers)))
 
     def _blocks(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """Elements of blocks `start:stop` as rows, in float32; behind the last one there are zeros."""
+        """Elements of blocks `start:stop` as rows, in float32, padded with zeros."""
         first, last = start * self.block, min(stop * self.block, self.count)
         columns = prod(self.shape[1:])
         rows = weight.rows(first // columns, -(-last // columns)).astype(np.float32)
@@ -185,18 +186,23 @@ class FourBit(PackedWeight):
 
 
 def _above(bounds: Array, values: Array) -> Array:
-    """How many bounds each value exceeds, uint8; for so few, fifteen times as fast as `searchsorted`."""
+    """The number of bounds that each value exceeds, uint8; for few bounds fifteen times as fast as `searchsorted`."""
     count = np.zeros(values.shape, np.uint8)
     for bound in bounds:
         count += values > bound
     return count
 
 
-def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBit:
-    """The weight called `name`, whose state is the tensor `state_name`.
+def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
+    """The weight `name`.
+
+    Args:
+        tensors: those of the checkpoint.
+        name: of the weight.
+        state_name: name of the tensor with its JSON state.
 
     Raises:
-        MalformedInput: the state is no such JSON, or the parts do not fit each other and it.
+        MalformedInput: an invalid state, or missing or mismatched parts.
     """
     state = _read_state(tensors[state_name], state_name)
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
@@ -215,15 +221,15 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
         wanted[".nested_quant_map"] = ((256,), ("float32",))
     for end, (size, dtypes) in wanted.items():
         parts[name + end] = require(part(tensors, name + end, name), name + end, size, dtypes)
-    return FourBit(name, parts, shape, block, nested)
+    return FourBitWeight(name, parts, shape, block, nested)
 
 
-def _nested(state: Mapping[str, Any], name: str, source: str) -> Nested:
+def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
     offset = state.get("nested_offset")
     if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
-        refuse(source, "has a `nested_offset` that is no number")
+        refuse(source, "has a `nested_offset` that is not a number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
-    return Nested(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
+    return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
 
 
 def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:
@@ -241,7 +247,7 @@ def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:
 def _shape(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
-        refuse(name, "has a `shape` that is no matrix's")
+        refuse(name, "has a `shape` that is not a matrix")
     return tuple(shape)
 
 

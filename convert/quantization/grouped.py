@@ -16,13 +16,13 @@ from llmconv.tensors import Array, LazyTensor
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes lie in the words of a weight.
+    """The layout of codes in the words of a weight.
 
     Attributes:
-        outputs: outputs in a row of words, once that holds whole outputs.
+        outputs: number of outputs per row of words, after transposing.
         unpack: words (rows×columns) to codes (rows·outputs×inputs), uint8.
-        pack: the way back.
-        inputs_first: the words lie in the file by inputs, so they are turned for that.
+        pack: the reverse.
+        inputs_first: the file has inputs in rows, so the words are transposed.
     """
 
     outputs: int
@@ -31,7 +31,7 @@ class Packing:
     inputs_first: bool = True
 
     def by_outputs(self, words: LazyTensor) -> LazyTensor:
-        """The words as they lie in the file with outputs in rows, or the way back."""
+        """The words in the file transposed to outputs in rows, or the reverse."""
         return transposed(words) if self.inputs_first else words
 
 
@@ -42,10 +42,10 @@ class GroupedWeight(PackedWeight):
     Attributes:
         words: name of the tensor of codes.
         scales: name of the tensor of scales.
-        read_grid: scales and zero points as they are, both out×groups.
+        read_grid: reads scales and zero points as stored, both out×groups.
         groups: the group of every input.
-        packing: how the codes lie in the words.
-        levels: how many values a code has.
+        packing: layout of the codes in the words.
+        levels: number of values of a code.
     """
 
     words: str
@@ -54,15 +54,15 @@ class GroupedWeight(PackedWeight):
     groups: Array
     packing: Packing
     levels: int
-    turned: LazyTensor = field(init=False)
+    by_rows: LazyTensor = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turned", self.packing.by_outputs(self.parts[self.words]))
+        object.__setattr__(self, "by_rows", self.packing.by_outputs(self.parts[self.words]))
 
     def values(self, start: int, stop: int) -> Array:
         """See `PackedWeight`; exact where scales are of 16 bits."""
         size = self.packing.outputs
-        codes = self.packing.unpack(self.turned.rows(start // size, -(-stop // size)))
+        codes = self.packing.unpack(self.by_rows.rows(start // size, -(-stop // size)))
         scales, zeros = self._spread(start, stop)
         wide = codes[start % size :][: stop - start, : self.shape[1]].astype(np.float32)
         wide -= zeros
@@ -70,7 +70,7 @@ class GroupedWeight(PackedWeight):
         return wide
 
     def requantized(self, weight: LazyTensor) -> Self:
-        """See `PackedWeight`; scales and zero points stay, so a value moves by whole steps of its grid."""
+        """See `PackedWeight`; scales and zero points stay, so values change by whole steps."""
         words, size = self.parts[self.words], self.packing.outputs
 
         def load(start: int, stop: int) -> Array:
@@ -81,9 +81,9 @@ class GroupedWeight(PackedWeight):
             codes = np.clip(np.rint(steps + zeros), 0, self.levels - 1).astype(np.uint8)
             return self.packing.pack(codes)
 
-        turned = tiled(LazyTensor(words.dtype, self.turned.shape, load), size * self.shape[1])
-        new = replace(self, parts={**self.parts, self.words: self.packing.by_outputs(turned)})
-        object.__setattr__(new, "turned", turned)  # not the words turned twice
+        by_rows = tiled(LazyTensor(words.dtype, self.by_rows.shape, load), size * self.shape[1])
+        new = replace(self, parts={**self.parts, self.words: self.packing.by_outputs(by_rows)})
+        object.__setattr__(new, "by_rows", by_rows)  # without transposing twice
         return new
 
     def _spread(self, start: int, stop: int) -> tuple[Array, Array]:
@@ -95,5 +95,5 @@ class GroupedWeight(PackedWeight):
 
 @lru_cache(maxsize=4)
 def _grid(read: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Scales and zero points of one weight; those of the last few are kept."""
+    """Scales and zero points of one weight; those of the last few are cached."""
     return read()

@@ -1,4 +1,4 @@
-"""int8 with a scale per row, as LLM.int8 of bitsandbytes stores it.
+"""int8 with a scale per row, as stored by LLM.int8 of bitsandbytes.
 
 Layout: `X.weight` int8 of out×in, `X.SCB` float32 of out, `X.weight_format` 0 (row by row). Formulas:
 `bitsandbytes/backends/default/ops.py` (`int8_vectorwise_quant`), `functional.py` (`int8_vectorwise_dequant`).
@@ -65,11 +65,11 @@ class Int8Rows(PackedWeight):
 
 
 def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
-    """The weight called `name`.
+    """The weight `name`.
 
     Raises:
-        MalformedInput: the scales are missing or do not fit.
-        UnsupportedInput: the codes are in the order of a kernel.
+        MalformedInput: missing or mismatched scales.
+        UnsupportedInput: the codes are in the order of a GPU kernel.
     """
     stem = name.removesuffix("weight")
     codes, scales = tensors[name], part(tensors, f"{stem}SCB", name)

@@ -1,4 +1,4 @@
-"""Numbers of 2, 3, 4 or 8 bits in words of 32: value i of a row lies in bits i·n and up of a little-endian stream."""
+"""Packing of n-bit numbers (2, 3, 4, 8) in int32 words: number i of a row starts at bit i·n, little-endian."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def unpack(words: Array, bits: int) -> Array:
     """The numbers in `words`.
 
     Args:
-        words: int32, rows×(columns·bits/32), C-contiguous.
-        bits: of a number.
+        words: int32, rows×(columns·bits/32).
+        bits: per number.
 
     Returns:
         uint8, rows×columns.
@@ -35,12 +35,12 @@ def unpack(words: Array, bits: int) -> Array:
 
 
 def pack(numbers: Array, bits: int, width: int) -> Array:
-    """The way back.
+    """The reverse of `unpack`.
 
     Args:
         numbers: uint8, rows×columns.
-        bits: of a number.
-        width: words in a row; what is behind the last number is zero.
+        bits: per number.
+        width: words per row, padded with zeros.
 
     Returns:
         int32, rows×width.

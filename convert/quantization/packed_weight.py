@@ -1,14 +1,13 @@
-"""PackedWeight: one quantized weight of a checkpoint, its parts in the files, and its values."""
+"""PackedWeight: one quantized weight of a checkpoint: its tensors in the files, and its plain values."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from threading import Lock
-from typing import Generic, NoReturn, Self, TypeVar
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -18,18 +17,16 @@ from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 FLOAT32 = BY_NAME["float32"]
 TILE_ELEMENTS = 1 << 18
-"""Values that are made at once: a megabyte in float32, so the passes over them stay in the cache."""
-
-T = TypeVar("T")
+"""Values computed at once: a megabyte in float32, which fits into the cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(ABC):
-    """A weight that lies in the files as codes and what they mean.
+    """A weight that is stored as codes with scales, and possibly zero points or tables.
 
     Attributes:
-        name: what the weight is called once it is plain.
-        parts: the tensors of the files that it consists of, by their names there.
+        name: name of the plain weight.
+        parts: its tensors in the files, by name.
         shape: of the plain weight.
     """
 
@@ -41,16 +38,16 @@ class PackedWeight(ABC):
     def values(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of the plain weight in float32, of shape `(stop - start, *shape[1:])`.
 
-        The arithmetic is the one of the library that wrote the files, in float32, before it rounds to another type.
+        The arithmetic is that of the library that wrote the files, in float32, without its final rounding.
         """
 
     @abstractmethod
     def requantized(self, weight: LazyTensor) -> Self:
-        """Another weight of the same shape, stored in the same way: parts of the same names, dtypes and shapes."""
+        """Another weight of the same shape in the same format: parts with the same names, dtypes and shapes."""
 
     @property
     def plain(self) -> LazyTensor:
-        """The values as a float32 tensor, made by tiles."""
+        """The values as a lazy float32 tensor, computed by tiles."""
         return tiled(LazyTensor(FLOAT32, self.shape, self._finite_values), prod(self.shape[1:]))
 
     def _finite_values(self, start: int, stop: int) -> Array:
@@ -61,10 +58,10 @@ class PackedWeight(ABC):
             refuse(self.name, "has scales so large that its values are infinite")
 
 
-def remembered(tensor: LazyTensor) -> LazyTensor:
-    """A computed tensor whose last small ranges of rows stay in memory: codes and scales are made from the same ones.
+def with_recent_rows(tensor: LazyTensor) -> LazyTensor:
+    """A computed tensor whose last small ranges of rows are cached: codes and scales are made from the same ones.
 
-    The arrays are shared, so they are not to be written to.
+    The arrays are shared and must not be changed.
     """
 
     def load(start: int, stop: int) -> Array:
@@ -80,11 +77,11 @@ def _remember(tensor: LazyTensor, start: int, stop: int) -> Array:
 
 
 def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
-    """The same tensor, whose rows are computed few at a time.
+    """The same tensor, computed few rows at a time.
 
     Args:
-        tensor: what is computed.
-        columns: values that one row is computed from.
+        tensor: a computed tensor.
+        columns: number of values that one row is computed from.
     """
     step = max(1, TILE_ELEMENTS // max(1, columns))
 
@@ -105,21 +102,8 @@ def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
     return largest.astype(np.float32)
 
 
-class Once(Generic[T]):
-    """A value that is computed when it is first asked for, by whichever thread comes first."""
-
-    def __init__(self, compute: Callable[[], T]) -> None:
-        self._compute, self._lock, self._values = compute, Lock(), list[T]()
-
-    def __call__(self) -> T:
-        with self._lock:
-            if not self._values:
-                self._values.append(self._compute())
-        return self._values[0]
-
-
 def as_bytes(tensor: LazyTensor) -> LazyTensor:
-    """The data of a tensor as a row of uint8, however it is called and shaped."""
+    """The data of a tensor of any dtype and shape as one-dimensional uint8."""
     uint8 = BY_NAME["uint8"]
     if isinstance(tensor, FileTensor):
         return FileTensor(tensor.path, tensor.offset, uint8, (tensor.nbytes,), tensor.record)
@@ -136,7 +120,7 @@ def finite(scales: Array, name: str) -> Array:
     """Scales in float32.
 
     Raises:
-        MalformedInput: one is no number.
+        MalformedInput: a value that is not finite.
     """
     wide = scales.astype(np.float32)
     if not np.isfinite(wide).all():
@@ -145,26 +129,37 @@ def finite(scales: Array, name: str) -> Array:
 
 
 def require(tensor: LazyTensor, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> LazyTensor:
-    """`tensor`, of one of the element types and of the shape.
+    """`tensor`, checked.
+
+    Args:
+        tensor: a part of a quantized weight.
+        name: its name, for messages.
+        shape: expected shape.
+        dtypes: names of the allowed dtypes.
 
     Raises:
-        MalformedInput: it is not.
+        MalformedInput: a shape or dtype mismatch.
     """
     if tensor.dtype.name not in dtypes:
         refuse(name, f"is stored as {tensor.dtype.name}, not as {' or '.join(dtypes)}")
     if tensor.shape != shape:
-        refuse(name, f"has shape {list(tensor.shape)}, the rest of the weight needs {list(shape)}")
+        refuse(name, f"has a shape mismatch: expected {list(shape)}, got {list(tensor.shape)}")
     return tensor
 
 
 def part(tensors: Mapping[str, LazyTensor], name: str, of: str) -> LazyTensor:
-    """The tensor called `name`.
+    """The tensor `name`, a part of the weight `of`.
+
+    Args:
+        tensors: those of the checkpoint.
+        name: of the part.
+        of: name of the weight, for messages.
 
     Raises:
-        MalformedInput: the files have none.
+        MalformedInput: it is missing.
     """
     if name not in tensors:
-        refuse(of, f"is quantized, but its `{name}` is missing")
+        refuse(of, f"is quantized, with the missing key `{name}`")
     return tensors[name]
 
 

@@ -1,4 +1,4 @@
-"""A quantized base: seen as a checkpoint of plain weights, and what becomes of it after a merge."""
+"""QuantizedBase: a quantized checkpoint as plain weights, and its merged result, dequantized or requantized."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.quantization.methods import Method, methods
-from llmconv.convert.quantization.packed_weight import PackedWeight, remembered
-from llmconv.convert.quantization.transposed import turned
+from llmconv.convert.quantization.methods import QuantizationMethod, methods
+from llmconv.convert.quantization.packed_weight import PackedWeight, with_recent_rows
+from llmconv.convert.quantization.transposed import transposed_weight
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
@@ -28,20 +28,20 @@ class QuantizedBase:
     """A checkpoint with quantized weights.
 
     Attributes:
-        stored: the checkpoint as it lies in the files.
-        method: how its weights are quantized.
-        weights: the quantized ones, by their plain names.
-        plain: the same checkpoint with plain names; the quantized weights are in float32, as they come out of the
-            formula, so that a merge rounds once.
+        stored: the checkpoint as stored in the files.
+        method: its quantization method.
+        weights: the quantized weights, by their plain names.
+        plain: the checkpoint with plain names and values; quantized weights are in float32, not yet rounded, so that
+            a merge rounds once.
     """
 
     stored: Checkpoint
-    method: Method
+    method: QuantizationMethod
     weights: Mapping[str, PackedWeight]
     plain: Checkpoint
 
     def dequantized(self, merged: Checkpoint, dtype: str) -> Checkpoint:
-        """What a merge made of `plain`, its quantized weights rounded once: to bfloat16 where `dtype` is `keep`."""
+        """The result of merging into `plain`, with quantized weights rounded once: to bfloat16 for `keep`."""
         if dtype != "keep":
             return merged
         tensors = {
@@ -50,27 +50,27 @@ class QuantizedBase:
         return replace(merged, tensors=tensors, config=with_dtype(merged.config, tensors))
 
     def _was_quantized(self, name: str) -> bool:
-        """Whether a result comes from a quantized weight; a merge may add copies of layers."""
+        """Whether a merged tensor comes from a quantized weight, also as a copy of a layer."""
         if name in self.plain:
             return name in self.weights
         return re.sub(NUMBER, "{}", name) in {re.sub(NUMBER, "{}", weight) for weight in self.weights}
 
     def dequantizing(self, dtype: str) -> str:
-        """The line that says so."""
+        """The warning about dequantized weights."""
         kind = PLAIN_TYPE.name if dtype == "keep" else dtype
         return f"{len(self.weights)} quantized weights ({self.method.name}) become plain {kind}"
 
     def requantized(self, merged: Checkpoint) -> tuple[Checkpoint, dict[str, PackedWeight]]:
-        """What a merge made of `plain`, stored as the base is; and the weights that changed, by their plain names.
+        """The result of merging into `plain`, in the base's format; and the changed weights, by their plain names.
 
-        What nothing touches passes with the bytes it has.
+        Unchanged weights keep their bytes.
 
         Raises:
-            UnsupportedInput: the merge moved weights to other places, or changed their shape.
+            UnsupportedInput: the merge renamed or resized quantized weights.
         """
         self._require_in_place(merged)
         changed = {
-            name: weight.requantized(remembered(merged[name]))
+            name: weight.requantized(with_recent_rows(merged[name]))
             for name, weight in self.weights.items()
             if merged[name] is not self.plain[name]
         }
@@ -87,7 +87,7 @@ class QuantizedBase:
         return replace(merged, tensors=tensors, config={**merged.config, FIELD: self.stored.config[FIELD]}), changed
 
     def changed_parts(self, changed: Mapping[str, PackedWeight]) -> dict[str, str]:
-        """The tensors of the files that are not as they were, by name, with the plain name of their weight."""
+        """Names of the changed tensors in the files, with the plain name of their weight."""
         return {
             part: name
             for name, weight in changed.items()
@@ -110,11 +110,11 @@ class QuantizedBase:
 
 
 def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
-    """A checkpoint as a quantized base, or None where its config does not say that it is one.
+    """A checkpoint as a quantized base, or None if its config has no `quantization_config`.
 
     Raises:
-        MalformedInput: the parts of a weight are missing or do not fit each other.
-        UnsupportedInput: a method that is not known.
+        MalformedInput: missing or mismatched parts of a weight.
+        UnsupportedInput: an unknown method.
     """
     if not checkpoint.config.get(FIELD):
         return None
@@ -122,7 +122,7 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
     weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
     if not weights:
         raise MalformedInput(
-            f"the base's config says `{method.name}`, but no weight in its files is quantized",
+            f"the base's config has `{method.name}`, but no weight in its files is quantized",
             hint=f"take `{FIELD}` out of its `config.json` if the weights are plain",
         )
     plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
@@ -130,13 +130,15 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
 
 
 def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
-    """The weight as the plain model holds it."""
+    """The weight in the orientation of the plain model."""
     is_conv1d = checkpoint.config.get("model_type") in CONV1D_TYPES and weight.name.rpartition(".")[0].endswith(CONV1D)
-    return turned(weight) if is_conv1d and len(weight.shape) == 2 else weight
+    return transposed_weight(weight) if is_conv1d and len(weight.shape) == 2 else weight
 
 
-def _plain(checkpoint: Checkpoint, method: Method, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:
-    """The tensors with each quantized weight where its first part was."""
+def _plain(
+    checkpoint: Checkpoint, method: QuantizationMethod, weights: Mapping[str, PackedWeight]
+) -> dict[str, LazyTensor]:
+    """The plain tensors in file order; a quantized weight comes in place of its first part."""
     home = {part: name for name, weight in weights.items() for part in weight.parts}
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in checkpoint.items():
@@ -152,35 +154,40 @@ def _without(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_name(config: Mapping[str, Any]) -> str | None:
-    """How a config says that its weights are quantized; None where it does not."""
+    """The quantization method in a config, or None."""
     settings = config.get(FIELD)
     if not settings:
         return None
     name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if name is None and any(str(key).startswith("load_in_") for key in settings):
-        return "bitsandbytes"  # transformers before 4.37 did not write which
+        return "bitsandbytes"  # transformers before 4.37 did not write the method
     return str(name)
 
 
-def _method(config: Mapping[str, Any]) -> Method:
+def _method(config: Mapping[str, Any]) -> QuantizationMethod:
     name = str(method_name(config))
     if name not in methods() or not isinstance(config[FIELD], Mapping):
         raise UnsupportedInput(
-            f"the base is quantized with `{name[:40]}`, which is not known",
-            hint=f"known are {', '.join(methods())}; merge into the model it was quantized from, then quantize",
+            f"the base is quantized with `{name[:40]}`, which is not supported",
+            hint=f"supported are {', '.join(methods())}; merge into the model it was quantized from, then quantize",
         )
     return methods()[name]
 
 
 def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:
-    """Refuses a quantized base without a choice, and choices that contradict each other.
+    """Refuses a quantized base without `--base-quant`, and contradicting options.
+
+    Args:
+        choice: `--base-quant`: one of `CHOICES`, or None.
+        base: the quantized base; None for a plain one.
+        dtype: `--dtype`.
 
     Raises:
-        UnsupportedInput: there is no choice.
-        UsageProblem: the choice is not known, or does not go with the base or `dtype`.
+        UnsupportedInput: a quantized base without `choice`.
+        UsageProblem: an unknown choice, or one that contradicts the base or `dtype`.
     """
     if choice is not None and choice not in CHOICES:
-        raise UsageProblem(f"there is no way `{choice}` with a quantized base", hint=f"one of: {', '.join(CHOICES)}")
+        raise UsageProblem(f"invalid `--base-quant {choice}`", hint=f"one of: {', '.join(CHOICES)}")
     if base is None and choice is not None:
         raise UsageProblem(f"`--base-quant {choice}` is given, but the base is not quantized", hint="leave it out")
     if base is not None and choice is None:

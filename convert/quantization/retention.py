@@ -1,27 +1,27 @@
-"""Retention: how much of what a merge adds is left once its result is quantized again."""
+"""Retention: how much of an update survives when the merged weight is quantized again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
-from os import cpu_count
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, remembered
+from llmconv.background import prefetch
+from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 ENOUGH = 0.5
-"""The least retention and cosine. On a uniform grid both are about one half where the update's size is a quarter of a
-step: below, most of it is lost, or most of what changes is rounding."""
+"""Minimum retention and cosine. On a uniform grid both are about one half for updates of a quarter of a step; below,
+most of the update is lost, or most of the change is rounding."""
 
 
-class Change(NamedTuple):
-    """Sums over elements, of what was asked for (ΔW) and of what came out (W'_q - W_q).
+class UpdateSums(NamedTuple):
+    """Sums over elements of the update (ΔW) and of the change after quantization (W'_q - W_q).
 
     Attributes:
         wanted: Σ ΔW².
@@ -35,19 +35,19 @@ class Change(NamedTuple):
 
     @property
     def retention(self) -> float:
-        """The norm of what came out over the norm of what was asked for."""
+        """‖W'_q - W_q‖ / ‖ΔW‖."""
         return sqrt(self.found / self.wanted) if self.wanted else 1.0
 
     @property
     def cosine(self) -> float:
-        """The cosine between the two; 0 where nothing came out."""
+        """The cosine between the two; 0 if nothing changed."""
         if not self.wanted:
             return 1.0
         return self.common / sqrt(self.wanted * self.found) if self.found else 0.0
 
     @property
     def enough(self) -> bool:
-        """Whether the update is still there."""
+        """Whether most of the update survived."""
         return min(self.retention, self.cosine) >= ENOUGH
 
 
@@ -59,29 +59,29 @@ class Retention:
         weights: by plain name.
     """
 
-    weights: Mapping[str, Change]
+    weights: Mapping[str, UpdateSums]
 
     @property
-    def total(self) -> Change:
+    def total(self) -> UpdateSums:
         """Over all weights."""
         return _sum(self.weights.values())
 
     def summary(self) -> dict[str, Any]:
-        """For `--json`: retention and cosine over all, and of each weight."""
+        """For `--json`: retention and cosine over all weights, and of each."""
         rows = {"total": self.total, **self.weights}
         return {name: {"retention": change.retention, "cosine": change.cosine} for name, change in rows.items()}
 
     def require(self) -> tuple[str, ...]:
-        """Lines that say what was lost.
+        """Warnings about the lost part of the update.
 
         Raises:
-            UnsupportedInput: too little is left.
+            UnsupportedInput: too little of it survived.
         """
         total = self.total
         found = f"retention {total.retention:.2f}, cosine {total.cosine:.2f}"
         if not total.enough:
             raise UnsupportedInput(
-                f"requantized, the base keeps too little of the update: {found}, of which {ENOUGH} is the least",
+                f"requantized, the base keeps too little of the update: {found}, minimum {ENOUGH}",
                 hint="give `--base-quant dequantize`; the update is finer than the grid, or leaves its range",
             )
         poor = sorted((change.cosine, name) for name, change in self.weights.items() if not change.enough)
@@ -94,32 +94,30 @@ class Retention:
 def measure(
     before: Mapping[str, LazyTensor], merged: Mapping[str, LazyTensor], after: Mapping[str, PackedWeight]
 ) -> Retention:
-    """Reads every weight of `after` once; the same sums come out however many threads there are.
+    """Reads every weight of `after` once; the sums do not depend on the number of threads.
 
     Args:
         before: the plain weights of the base, float32.
-        merged: the plain weights of the result, before they are quantized.
-        after: the weights of the result that changed.
+        merged: the plain weights of the result, before quantization.
+        after: the changed weights of the result.
     """
-    with ThreadPoolExecutor(max(1, cpu_count() or 1)) as pool:
-        found = {}
-        for name, weight in after.items():
-            rows = remembered(merged[name])
-            spans = list(rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize))
-            jobs = pool.map(lambda span, n=name, m=rows, w=weight: _change(before[n], m, w.plain, *span), spans)
-            found[name] = _sum(jobs)
+    found = {}
+    for name, weight in after.items():
+        rows = with_recent_rows(merged[name])
+        spans = rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize)
+        found[name] = _sum(prefetch(partial(_change, before[name], rows, weight.plain, *span) for span in spans))
     return Retention(found)
 
 
-def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> Change:
+def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> UpdateSums:
     old = before.rows(start, stop).astype(np.float64)
     wanted = merged.rows(start, stop) - old
     found = after.rows(start, stop) - old
-    return Change(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
+    return UpdateSums(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
 
 
-def _sum(changes: Iterable[Change]) -> Change:
-    total = Change(0.0, 0.0, 0.0)
+def _sum(changes: Iterable[UpdateSums]) -> UpdateSums:
+    total = UpdateSums(0.0, 0.0, 0.0)
     for change in changes:
-        total = Change(*(one + other for one, other in zip(total, change, strict=True)))
+        total = UpdateSums(*(one + other for one, other in zip(total, change, strict=True)))
     return total

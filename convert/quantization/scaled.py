@@ -1,26 +1,28 @@
-"""ScaledWeight: small floats or integers, each block of which has a scale; blocks at the edges may be partial."""
+"""ScaledWeight: float8 or int8 codes with a scale per block; blocks at the edges may be partial."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import prod
+from threading import Lock
 from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, Once, PackedWeight, finite, part, refuse, tiled
+from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, finite, part, refuse, tiled
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-"""The largest code on both sides of zero."""
+"""The largest absolute value of the codes."""
 
 SCALES = ("float32", "bfloat16", "float16", "uint8")
 NORMAL = 0x3C800000
 """The bits in float32 of the smallest normal float8_e4m3fn, 2^-6."""
 
 EXPONENT_BIAS = 127
-"""Of a scale that is stored as the exponent of two alone (OCP Microscaling, E8M0)."""
+"""Bias of scales that are stored as exponents of two (OCP Microscaling, E8M0)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +38,6 @@ class ScaledWeight(PackedWeight):
     codes: str
     scales: str
     block: tuple[int, int]
-    grid: Once[Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", Once(self._read_scales))
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -47,17 +45,25 @@ class ScaledWeight(PackedWeight):
         return -(-self.shape[-2] // self.block[0]), -(-self.shape[-1] // self.block[1])
 
     def values(self, start: int, stop: int) -> Array:
-        """See `PackedWeight`; a tensor of experts is a pile of matrices."""
+        """See `PackedWeight`; a tensor of experts is a stack of matrices."""
         codes = self.parts[self.codes].rows(start, stop)
         wide = _table(self.parts[self.codes].dtype)[codes.view(np.uint8)].reshape(-1, self.shape[-1])
         height = prod(self.shape[1:-1])
-        wide *= self._spread(self.grid(), start * height, stop * height)
+        wide *= self._spread(self.grid, start * height, stop * height)
         return wide.reshape(codes.shape)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. A block keeps its scale where its largest value fits and uses half of the range."""
         scales, codes = self.parts[self.scales], self.parts[self.codes]
-        grid = Once(lambda: self._new_scales(weight))
+        lock = Lock()
+
+        @cache
+        def computed_grid() -> Array:
+            return self._new_scales(weight)
+
+        def grid() -> Array:
+            with lock:  # one pass over the weight, for the thread that comes first
+                return computed_grid()
 
         def new_codes(start: int, stop: int) -> Array:
             height = prod(self.shape[1:-1])
@@ -76,27 +82,29 @@ class ScaledWeight(PackedWeight):
         return replace(self, parts={**self.parts, **parts})
 
     def _spread(self, grid: Array, start: int, stop: int) -> Array:
-        """The scale of every element of rows `start:stop` of all matrices, one under the other."""
+        """The scale of every element of rows `start:stop`, counted over all matrices."""
         rows = np.arange(start, stop)
         cells = rows // self.shape[-2] * self.cells[0] + rows % self.shape[-2] // self.block[0]
         return np.repeat(grid[cells], self.block[1], axis=1)[:, : self.shape[-1]]
 
-    def _read_scales(self) -> Array:
+    @cached_property
+    def grid(self) -> Array:
+        """Scales in float32: a row of `cells` below the other, of all matrices."""
         scales = self.parts[self.scales]
         return _decoded(scales.read(), scales.dtype, self.scales).reshape(-1, self.cells[1])
 
     def _new_scales(self, weight: LazyTensor) -> Array:
-        dtype, old, codes = self.parts[self.scales].dtype, self.grid(), self.parts[self.codes].dtype.name
+        dtype, old, codes = self.parts[self.scales].dtype, self.grid, self.parts[self.codes].dtype.name
         largest = LARGEST[codes]
         peaks = self._peaks(weight)
-        reach = largest + 1 if codes == "int8" else largest  # -128 has no counterpart
+        reach = largest + 1 if codes == "int8" else largest  # -128 is a code, too
         fits = (peaks <= old * reach) & (peaks > old * largest / 2) | (peaks == 0)
         new = np.where(fits, old, peaks / np.float32(largest))
         return _decoded(_encoded(new, dtype), dtype, self.scales)
 
     def _peaks(self, weight: LazyTensor) -> Array:
         """The largest absolute value of every block."""
-        peaks = np.zeros_like(self.grid())
+        peaks = np.zeros_like(self.grid)
         height, columns = prod(self.shape[1:-1]), self.shape[-1]
         edges = np.arange(0, columns, self.block[1])
         for start, stop in weight.blocks(TILE_ELEMENTS * weight.dtype.itemsize):
@@ -128,9 +136,9 @@ def _rounded(values: Array, dtype: DType) -> Array:
 
 
 def float8(values: Array) -> Array:
-    """float32 of at most 448 on both sides as the bits of float8_e4m3fn, to nearest even.
+    """float32 values of magnitude up to 448 as the bits of float8_e4m3fn, to nearest even.
 
-    With integers numpy runs outside the interpreter lock, which it does not while `ml_dtypes` casts.
+    By integers, because numpy releases the interpreter lock for them, while casts of `ml_dtypes` do not.
     """
     bits = values.view(np.uint32)
     size = bits & np.uint32(0x7FFFFFFF)
@@ -148,7 +156,7 @@ def _decoded(scales: Array, dtype: DType, name: str) -> Array:
 
 
 def _encoded(scales: Array, dtype: DType) -> Array:
-    """Scales as they are stored; an exponent alone is rounded up, so that the largest value fits."""
+    """Scales in the stored dtype; exponents are rounded up, so that the largest value fits."""
     if dtype.name == "uint8":
         exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + EXPONENT_BIAS
         fitting: Array = np.clip(exponents, 0, 254)
@@ -159,22 +167,22 @@ def _encoded(scales: Array, dtype: DType) -> Array:
 def open_scaled(
     tensors: Mapping[str, LazyTensor], name: str, scales: str, block: tuple[int, int] | None
 ) -> ScaledWeight:
-    """The weight whose codes are called `name`.
+    """The weight with the codes `name`.
 
     Args:
-        tensors: those of the files.
+        tensors: those of the checkpoint.
         name: of the codes.
         scales: name of the scales: one, one per row, or one per block.
-        block: rows and columns of a block, where the scales are of blocks.
+        block: rows and columns of a block, if scales are per block.
 
     Raises:
-        MalformedInput: the parts do not fit each other.
+        MalformedInput: missing or mismatched parts.
     """
     codes, grid = tensors[name], part(tensors, scales, name)
     if codes.dtype.name not in LARGEST or len(codes.shape) not in (2, 3):
         refuse(name, f"has scales, but is stored as {codes.dtype.name} of shape {list(codes.shape)}")
     if grid.dtype.name not in SCALES:
-        refuse(scales, f"is stored as {grid.dtype.name}, which is no type of scales")
+        refuse(scales, f"is stored as {grid.dtype.name}, which is not supported for scales")
     shape = codes.shape
     found = _block_of(shape, grid.shape, block)
     if found is None or 0 in shape:
@@ -184,12 +192,12 @@ def open_scaled(
 
 
 def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """What a scale covers, or None where weight and scales do not fit."""
-    pile, (rows, columns) = shape[:-2], shape[-2:]
-    if block and grid == (*pile, -(-rows // block[0]), -(-columns // block[1])):
+    """Rows and columns per scale, or None for mismatched shapes."""
+    stack, (rows, columns) = shape[:-2], shape[-2:]
+    if block and grid == (*stack, -(-rows // block[0]), -(-columns // block[1])):
         return block
-    if prod(grid) == prod(pile) and len(grid) <= len(shape):
+    if prod(grid) == prod(stack) and len(grid) <= len(shape):
         return rows, columns
-    if grid in ((*pile, rows), (*pile, rows, 1)):
+    if grid in ((*stack, rows), (*stack, rows, 1)):
         return 1, columns
     return None

@@ -1,4 +1,4 @@
-"""Turned: a quantized weight that the plain model holds the other way round."""
+"""The transpose of a quantized weight: GPT-2's `Conv1D` is stored in×out, every quantization stores out×in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmconv.tensors import Array, LazyTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Turned(PackedWeight):
-    """The transpose of another weight; GPT-2's `Conv1D` is in×out, every quantization stores out×in.
+class TransposedWeight(PackedWeight):
+    """The transpose of another weight.
 
     Attributes:
-        stored: as it lies in the files.
+        stored: the weight as stored in the files.
     """
 
     stored: PackedWeight
@@ -35,6 +35,6 @@ class Turned(PackedWeight):
         return replace(self, parts=stored.parts, stored=stored)
 
 
-def turned(weight: PackedWeight) -> PackedWeight:
-    """`weight` the other way round."""
-    return Turned(weight.name, weight.parts, weight.shape[::-1], weight)
+def transposed_weight(weight: PackedWeight) -> PackedWeight:
+    """`weight` transposed."""
+    return TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight)

@@ -1,4 +1,4 @@
-"""A state dict in Hugging Face names becomes a Checkpoint, or is refused: nothing is left to random initialisation."""
+"""Turns a state dict in Hugging Face names into a Checkpoint, or refuses it: nothing may stay randomly initialized."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_quantized
-from llmconv.convert.state_dicts.prefixes import Placement, place
+from llmconv.convert.state_dicts.prefixes import NameMapping, map_names
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
 
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
-"""How models that came from TensorFlow called a LayerNorm's parameters (`LayerNorm.gamma`)."""
+"""Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)."""
 
 AROUND = {
     "optimizer": "the optimizer's state",
@@ -35,31 +35,32 @@ AROUND = {
 
 
 def config_folder(path: Path) -> Path:
-    """The folder that a checkpoint's configuration and tokenizer lie in."""
+    """The folder that contains a checkpoint's configuration and tokenizer."""
     return path if path.is_dir() else path.parent
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """`config.json` in or beside `path`, or nothing; where it names only a class, as in 2019, with its `model_type`."""
+    """`config.json` in or next to `path`, or empty; those of 2019 without `model_type` get that of their class."""
     file = config_folder(path) / "config.json"
     config = read_json(file) if file.is_file() else {}
-    said = config.get("architectures")
-    if "model_type" in config or not isinstance(said, list):
+    classes = config.get("architectures")
+    if "model_type" in config or not isinstance(classes, list):
         return config
-    kinds = [kind for kind, name in causal_lm_classes().items() if said[:1] == [name] and model_names(kind).embedding]
+    known = causal_lm_classes().items()
+    kinds = [kind for kind, name in known if classes[:1] == [name] and model_names(kind).embedding]
     return {**config, "model_type": kinds[0]} if len(kinds) == 1 else config
 
 
 def side_files_of(path: Path, tokenizer: Path | None) -> dict[str, bytes]:
-    """Tokenizer and generation files in or beside `path`; with `tokenizer`, that one instead."""
-    beside = read_side_files(config_folder(path))
+    """Tokenizer and generation files in or next to `path`; `tokenizer` replaces the tokenizer if it is given."""
+    found = read_side_files(config_folder(path))
     if tokenizer is None:
-        return beside
-    return {name: beside[name] for name in beside if name == "generation_config.json"} | read_tokenizer(tokenizer)
+        return found
+    return {name: found[name] for name in found if name == "generation_config.json"} | read_tokenizer(tokenizer)
 
 
-def left_around(file: StateFile) -> tuple[str, ...]:
-    """What lies in a file around its state dict, one phrase each."""
+def contents_around(file: StateFile) -> tuple[str, ...]:
+    """The other contents of a file with a state dict, one phrase each."""
     phrases = [AROUND.get(str(key), "") for key, value in file.around.items() if value not in (None, {}, [])]
     return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
@@ -70,14 +71,14 @@ def assemble(
     """The whole model in `file`.
 
     Args:
-        file: the state dict, its names Hugging Face's behind any one prefix.
+        file: the state dict; its names are Hugging Face's after any one prefix.
         format: name of the format.
-        given: fields that the user adds to the configuration; `drop`: leave out what is of no part of the model.
-        tokenizer: the user's, instead of the files beside.
-        version: of the writer, where it is known.
+        given: fields that the user adds to the configuration; `drop` leaves out tensors outside the model.
+        tokenizer: the user's, instead of the files next to the checkpoint.
+        version: the program that wrote the checkpoint, if known.
 
     Raises:
-        InputRefused: no configuration, or the state dict is not the whole of the model that it describes.
+        InputRefused: there is no configuration, or the state dict is not the whole model that it describes.
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
@@ -86,12 +87,12 @@ def assemble(
     state, dropped = _without_buffers(file.state)
     stored = select(state, file.tensor, source, warnings)
     model = model_names(str(settings["model_type"]))
-    placement = place(list(stored), model, source)
-    tensors = {_new_style(target): stored[name] for name, target in placement.names.items()}
-    dropped += _outside(placement, source, drop=bool(given.get("drop")))
+    mapping = map_names(list(stored), model, source)
+    tensors = {_new_style(target): stored[name] for name, target in mapping.names.items()}
+    dropped += _outside(mapping, source, drop=bool(given.get("drop")))
     settings = as_loaded(tensors, settings)
-    if placement.added:
-        warnings.append(f"the names are those of the model without its head; `{placement.added}` was put in front")
+    if mapping.added:
+        warnings.append(f"added `{mapping.added}` to the names, which are those of the model without its head")
     return Checkpoint(
         file.path,
         format,
@@ -101,12 +102,12 @@ def assemble(
         tuple(warnings),
         version or _writer(settings),
         file.shards,
-        (*left_around(file), *dropped),
+        (*contents_around(file), *dropped),
     )
 
 
 def _writer(config: Mapping[str, Any]) -> str:
-    """The transformers that wrote the configuration, which is mostly the one that wrote the weights."""
+    """The version of transformers in the configuration, usually the one that wrote the weights."""
     version = config.get("transformers_version")
     return f"transformers {version[:20]}" if isinstance(version, str) else ""
 
@@ -116,7 +117,7 @@ def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> N
     refuse_objects(file.state, source)
     if config.get("quantization_config"):
         raise UnsupportedInput(
-            f"the configuration of `{source}` says that it is quantized",
+            f"the configuration of `{source}` declares it quantized",
             hint="give the weights from before quantization, and a configuration without `quantization_config`",
         )
     lora = [name for name in file.state if "lora_" in name]
@@ -128,16 +129,16 @@ def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> N
 
 
 def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state dict without what the model computes for itself, and what that was."""
+    """The state dict without buffers that the model recomputes, and one phrase per kind of them."""
     counts: Counter[str] = Counter()
     kept: dict[str, Any] = {}
     for name, leaf in state.items():
-        what = next((what for what, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None)
-        if what:
-            counts[what] += 1
+        kind = next((kind for kind, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None)
+        if kind:
+            counts[kind] += 1
         else:
             kept[name] = leaf
-    return kept, [f"{count} {what}, which the model computes" for what, count in counts.items()]
+    return kept, [f"{count} {kind}, which the model computes" for kind, count in counts.items()]
 
 
 def _rank(leaf: Any) -> int:
@@ -149,13 +150,12 @@ def _new_style(name: str) -> str:
     return stem + dot + OLD_NORM.get(last, last)
 
 
-def _outside(placement: Placement, source: str, *, drop: bool) -> list[str]:
-    if not placement.outside:
+def _outside(mapping: NameMapping, source: str, *, drop: bool) -> list[str]:
+    if not mapping.outside:
         return []
     if not drop:
         raise UnsupportedInput(
-            f"`{source}` holds {len(placement.outside)} tensors that are no part of the model: "
-            f"{listing(placement.outside)}",
+            f"`{source}` has {len(mapping.outside)} unexpected keys outside the model: {listing(mapping.outside)}",
             hint="`--drop` leaves them out, if the model computes its logits without them",
         )
-    return [f"{len(placement.outside)} tensors outside the model: {listing(placement.outside)}"]
+    return [f"{len(mapping.outside)} tensors outside the model: {listing(mapping.outside)}"]

@@ -1,9 +1,9 @@
-"""A torch file with a state dict in it, or several files that share one: the names, the tensors, and what is around."""
+"""State dicts in torch files: one file, or several that share one, with their names, tensors and other contents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from llmconv.files.torch.reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training scripts keep the state dict of the model."""
+"""Keys under which training scripts save the state dict of the model."""
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -26,21 +26,21 @@ QUANTIZED = re.compile(
 """Parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales."""
 
 OBJECT = (
-    "is an object that was not rebuilt, no plain tensor",
+    "is an object, not a plain tensor",
     "save a full (unsharded, unquantized) state dict of plain tensors",
 )
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """What lies in one file, or in the shards of one state dict.
+    """The state dict of one file, or of several shards.
 
     Attributes:
         path: the file or folder.
-        state: the state dict: name to a TensorRef, a LazyTensor, or whatever else is there.
-        tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf.
-        around: the dict that the state dict lay in, empty where it lay in none.
-        shards: files.
+        state: the state dict: name to a TensorRef, a LazyTensor, or any other value.
+        tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf.
+        around: the dict that contains the state dict; empty if there is none.
+        shards: number of files.
     """
 
     path: Path
@@ -50,10 +50,10 @@ class StateFile:
     shards: int = 1
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Every tensor under its own name.
+        """Name to tensor.
 
         Raises:
-            UnsupportedInput: an object stands where a tensor should, or the tensors are quantized.
+            UnsupportedInput: there is an object instead of a tensor, or the tensors are quantized.
         """
         refuse_quantized(self.state, self.path.name)
         refuse_objects(self.state, self.path.name)
@@ -65,12 +65,12 @@ def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
     """Refuses the packed parts of quantized matrices.
 
     Raises:
-        UnsupportedInput: there are such.
+        UnsupportedInput: there are any.
     """
     found = [name for name in names if QUANTIZED.search(name)]
     if found:
         raise UnsupportedInput(
-            f"`{source}` is quantized: it holds {listing(found)}", hint="give the weights from before quantization"
+            f"`{source}` is quantized: it contains {listing(found)}", hint="give the weights from before quantization"
         )
 
 
@@ -78,7 +78,7 @@ def refuse_objects(state: Mapping[str, Any], source: str) -> None:
     """Refuses objects (sharded or quantized tensors, such as `ShardedTensor` and `NF4Tensor`) among the tensors.
 
     Raises:
-        UnsupportedInput: names the first.
+        UnsupportedInput: there is one; names the first.
     """
     name = next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)
     if name is not None:
@@ -86,7 +86,7 @@ def refuse_objects(state: Mapping[str, Any], source: str) -> None:
 
 
 def open_state(path: Path) -> StateFile | None:
-    """The state dict in a torch file, flat or one level down under a key of `WRAPPERS`; None where there is none.
+    """The state dict in a torch file, flat or under a key of `WRAPPERS`; None if there is none.
 
     Raises:
         InputRefused: the file is malformed, or of an unsupported kind.
@@ -105,7 +105,7 @@ def open_state(path: Path) -> StateFile | None:
 
 
 def peek_state(path: Path) -> StateFile | None:
-    """As `open_state`, and None where the file is not to be read: for detection."""
+    """As `open_state`, but None if the file is unreadable: for detection."""
     try:
         return open_state(path) if is_torch_file(path) else None
     except LlmconvError:
@@ -113,7 +113,7 @@ def peek_state(path: Path) -> StateFile | None:
 
 
 def torch_files(folder: Path) -> Iterator[Path]:
-    """The torch files of a folder in name order, told by suffix and content."""
+    """The torch files of a folder in name order, detected by suffix and content."""
     yield from (entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES and is_torch_file(entry))
 
 
@@ -125,15 +125,25 @@ def union(path: Path, files: list[StateFile]) -> StateFile:
     """The shards of one state dict as one.
 
     Raises:
-        MalformedInput: a tensor lies in two of them.
+        MalformedInput: a tensor is in two of them.
     """
-    homes: dict[str, StateFile] = {}
-    for file in files:
-        if doubled := sorted(homes.keys() & file.state.keys()):
-            raise MalformedInput(
-                f"`{path.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",
-                hint="shards of different checkpoints are mixed; copy the folder again",
-            )
-        homes |= dict.fromkeys(file.state, file)
+    homes = without_duplicates(path.name, [dict.fromkeys(file.state, file) for file in files])
     state = {name: file.state[name] for name, file in homes.items()}
     return StateFile(path, state, lambda name, leaf: homes[name].tensor(name, leaf), shards=len(files))
+
+
+def without_duplicates(source: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The union of several dicts.
+
+    Raises:
+        MalformedInput: a key is in two of them.
+    """
+    whole: dict[str, Any] = {}
+    for part in parts:
+        if duplicate := sorted(whole.keys() & part.keys()):
+            raise MalformedInput(
+                f"duplicate keys in the files of `{source}`: {listing(duplicate)}",
+                hint="files of different checkpoints are mixed; copy the folder again",
+            )
+        whole |= part
+    return whole

@@ -1,20 +1,20 @@
-"""What a checkpoint holds that is no part of the model, in a few phrases for `inspect`."""
+"""Phrases for `inspect` about the parts of a checkpoint that do not belong to the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 LISTED = 8
-"""Parts that are named, the largest first, before the rest is counted."""
+"""Number of parts that are listed, the largest first; the rest is counted."""
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The largest of some parts with their bytes, one phrase each, and how many more there are.
+    """One phrase for each of the largest parts, with its size, and one with the number of smaller parts.
 
     Args:
-        sizes: what the parts are, and the bytes of their tensors; 0 where they have none.
+        sizes: description to bytes of the tensors; 0 if there are none.
     """
     large = sorted(sizes, key=lambda name: -sizes[name])
     more = (f"{len(large) - LISTED} smaller parts",) if len(large) > LISTED else ()
@@ -22,6 +22,6 @@ def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def size_text(count: int) -> str:
-    """Bytes for people, such as `536 kB`."""
+    """A readable size, such as `536 kB`."""
     unit = min(len(UNITS) - 1, (len(str(count)) - 1) // 3)
     return f"{count / 1000**unit:.3g} {UNITS[unit]}"

@@ -1,7 +1,7 @@
-"""Where the names of a Hugging Face model begin in a state dict whose module a trainer wrapped, or which has no head.
+"""Finds the prefix of a Hugging Face model's names in a state dict of a wrapped model, or of one without a head.
 
 `lit.model.transformer.wte.weight` has the prefix `lit.model.`; `wte.weight` of a GPT2Model lacks `transformer.`, which
-transformers adds when it loads (`base_model_prefix`), and so does this.
+is added as transformers adds it when it loads (`base_model_prefix`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where each name goes.
+class NameMapping:
+    """Stored names to Hugging Face's.
 
     Attributes:
         names: stored name to Hugging Face's.
-        outside: stored names that are of no part of the model.
-        prefix: what stood in front of every name.
-        added: what base model names had to be given, such as `transformer.`; empty where they had it.
+        outside: stored names outside the model.
+        prefix: the prefix of every name of the model.
+        added: prefix that was added to names of a base model, such as `transformer.`; empty if they had it.
     """
 
     names: dict[str, str]
@@ -32,24 +32,29 @@ class Placement:
     added: str
 
 
-def place(stored: Sequence[str], model: ModelNames, source: str) -> Placement:
-    """Finds the one prefix after which the names are those of `model`.
+def map_names(stored: Sequence[str], model: ModelNames, source: str) -> NameMapping:
+    """Maps the stored names by the one prefix after which they are those of `model`.
+
+    Args:
+        stored: the names in the state dict.
+        model: the names of the model's parts.
+        source: name of the file or folder, for error messages.
 
     Raises:
-        MalformedInput: no name is that of the model's embedding.
-        UnsupportedInput: there are two or more such models in the state dict.
+        MalformedInput: the model's embedding is missing.
+        UnsupportedInput: the state dict contains several such models.
     """
     whole, base_only = _prefixes(stored, model)
     found = whole or base_only
     if not found:
         raise MalformedInput(
-            f"`{source}` holds no `{model.embedding or 'embed_tokens.weight'}`; it begins with {listing(stored)}",
-            hint="the configuration is of another model, or the checkpoint is partial",
+            f"missing key `{model.embedding or 'embed_tokens.weight'}` in `{source}`; it begins with {listing(stored)}",
+            hint="the configuration belongs to another model, or the checkpoint is partial",
         )
     if len(found) > 1:
         raise UnsupportedInput(
-            f"`{source}` holds {len(found)} models, under the prefixes {listing(found)}",
-            hint="save the `state_dict()` of the one model that is wanted",
+            f"`{source}` contains {len(found)} models, with the prefixes {listing(found)}",
+            hint="save the `state_dict()` of one model alone",
         )
     prefix, added = found[0], "" if whole else f"{model.base}."
     names: dict[str, str] = {}
@@ -61,11 +66,11 @@ def place(stored: Sequence[str], model: ModelNames, source: str) -> Placement:
             outside.append(name)
         else:
             names[name] = target
-    return Placement(names, tuple(outside), prefix, added)
+    return NameMapping(names, tuple(outside), prefix, added)
 
 
 def _prefixes(stored: Iterable[str], model: ModelNames) -> tuple[list[str], list[str]]:
-    """The prefixes in front of whole models, and those in front of base models."""
+    """The prefixes of whole models, and those of base models."""
     whole: dict[str, None] = {}
     base_only: dict[str, None] = {}
     for name in stored:
@@ -83,7 +88,7 @@ def _ends_with(name: str, ending: str) -> bool:
 
 
 def _embedding(name: str, base: str) -> str:
-    """The embedding of a model whose source does not name it: from the last `base` on, if it looks like one."""
+    """The embedding's name for a model whose names are unknown: from the last `base` on, if it looks like one."""
     if not EMBEDDING.search(name):
         return ""
     start = f".{name}".rfind(f".{base}.")

@@ -1,4 +1,4 @@
-"""The tensors of a path under their own names: what `inspect` shows of a checkpoint that cannot be converted yet."""
+"""The tensors of a path in their own names, for `inspect` of a checkpoint that cannot be converted yet."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from llmconv.files.torch.reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
 
 DEPTH = 4
-"""Dicts in dicts: deeper down lies the state of optimizers."""
+"""Maximum nesting of dicts; deeper ones belong to optimizers."""
 
 
 def raw_tensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a torch or safetensors file, or of all such files of a folder; only headers are read.
 
     Raises:
-        InputRefused: there are none, or a file is malformed.
+        InputRefused: there is no such file, or one is malformed.
     """
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
     files = {entry.name: _read(entry) for entry in entries if entry.suffix == ".safetensors" or is_torch_file(entry)}
     if not files:
-        raise InputRefused(f"`{path}` holds no torch or safetensors file", hint="is the copy complete?")
+        raise InputRefused(f"`{path}` contains no torch or safetensors file", hint="is the copy complete?")
     return joined(files)
 
 
 def joined(files: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    """The tensors of several files by one name each; the file is part of it where there are several."""
+    """The tensors of several files by unique names; with several files, a name contains that of the file."""
     if len(files) == 1:
         return dict(next(iter(files.values())))
     return {f"{file}: {name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
@@ -40,10 +40,10 @@ def _read(path: Path) -> Mapping[str, LazyTensor]:
 
 
 def torch_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a plain torch file: those of the state dict, or of nested dicts under dotted names.
+    """The tensors of a plain torch file: those of the state dict, or of nested dicts in dotted names.
 
     Raises:
-        InputRefused: not a readable torch file.
+        InputRefused: it is not a readable torch file.
     """
     file = open_torch_file(path)
     return {name: file.tensor(name, ref) for name, ref in _leaves(file.content, "", 0)}

@@ -1,8 +1,8 @@
-"""A state dict in safetensors files: one file, or the shards of a folder, with or without an index.
+"""State dicts in safetensors files: one file, or the shards of a folder, with or without an index.
 
 accelerate's `save_model` and `save_state` write `model.safetensors` or `model-00001-of-00003.safetensors` with
 `model.safetensors.index.json` (`accelerator.py`, `checkpointing.py`). `safetensors.torch.save_model` stores a tensor
-that several parameters share once, and notes the others in the metadata: `{left out: kept}`.
+that several parameters share once, and lists the others in the metadata: `{left out: kept}`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, open_shards
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.state_dicts.files import StateFile
-from llmconv.convert.state_dicts.training_files import what_is_left
+from llmconv.convert.state_dicts.files import StateFile, without_duplicates
+from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.tensors import LazyTensor
@@ -27,13 +27,13 @@ ADAPTER = re.compile(r"(?:adapter_model|adapters|peft_model.*|.*lora.*)\.safeten
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder that may hold a model, in name order: no optimizer's, no adapter's."""
+    """The safetensors files of a folder, in name order, except those of optimizers and adapters."""
     return [
         entry
         for entry in sorted(folder.iterdir())
         if entry.suffix == SUFFIX
         and entry.is_file()
-        and not what_is_left(entry.name)
+        and not training_file_kind(entry.name)
         and not ADAPTER.fullmatch(entry.name)
     ]
 
@@ -44,29 +44,29 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a file is named as one shard of several."""
+    """Whether a file has the name of one shard of several."""
     match = SHARD.fullmatch(path.name)
     return bool(match) and int(match[3]) > 1 if match else False
 
 
 def one_checkpoint(folder: Path) -> list[Path]:
-    """The files of the one checkpoint in a folder; empty where there is none, or where there are several."""
+    """The files of the only checkpoint in a folder; empty if there is none, or several."""
     files = weight_files(folder)
     stems = {match[1] if (match := SHARD.fullmatch(file.name)) else file.name for file in files}
     return files if len(stems) == 1 or _indices(folder) else []
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The shards of a folder without an index, by number; empty where it holds none.
+    """The shards of a folder without an index, in order; empty if there are none.
 
     Raises:
-        InputRefused: the shards of several checkpoints.
+        InputRefused: the shards belong to several checkpoints.
         MalformedInput: a number is missing.
     """
     found = [(match, file) for file in weight_files(folder) if (match := SHARD.fullmatch(file.name))]
     if len({(match[1], int(match[3])) for match, _ in found}) > 1:
         raise InputRefused(
-            f"`{folder}` contains the shards of several checkpoints", hint="put those of one into a folder of their own"
+            f"`{folder}` contains the shards of several checkpoints", hint="move those of one into a separate folder"
         )
     shards = {int(match[2]): file for match, file in found}
     count = int(found[0][0][3]) if found else 0
@@ -74,17 +74,17 @@ def numbered(folder: Path) -> list[Path]:
         present = ", ".join(f"{number}" for number in sorted(shards)[:8])
         raise MalformedInput(
             f"`{folder}` contains {len(shards)} of {count} shards (numbers {present})",
-            hint="copy the missing shards; all of them are needed",
+            hint="copy the missing shards; all shards are needed",
         )
     return [shards[number] for number in sorted(shards)]
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, or of the one checkpoint in a folder, under their own names.
+    """The tensors of a file, or of the only checkpoint in a folder, in their own names.
 
     Raises:
-        InputRefused: no checkpoint, or several of them.
-        MalformedInput: a file is damaged or missing, or the index and the shards disagree.
+        InputRefused: there is no checkpoint, or several.
+        MalformedInput: a file is damaged or missing, or the index and the shards differ.
     """
     if path.is_file():
         return dict(header_of(path).tensors)
@@ -95,7 +95,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         return dict(header_of(files[0]).tensors)
     if not files:
         raise several_files(path)
-    return _union(path, files)
+    return without_duplicates(path.name, [header_of(file).tensors for file in files])
 
 
 def several_files(folder: Path) -> InputRefused:
@@ -110,7 +110,7 @@ def several_files(folder: Path) -> InputRefused:
 
 
 def header_of(path: Path) -> Header:
-    """The header of a file; the latest ones are kept, as several formats look at them.
+    """The header of a file; the latest ones are cached, since several formats look at them.
 
     Raises:
         MalformedInput: see `read_header`.
@@ -125,7 +125,7 @@ def _header(path: Path, _size: int, _changed: int) -> Header:
 
 
 def open_state(path: Path) -> StateFile:
-    """The state dict of a file or folder, with the names that share a tensor with another one.
+    """The state dict of a file or folder, including names that share a tensor with another name.
 
     Raises:
         InputRefused, MalformedInput: see `open_safetensors`.
@@ -138,7 +138,7 @@ def open_state(path: Path) -> StateFile:
 
 
 def peek_state(path: Path) -> StateFile | None:
-    """As `open_state`, of the first file that has any sign of a model; None where nothing can be read."""
+    """As `open_state`, but with the names of all files of a folder together; None if a file is unreadable."""
     try:
         files = [path] if path.is_file() else one_checkpoint(path)
         states = [open_state(file) for file in files]
@@ -161,22 +161,9 @@ def _indices(folder: Path) -> list[str]:
 def _index(folder: Path) -> str | None:
     """The name of the index of the model's shards."""
     bases = {name: name.removesuffix(".index.json") for name in _indices(folder)}
-    found = [name for name, base in bases.items() if not what_is_left(base) and not ADAPTER.fullmatch(base)]
+    found = [name for name, base in bases.items() if not training_file_kind(base) and not ADAPTER.fullmatch(base)]
     if len(found) > 1:
         raise InputRefused(
             f"`{folder}` contains {len(found)} indices: {listing(found)}", hint="keep the one to convert"
         )
     return found[0] if found else None
-
-
-def _union(folder: Path, files: list[Path]) -> dict[str, LazyTensor]:
-    tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        own = header_of(file).tensors
-        if doubled := sorted(own.keys() & tensors.keys()):
-            raise MalformedInput(
-                f"`{folder.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",
-                hint="shards of different checkpoints are mixed; copy the folder again",
-            )
-        tensors.update(own)
-    return tensors

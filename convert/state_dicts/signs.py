@@ -1,4 +1,4 @@
-"""Signs: how a state dict of one training system is recognized among those of others, and of plain transformers."""
+"""Signs: keys and names that distinguish the state dicts of a training system from others and from transformers'."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from llmconv.convert.state_dicts.files import StateFile
 
 EMBEDDING = re.compile(r"(?<!embedding\.)\b(?:embed_tokens|wte|embed_in|word_embeddings|embeddings?)\.weight$")
-"""Hugging Face's input embeddings; Megatron's is in a module `embedding`."""
+"""Names of Hugging Face's input embeddings; Megatron's is in a module `embedding`."""
 
 ADAPTER_NAMES = re.compile(r"lora_|\.modules_to_save\.|prompt_embeddings")
 MEGATRON_KEY = "checkpoint_version"
-"""A key of Megatron's checkpoints (its `checkpointing.py`), which have no format here."""
+"""A key of Megatron's checkpoints (its `checkpointing.py`), which are unsupported."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What only the state dicts of one system have.
+    """Content that only the state dicts of one system have.
 
     Attributes:
-        keys: keys next to the state dict; any of them makes the file this system's, whatever its tensors are called.
-        names: a pattern that some tensor's name matches; None where keys are enough.
+        keys: keys next to the state dict; any of them identifies the system, whatever the names of the tensors.
+        names: a pattern that matches the name of some tensor; None if the keys are enough.
     """
 
     keys: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Sign:
 
 
 def has_hugging_face_names(found: StateFile) -> bool:
-    """Whether the tensors have the names of a transformers model; of an adapter they have not."""
+    """Whether the tensors have the names of a transformers model; False for an adapter."""
     if MEGATRON_KEY in found.around or found.path.name.startswith("adapter_model."):
         return False
     if all(ADAPTER_NAMES.search(name) for name in found.state):

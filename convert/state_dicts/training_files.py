@@ -1,4 +1,4 @@
-"""What training leaves beside the weights, told by the names of files; no conversion needs it."""
+"""Files that training leaves next to the weights, recognized by their names; conversions ignore them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ KINDS = {
     "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
     "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
 }
-"""Phrase to the names of its files: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
+"""Description to file names: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
 accelerate's (`utils/constants.py`)."""
 
 
-def what_is_left(name: str) -> str | None:
-    """What a file of this name holds, if training leaves it beside the weights: `the optimizer's state`."""
-    return next((what for what, pattern in KINDS.items() if pattern.fullmatch(name)), None)
+def training_file_kind(name: str) -> str | None:
+    """Description of a training file with this name, such as `the optimizer's state`; None for other files."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(name)), None)
 
 
-def left_beside(path: Path) -> tuple[str, ...]:
-    """One phrase for each kind of file in the folder `path` that a conversion leaves; nothing for a single file."""
+def training_files_in(path: Path) -> tuple[str, ...]:
+    """One phrase for each kind of training file in the folder `path`; empty for a single file."""
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
-    kinds = {what: [name for name in names if pattern.fullmatch(name)] for what, pattern in KINDS.items()}
-    return tuple(f"{what} ({listing(found)})" for what, found in kinds.items() if found)
+    kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
+    return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)

@@ -1,4 +1,4 @@
-"""The ids of the special tokens that a Hugging Face tokenizer's files name."""
+"""The ids of special tokens, from the files of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llmconv.errors import MalformedInput
 
 
 def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
-    """Ids of the tokens that begin and end a text; None where the files do not tell.
+    """Ids of the tokens that begin and end a text; None if the files do not contain them.
 
     Args:
-        files: content by name; `tokenizer_config.json` (or `special_tokens_map.json`) names the tokens,
+        files: content by name; `tokenizer_config.json` (or `special_tokens_map.json`) contains the tokens,
             `tokenizer.json` their ids.
 
     Raises:
@@ -39,7 +39,7 @@ def _text(token: Any) -> str | None:
 
 
 def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token to id: those of the model (a dict, or a list of pairs), then the added ones, which win."""
+    """Token to id: those of the model (a dict, or a list of pairs), overridden by added tokens."""
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     pairs: list[tuple[Any, Any]] = []

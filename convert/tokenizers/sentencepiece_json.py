@@ -1,4 +1,4 @@
-"""sentencepiece `tokenizer.model` (BPE) as a `tokenizer.json` that gives the same ids.
+"""Converts sentencepiece's `tokenizer.model` (BPE) to a `tokenizer.json` with the same ids.
 
 Formats: `sentencepiece_model.proto` (google/sentencepiece), read on the wire level; tokenizer.json of
 huggingface/tokenizers, with the pipeline that transformers' SpmConverter builds for Llama.
@@ -18,24 +18,24 @@ BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
 PIECE = {1: bytes, 2: bytes, 3: int}
-"""Field number to its kind on the wire: text, score, type."""
+"""Field number to its type on the wire: text, score, type."""
 TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
 NORMALIZER = {2: bytes, 3: int, 4: int}
 
 SPLIT_LIMIT = 200_000_000
-"""The sum of the squares of the lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
+"""Maximum sum of the squared lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
 
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a `tokenizer.model` says.
+    """The content of a `tokenizer.model`.
 
     Attributes:
         pieces: (text, score, type) by id.
-        is_bpe: whether pieces are joined by merges (the other kind is a unigram model).
+        is_bpe: whether pieces are joined by merges (otherwise it is a unigram model).
         byte_fallback: whether unknown characters become bytes.
-        bos, eos, unk: ids, -1 where there is none.
-        charsmap: precompiled normalization, empty for `identity`.
+        bos, eos, unk: ids; -1 if there is none.
+        charsmap: precompiled normalization; empty for `identity`.
         add_dummy_prefix: whether a text starts with a space.
         remove_extra_whitespaces: whether runs of spaces count as one.
     """
@@ -55,7 +55,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     """Reads the ModelProto in `data`.
 
     Raises:
-        MalformedInput: it is none.
+        MalformedInput: it is not a sentencepiece model.
     """
     try:
         fields = list(_fields(data))
@@ -63,10 +63,10 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
     except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
+        raise MalformedInput("`tokenizer.model` is not a sentencepiece model", hint="copy it again") from error
     if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
         raise MalformedInput(
-            f"`tokenizer.model` has {len(pieces)} pieces, and special ones beyond them", hint="copy it again"
+            f"`tokenizer.model` has {len(pieces)} pieces, but special tokens with larger ids", hint="copy it again"
         )
     return SentencePieceModel(
         pieces=pieces,
@@ -82,7 +82,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of one protobuf message: int, 4 or 8 raw bytes, or bytes."""
+    """Field number and value (int, 4 or 8 raw bytes, or bytes) of each field of a protobuf message."""
     position = 0
     while position < len(data):
         tag, position = _varint(data, position)
@@ -98,7 +98,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             case 5:
                 size = 4
             case _:
-                raise ValueError("a wire type that sentencepiece does not use")
+                raise ValueError("unsupported wire type")
         if position + size > len(data):
             raise IndexError
         yield tag >> 3, data[position : position + size]
@@ -113,7 +113,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-    raise ValueError("a number that is too long")
+    raise ValueError("number too long")
 
 
 def _signed(value: int) -> int:
@@ -127,31 +127,31 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 
 def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
-    """The fields of a message that have a known number.
+    """The fields of a message with a known number.
 
     Raises:
-        TypeError: one is of another kind than sentencepiece writes, or `data` is no message.
+        TypeError: a field has another type than sentencepiece writes, or `data` is not a message.
     """
     if not isinstance(data, bytes):
-        raise TypeError("a number in place of a message")
+        raise TypeError("not a message")
     fields = {number: value for number, value in _fields(data) if number in kinds}
     if any(not isinstance(value, kinds[number]) for number, value in fields.items()):
-        raise TypeError("a field of another kind")
+        raise TypeError("field of the wrong type")
     return fields
 
 
 def require_short(tokens: Iterable[str | bytes]) -> None:
-    """Tokens, each of which can be split wherever it may be: that takes the square of its length.
+    """Refuses tokens for which trying all splits would take too long: that costs the square of each length.
 
     Raises:
-        MalformedInput: it would take too long.
+        MalformedInput: the tokens are too long.
     """
     if sum(len(token) ** 2 for token in tokens) > SPLIT_LIMIT:
         raise MalformedInput("the tokens in `tokenizer.model` are far too long", hint="copy it again")
 
 
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """The merges of a BPE model, best first: each way to split a piece in two, in the order of the pieces' scores.
+    """The merges of a BPE model, best first: all splits of a piece into two, in the order of the pieces' scores.
 
     sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
     """
@@ -168,7 +168,7 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
 
 
 def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
-    """The content of `tokenizer.json`; encoding adds bos in front, as `add_bos_token` says."""
+    """The content of `tokenizer.json`; encoding begins with bos."""
     bos = model.pieces[model.bos][0]
     return {
         "version": "1.0",
@@ -233,7 +233,7 @@ def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
 
 
 def bos_template(bos: str, index: int) -> dict[str, Any]:
-    """The post-processor that puts `bos` in front of each sequence."""
+    """The post-processor that begins each sequence with `bos`."""
     return {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],

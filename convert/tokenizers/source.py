@@ -1,4 +1,4 @@
-"""The tokenizer that a user names with `--tokenizer`: a folder, or one file of it."""
+"""Reads the tokenizer that the user gives with `--tokenizer`: a folder, or one file of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     """The tokenizer files at `path`, by plain name.
 
     Raises:
-        InputRefused: there is none.
+        InputRefused: there is no tokenizer.
     """
     if path.is_dir():
         files = {name: content for name, content in read_side_files(path).items() if name != "generation_config.json"}
@@ -20,6 +20,7 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
         files = {path.name: read_small(path)} if path.is_file() and path.name in SIDE_FILES else {}
     if not files:
         raise InputRefused(
-            f"`{path}` holds no tokenizer", hint="give a folder with `tokenizer.json` or `tokenizer.model`, or the file"
+            f"`{path}` contains no tokenizer",
+            hint="give a folder with `tokenizer.json` or `tokenizer.model`, or the file",
         )
     return files

@@ -1,4 +1,4 @@
-"""tiktoken `tokenizer.model` of Llama 3 (base64 token, space, rank per line) as a `tokenizer.json` with the same ids.
+"""Converts tiktoken's `tokenizer.model` (base64 token, space, rank per line) to a `tokenizer.json` with the same ids.
 
 Sources: meta-llama/llama3 `llama/tokenizer.py` and llama-models `models/llama3/tokenizer.py` (pattern, special tokens);
 the pipeline is that of transformers' TikTokenConverter.
@@ -21,7 +21,7 @@ PATTERN = (
 )
 NUM_SPECIAL = 256
 BOS, EOS, EOM, EOT = 0, 1, 8, 9
-"""Special tokens by their number after the last rank."""
+"""Special tokens, by their offset after the last rank."""
 
 NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 NAMED_SINCE_3_1 = NAMED | {4: "finetune_right_pad_id", 8: "eom_id", 10: "python_tag"}
@@ -31,20 +31,20 @@ def parse_tiktoken(data: bytes) -> dict[bytes, int]:
     """Token to rank; ranks are 0 … n-1.
 
     Raises:
-        MalformedInput: a line of another form, or ranks with gaps.
+        MalformedInput: a line is invalid, or the ranks have gaps.
     """
     try:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error) as error:
-        raise MalformedInput("`tokenizer.model` is no tiktoken vocabulary", hint="copy it again") from error
+        raise MalformedInput("`tokenizer.model` is not a tiktoken vocabulary", hint="copy it again") from error
     if sorted(ranks.values()) != list(range(len(pairs))) or not ranks:
         raise MalformedInput("the ranks in `tokenizer.model` are not 0, 1, 2, …", hint="copy it again")
     return ranks
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """Whether the first line reads as base64, a space and a rank (sentencepiece starts with a binary tag)."""
+    """Whether the first line is base64, a space and a rank (sentencepiece starts with a binary tag)."""
     token, _, rank = data[: 4 << 10].partition(b"\n")[0].partition(b" ")
     try:
         return bool(token) and base64.b64decode(token, validate=True) != b"" and rank.strip().isdigit()
@@ -53,14 +53,14 @@ def is_tiktoken(data: bytes) -> bool:
 
 
 def special_tokens(*, since_3_1: bool) -> list[str]:
-    """The 256 special tokens in order of their ids, as Hugging Face names them."""
+    """The 256 special tokens in order of their ids, in Hugging Face's names."""
     named = NAMED_SINCE_3_1 if since_3_1 else NAMED
     reserved = (f"reserved_special_token_{number}" for number in range(NUM_SPECIAL))
     return [f"<|{named[i] if i in named else next(reserved)}|>" for i in range(NUM_SPECIAL)]
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Each way to split a token in two tokens, best first: tiktoken joins the pair whose result has the lowest rank."""
+    """All splits of a token into two tokens, best first: tiktoken joins the pair whose result has the lowest rank."""
     require_short(ranks)
     merges: list[tuple[bytes, bytes]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -78,7 +78,7 @@ def byte_alphabet() -> list[str]:
 
 
 def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]:
-    """The content of `tokenizer.json`; encoding adds `<|begin_of_text|>` in front."""
+    """The content of `tokenizer.json`; encoding begins with `<|begin_of_text|>`."""
     alphabet = byte_alphabet()
     spelled = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     specials = special_tokens(since_3_1=since_3_1)
@@ -101,7 +101,7 @@ def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # tiktoken takes a word that is a token as it is
+            "ignore_merges": True,  # tiktoken does not split a word that is a token
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[left], spelled[right]] for left, right in merges_of(ranks)],
         },
@@ -109,7 +109,7 @@ def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]
 
 
 def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
-    """The reverse of `tiktoken_json`: `tokenizer.model`, or None where `tokenizer.json` is of another tokenizer."""
+    """The reverse of `tiktoken_json`: `tokenizer.model`, or None if `tokenizer.json` is that of another tokenizer."""
     model, split = content.get("model"), json.dumps({"Regex": PATTERN})
     if not isinstance(model, Mapping) or split not in json.dumps(content.get("pre_tokenizer")):
         return None

@@ -20,7 +20,7 @@ from llmconv.export.input_maps import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
-from llmconv.runtime.custom_code import own_classes
+from llmconv.runtime.custom_code import custom_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that refer to code or kernels; a checkpoint is data, so they are not passed on."""
@@ -42,7 +42,9 @@ def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
         )
     with refusing("read this config"):
         known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
-        config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
+        config = (
+            custom_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
+        )
         if depth(config) < 1:
             raise ValueError(f"invalid number of layers: {depth(config)}")
         return config

@@ -1,12 +1,12 @@
-"""How fast exports are: prompts and steps over lengths and batch sizes, beside other runtimes of the same model."""
+"""Benchmarks: prefill and decode speed over prompt lengths and batch sizes, compared with other runtimes."""
 
 from __future__ import annotations
 
 from llmconv.bench.bench import bench
-from llmconv.bench.candidate import Candidate
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
+from llmconv.bench.runtimes import BenchCandidate
 
-__all__ = ["Candidate", "Cell", "Comparison", "bench"]
+__all__ = ["BenchCandidate", "Measurement", "BenchResult", "bench"]
 
 
 def __dir__() -> list[str]:

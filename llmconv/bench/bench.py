@@ -1,29 +1,27 @@
-"""bench: prompts and steps of several candidates, in turn, at every batch size and length."""
+"""bench: measures several candidates in turn, at every batch size and prompt length."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmconv.argument_checks import checked, require_least
-from llmconv.bench.candidate import Candidate, Worker
-from llmconv.bench.result import Cell, Comparison, first_difference
-from llmconv.checkpoint import read_json
+from llmconv.bench.measurement import BenchResult, Measurement, first_difference
+from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.sources import fetches
 from llmconv.files.system_calls import cores
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context_length import context_length, language_config
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
 PAUSE = 0.1
-"""Seconds between two candidates: the threads of the last one spin for a while."""
+"""Seconds between two candidates, since the threads of the previous one busy-wait for a while."""
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -31,46 +29,50 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 @fetches
 @checked
 def bench(
-    model: str | Path | Candidate,
+    model: str | Path | BenchCandidate,
     *,
-    against: Sequence[str | Path | Candidate] = (),
+    against: Sequence[str | Path | BenchCandidate] = (),
     lengths: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1,),
     new_tokens: int = NEW_TOKENS,
     repeat: int = REPEAT,
     threads: int = 0,
-    on_cell: Callable[[Cell], object] | None = None,
-) -> Comparison:
-    """Measures greedy search; the candidates take turns, so that a slow minute hits all of them.
+    on_cell: Callable[[Measurement], object] | None = None,
+) -> BenchResult:
+    """Measures greedy search; the candidates take turns, so that noise of the machine affects all of them.
 
     Args:
-        model: a folder with graphs, or another candidate; what the others are compared with.
-        against: other candidates, see `Candidate.parse`.
-        lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out, or all of a
-            shorter one.
-        batch_sizes: prompts side by side, all of one length.
-        new_tokens: after each prompt.
-        repeat: rounds that count, after one that warms up.
-        threads: of every candidate; 0 for the cores that this process may use.
-        on_cell: called with every finished cell.
+        model: a folder with graphs, or another candidate; the others are compared with it.
+        against: other candidates, see `BenchCandidate.parse`.
+        lengths: prompt lengths in tokens; default: those of 128, 512, 2048 and 8192 that fit in the context, or the
+            whole context if that is shorter.
+        batch_sizes: numbers of prompts per batch, all of one length.
+        new_tokens: number of new tokens after each prompt, at least 2.
+        repeat: number of measured rounds, after one to warm up.
+        threads: threads of each candidate; 0 for the cores that this process may use.
+        on_cell: called with every finished measurement.
 
     Raises:
-        InputRefused: a candidate does not open.
-        UsageProblem: a length beyond the context, or a candidate that is none.
-        Inconclusive: no candidate ran anywhere.
+        InputRefused: a candidate cannot be opened.
+        UsageProblem: a length beyond the context, or an invalid candidate.
+        Inconclusive: no candidate ran at all.
     """
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
     threads = require_least(threads, 0, "threads") or cores()
-    first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
-    others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
+    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
+    others = (
+        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
+        for other in against
+    )
     candidates = [first, *others]
-    _require_distinct(candidates)
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
     lengths = lengths_within(first.folder, lengths, new_tokens)
     tokens = _usable_tokens(first.folder)
-    cells: list[Cell] = []
+    cells: list[Measurement] = []
     with ExitStack() as stack:
-        workers = [_started(candidate, threads, stack) for candidate in candidates]
+        workers = [stack.enter_context(closing(WorkerProcess(candidate, threads))) for candidate in candidates]
         for batch, length in product(batch_sizes, lengths):
             for cell in _measure(workers, random_prompts(tokens, batch, length), new_tokens, repeat):
                 cells.append(cell)
@@ -79,14 +81,7 @@ def bench(
         versions = {worker.candidate.name: worker.versions for worker in workers}
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
-    return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
-
-
-def _started(candidate: Candidate, threads: int, stack: ExitStack) -> Worker:
-    """A candidate's process, which ends with the stack."""
-    worker = Worker(candidate, threads)
-    stack.callback(worker.close)
-    return worker
+    return BenchResult([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
 
 
 def _require_positive(**given: Sequence[int]) -> None:
@@ -95,9 +90,9 @@ def _require_positive(**given: Sequence[int]) -> None:
             require_least(number, 1, name)
 
 
-def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repeat: int) -> list[Cell]:
-    """A round to warm up, in which tokens are compared, and `repeat` that count; every other one runs backwards."""
-    cells = [Cell(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
+def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: int, repeat: int) -> list[Measurement]:
+    """One round to warm up, in which tokens are compared, and `repeat` measured ones; every other in reverse order."""
+    cells = [Measurement(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
     pairs = list(zip(workers, cells, strict=True))
     expected: list[list[int]] | None = None
     for number in range(repeat + 1):
@@ -116,48 +111,51 @@ def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repe
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The lengths that were asked for, or the usual ones that leave room for the new tokens, or the longest that does.
+    """The given lengths, or else the default ones that leave room for the new tokens, or else the longest that does.
+
+    Args:
+        folder: of the model, for its context length.
+        lengths: given lengths; empty for the default.
+        new: number of new tokens.
 
     Raises:
-        UsageProblem: one was asked for that leaves none.
+        UsageProblem: a given length leaves no room.
     """
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]
     if not lengths and not fitting and context is not None:
         fitting = [context - new] if context > new else []
     if len(fitting) < len(lengths) or not fitting:
-        asked = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
+        wanted = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
         raise UsageProblem(
-            f"{asked} are more than the model's context of {context}", hint="give smaller `--lengths` or `--new-tokens`"
+            f"{wanted} are more than the model's context of {context}",
+            hint="give smaller `--lengths` or `--new-tokens`",
         )
     return fitting
 
 
 def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
-    """Tokens drawn with a fixed seed."""
+    """Random prompts of shape [batch, length], with a fixed seed.
+
+    Args:
+        tokens: to choose from.
+        batch: number of prompts.
+        length: tokens of each.
+    """
     found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
     return found
 
 
 def _usable_tokens(folder: Path) -> list[int]:
-    """All tokens of the vocabulary but the special ones.
+    """All tokens of the vocabulary except special ones.
 
     Raises:
-        InputRefused: the configuration names no vocabulary.
+        InputRefused: the configuration has no `vocab_size`.
     """
-    path = folder / "config.json"
-    config: dict[str, Any] = read_json(path) if path.is_file() else {}
-    text = config.get("text_config")
-    config = {**config, **(text if isinstance(text, dict) else {})}
+    config = language_config(folder)
     size = config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
-    said = [config.get(name) for name in SPECIAL]
-    special = {token for value in said for token in (value if isinstance(value, list) else [value])}
+    values = [config.get(name) for name in SPECIAL]
+    special = {token for value in values for token in (value if isinstance(value, list) else [value])}
     return [token for token in range(size) if token not in special] or list(range(size))
-
-
-def _require_distinct(candidates: Sequence[Candidate]) -> None:
-    names = [candidate.name for candidate in candidates]
-    if len(set(names)) < len(names):
-        raise UsageProblem("a candidate is named twice", hint="give each `--against` once, FOLDER itself not again")

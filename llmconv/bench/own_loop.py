@@ -1,28 +1,35 @@
-"""The graphs of a folder under llmconv's own loop; a folder without a tokenizer will do."""
+"""Opens the graphs of a folder for llmconv's own loop; the folder need not have a tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from llmconv.generation.model import TextModel, load_runner
+from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import positions_of
+from llmconv.generation.runners import load_runner
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
 class NoTokenizer:
-    """Gives no text."""
+    """Decodes to no text, for folders without a tokenizer."""
 
     def decode(self, tokens: Any, **_: Any) -> str:
-        """Nothing."""
+        """An empty string."""
         return ""
 
 
 def open_text_model(folder: str, threads: int, prepack: bool) -> TextModel:
-    """The model, with no end token; the text of every token is made where there is a tokenizer."""
+    """The model without end token; every token is decoded if there is a tokenizer.
+
+    Args:
+        folder: has the graphs.
+        threads: of onnxruntime.
+        prepack: let onnxruntime pack the weights.
+    """
     path = Path(folder)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
     return TextModel(

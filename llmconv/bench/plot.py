@@ -1,4 +1,4 @@
-"""The curves of a comparison, drawn by matplotlib."""
+"""Plots the result of a benchmark with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
 
-KINDS = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
 
 
 @checked
 def require_plotting(path: Written) -> None:
-    """Before anything is measured.
+    """Checks that a plot can be made, before anything is measured.
 
     Raises:
         InputRefused: matplotlib is not installed.
-        UsageProblem: the name ends in no kind of picture.
+        UsageProblem: unsupported suffix.
     """
-    if Path(path).suffix.lower() not in KINDS:
-        raise UsageProblem(f"`{path}` is no kind of picture", hint=f"end the name in {', '.join(KINDS)}")
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise UsageProblem(f"`{path}` is not a supported picture format", hint=f"end the name in {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputRefused("`--plot` needs matplotlib", hint="`pip install matplotlib`, or `--csv FILE`")
 
 
 @checked
-def write_plot(result: Comparison, path: Written) -> None:
-    """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
+def write_plot(result: BenchResult, path: Written) -> None:
+    """Plots tokens per second over prompt length, one row per batch size; bars show minimum and maximum."""
     path = Path(path)
     require_plotting(path)
     figure_module = importlib.import_module("matplotlib.figure")
@@ -50,7 +50,7 @@ def write_plot(result: Comparison, path: Written) -> None:
     replace_file(path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
 
 
-def _draw(axes: Any, cells: Sequence[Cell], candidates: Sequence[str], kind: str) -> None:
+def _draw(axes: Any, cells: Sequence[Measurement], candidates: Sequence[str], kind: str) -> None:
     lengths = sorted({cell.length for cell in cells})
     for name in candidates:
         curve = [(cell.length, getattr(cell, kind)) for cell in cells if cell.candidate == name and getattr(cell, kind)]

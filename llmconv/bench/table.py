@@ -1,4 +1,4 @@
-"""A comparison as a table for the terminal and as CSV."""
+"""The result of a benchmark as a table for the terminal and as CSV."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
 
-def table(result: Comparison) -> str:
-    """Medians, least and most in brackets; `times first's` is the speed of the steps."""
+def table(result: BenchResult) -> str:
+    """Medians, with minimum and maximum in brackets; `times first's` compares new tokens per second."""
     rows = [HEAD, *(_row(result, cell) for cell in result.cells)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     versions = [f"{name}: {', '.join(f'{p} {v}' for p, v in found.items())}" for name, found in result.versions.items()]
     setting = f"{result.new} new tokens, greedy, {result.threads} threads, {result.repeat} rounds in turn"
-    return "\n".join([*lines, "", f"{setting}; median (least-most)", *versions, *_differences(result)])
+    return "\n".join([*lines, "", f"{setting}; median (min-max)", *versions, *_differences(result)])
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -33,24 +33,24 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def _row(result: Comparison, cell: Cell) -> tuple[str, ...]:
+def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:
     place = str(cell.batch), str(cell.length), cell.candidate
     if cell.error:
         return (*place, "-", "-", "-", "-", f"failed: {cell.error}")
     first = result.cell(result.candidates[0], cell.batch, cell.length)
     ratio = f"{statistics.median(cell.decode) / statistics.median(first.decode):.2f}" if first.decode else "-"
-    told = "same" if cell.differs is None else f"differ from {cell.differs[1]} on"
-    return (*place, _figures(cell.prefill), _figures(cell.decode), ratio, f"{cell.peak / 1e6:.0f}", told)
+    tokens = "same" if cell.differs is None else f"differ from {cell.differs[1]} on"
+    return (*place, _figures(cell.prefill), _figures(cell.decode), ratio, f"{cell.peak / 1e6:.0f}", tokens)
 
 
 def _figures(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})" if values else "-"
 
 
-def _differences(result: Comparison) -> list[str]:
-    """What candidates that gave other tokens did."""
+def _differences(result: BenchResult) -> list[str]:
+    """A line for each measurement with different tokens."""
     return [
-        f"NOT THE SAME TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
+        f"DIFFERENT TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
         f"row {cell.differs[0]} differs from {result.candidates[0]}'s from new token {cell.differs[1]} on"
         for cell in result.cells
         if cell.differs
@@ -58,8 +58,8 @@ def _differences(result: Comparison) -> list[str]:
 
 
 @checked
-def write_csv(result: Comparison, path: Written) -> None:
-    """One line per cell, with the versions of what ran."""
+def write_csv(result: BenchResult, path: Written) -> None:
+    """Writes one line per measurement, with the versions of the packages."""
     rows = [
         {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}
         for cell in result.cells

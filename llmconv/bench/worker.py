@@ -1,13 +1,13 @@
-"""One candidate in a process of its own: batches as JSON lines on stdin, times and tokens as JSON lines on stdout.
+"""The process of one candidate: reads batches as JSON lines from stdin, writes times and tokens to stdout.
 
-Needs nothing but the standard library and what it measures, so that it runs in another environment, too. All kinds are
-asked for the same: greedy search that no end token ends.
+Needs only the standard library and the measured runtime, so that it also runs in another environment. All runtimes do
+the same: greedy search without an end token.
 
     arguments   KIND FOLDER THREADS
-    once        {"ready": {package: version}}
-    asked       {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; what
-                another candidate gave, for who insists on a token that may not come
-    answered    {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
+    at start    {"ready": {package: version}}
+    request     {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; `expected`
+                are the tokens of the first candidate, among which GenAI's end token must not be
+    answer      {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
     or          {"error": text}
 """
 
@@ -30,14 +30,16 @@ Run = Callable[[list[list[int]], int], Answer]
 
 
 def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
-    """llmconv's own loop over its graphs, with the text of every token where there is a tokenizer."""
-    opened = importlib.import_module("llmconv.bench.own_loop").open_text_model(folder, threads, prepack)
-    greedy = importlib.import_module("llmconv.generation").GenerationSettings
+    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer."""
+    from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
+    from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
+
+    opened = open_text_model(folder, threads, prepack)
 
     def run(prompts: list[list[int]], new: int) -> Answer:
         tokens: list[list[int]] = [[] for _ in prompts]
         times, started = [], time.perf_counter()
-        for piece in opened.stream(prompts, greedy(max_new_tokens=new)):
+        for piece in opened.stream(prompts, GenerationSettings(max_new_tokens=new)):
             if piece.token is not None:
                 tokens[piece.index].append(piece.token)
             if piece.index == len(prompts) - 1:
@@ -48,7 +50,7 @@ def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
 
 
 def open_packed(folder: str, threads: int) -> Run:
-    """As `open_onnx`, with weights that onnxruntime has packed."""
+    """As `open_onnx`, with weights packed by onnxruntime."""
     return open_onnx(folder, threads, prepack=True)
 
 
@@ -69,7 +71,7 @@ def open_optimum(folder: str, threads: int) -> Run:
 
 
 def _hugging_face(model: Any) -> Run:
-    """Greedy search by `generate`; a stopping criterion that stops nothing sees every step."""
+    """Greedy search by `generate`; a stopping criterion that never stops takes the time of every step."""
     torch = importlib.import_module("torch")
     config = importlib.import_module("transformers").GenerationConfig
 
@@ -86,12 +88,12 @@ def _hugging_face(model: Any) -> Run:
         )
         return times, found[:, ids.shape[1] :].tolist()
 
-    model.generation_config = config()  # or the model's own end token counts
+    model.generation_config = config()  # otherwise the model's own end token would end it
     return run
 
 
 class Genai:
-    """The generator of ONNX Runtime GenAI; it insists on an end token, so that is one which nobody gives here."""
+    """The generator of ONNX Runtime GenAI. It needs an end token, so that is one that does not occur in the output."""
 
     def __init__(self, folder: str, threads: int) -> None:
         self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
@@ -102,11 +104,11 @@ class Genai:
     def _open(self, end: int) -> None:
         self._end, config = end, self._library.Config(self._folder)
         options = {"session_options": {"intra_op_num_threads": self._threads}}
-        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": options}}))  # a list would only add to it
+        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": options}}))  # a list would be appended
         self._model = self._library.Model(config)
 
     def avoid(self, tokens: set[int]) -> None:
-        """The end token is none of these from now on."""
+        """Chooses an end token that is not one of `tokens`."""
         if self._end in tokens:
             self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
 
@@ -131,32 +133,39 @@ KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
     "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
     "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),
 }
-"""Kind to what opens a folder, and the packages whose versions count."""
+"""Runtime to the function that opens a folder, and the packages whose versions are reported."""
 
 
 def serve(kind: str, folder: str, threads: int, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answers until stdin ends."""
+    """Answers requests until stdin ends.
+
+    Args:
+        kind: one of `KINDS`.
+        folder: to measure.
+        threads: of the runtime.
+        answer: writes an answer.
+    """
     opener, packages = KINDS[kind]
     try:
         run = opener(folder, threads)
-    except Exception as error:  # of whatever library
-        return answer({"error": _told(error)})
+    except Exception as error:  # any library can raise anything
+        return answer({"error": _first_line(error)})
     answer({"ready": {name: _version(name) for name in packages}})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if hasattr(run, "avoid"):
-                run.avoid({token for row in asked["expected"] for token in row})
-            _forget_peak()
-            times, tokens = run(asked["prompts"], asked["new"])
+                run.avoid({token for row in request["expected"] for token in row})
+            _reset_peak()
+            times, tokens = run(request["prompts"], request["new"])
             answer({"times": times, "tokens": tokens, "peak": _peak()})
         except Exception as error:
-            answer({"error": _told(error)})
+            answer({"error": _first_line(error)})
     return None
 
 
-def _told(error: Exception) -> str:
-    """The first line of what another library says, and its class where it says nothing."""
+def _first_line(error: Exception) -> str:
+    """The first line of an error message; the name of the class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -167,14 +176,14 @@ def _version(package: str) -> str:
         return "?"
 
 
-def _forget_peak() -> None:
-    """Sets the largest resident set back to the present one (`proc_pid_clear_refs(5)`; elsewhere nothing)."""
+def _reset_peak() -> None:
+    """Resets the peak of the resident set to its present size (`proc_pid_clear_refs(5)`; only on Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:
-    """Bytes of the largest resident set since `_forget_peak`."""
+    """Peak of the resident set since `_reset_peak`, in bytes."""
     with suppress(OSError, IndexError, ValueError):
         return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
@@ -182,7 +191,7 @@ def _peak() -> int:
 
 
 def main() -> None:
-    """Keeps stdout for the answers: what libraries print goes to stderr."""
+    """Runs `serve`; stdout is only for answers, output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

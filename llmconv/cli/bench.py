@@ -1,9 +1,9 @@
-"""llmconv bench: prompts and steps over lengths and batch sizes, beside other exports and runtimes."""
+"""`llmconv bench`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,17 +11,14 @@ from llmconv.cli import options
 from llmconv.errors import OutputFailed, UsageProblem
 from llmconv.progress import say
 
-if TYPE_CHECKING:
-    from llmconv.bench import Cell
 
+class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
+    """`128,512`: a list of positive integers."""
 
-class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
-    """`128,512`: whole numbers of at least 1."""
-
-    name = "numbers"
+    name = "integers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """A tuple of them."""
+        """The integers of a value such as `128,512`."""
         if isinstance(value, tuple):
             return value
         try:
@@ -29,7 +26,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type
         except ValueError:
             numbers = (0,)
         if min(numbers) < 1:
-            self.fail(f"`{value}` is no list of whole numbers such as 128,512", param, ctx)
+            self.fail(f"invalid list of integers `{value}`: give for example 128,512", param, ctx)
         return numbers
 
 
@@ -39,23 +36,23 @@ class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type
     "--against",
     multiple=True,
     metavar="CANDIDATE",
-    help="FOLDER of another export, or RUNTIME:FOLDER (packed, torch, optimum, genai), or RUNTIME alone for the first "
-    "folder. May be repeated.",
+    help="Compare with FOLDER, with RUNTIME:FOLDER (packed, torch, optimum, genai), or with RUNTIME for the same folder"
+    ". May be repeated.",
 )
-@click.option("--lengths", type=Numbers(), default=(), help="Tokens per prompt. [default: 128,512,2048,8192 that fit]")
-@click.option("--batch-sizes", type=Numbers(), default=(1,), help="Prompts side by side. [default: 1]")
-@click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="After each prompt.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after one to warm up.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Of every candidate; 0 for one per core.")
+@click.option("--lengths", type=IntegerList(), default=(), help="Prompt lengths. [default: 128,512,2048,8192 that fit]")
+@click.option("--batch-sizes", type=IntegerList(), default=(1,), help="Numbers of prompts per batch. [default: 1]")
+@click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="New tokens per prompt.")
+@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after a warm-up.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Threads per candidate; 0 for one per core.")
 @click.option(
     "--python",
     "pythons",
     multiple=True,
     metavar="RUNTIME=PATH",
-    help="An interpreter that has the runtime, such as optimum=PATH.",
+    help="Python interpreter that has the runtime, such as optimum=PATH.",
 )
-@click.option("--csv", "csv_file", type=options.Output(), help="Write the figures there.")
-@click.option("--plot", "plot_file", type=options.Output(), help="Draw the curves there, as .png, .svg or .pdf.")
+@click.option("--csv", "csv_file", type=options.Output(), help="Write the figures to this file.")
+@click.option("--plot", "plot_file", type=options.Output(), help="Plot the figures to a .png, .svg or .pdf file.")
 @options.as_json
 @options.talk
 @click.pass_context
@@ -73,12 +70,12 @@ def command(
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure prompts and steps of graphs over lengths and batch sizes.
+    """Measure prefill and decode speed over prompt lengths and batch sizes.
 
-    Candidates take turns, each in a process of its own, all with as many threads. A table of medians, least and most
-    goes to stdout. Exit code 1: candidates gave different tokens.
+    Candidates take turns, each in its own process, all with the same number of threads. Prints a table of medians with
+    minimum and maximum. Exit code 1: candidates gave different tokens.
     """
-    from llmconv.bench import Candidate, bench
+    from llmconv.bench import BenchCandidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
 
@@ -86,16 +83,16 @@ def command(
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)
-    first = Candidate.parse(folder, None, interpreters)
+    first = BenchCandidate.parse(folder, None, interpreters)
     result = bench(
         first,
-        against=[Candidate.parse(text, first.folder, interpreters) for text in against],
+        against=[BenchCandidate.parse(text, first.folder, interpreters) for text in against],
         lengths=lengths,
         batch_sizes=batch_sizes,
         new_tokens=new_tokens,
         repeat=repeat,
         threads=threads,
-        on_cell=_say_cell,
+        on_cell=lambda cell: say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}"),
     )
     if as_json:
         options.print_json(result.as_dict())
@@ -109,28 +106,26 @@ def command(
 
 
 def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
-    """Before anything is measured."""
+    """Checks the output files before anything is measured."""
     from llmconv.files.safe_folder import require_plain
 
     if csv_file and csv_file == plot_file:
-        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give each a name of its own")
+        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give two different names")
     for file in filter(None, (csv_file, plot_file)):
         if not file.parent.is_dir():
-            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
+            raise OutputFailed(
+                f"the folder of `{file}` does not exist", hint=f"create the folder `{file.parent}` first"
+            )
         require_plain(file)
 
 
 def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
     pairs = [text.partition("=") for text in given]
-    from llmconv.bench.candidate import RUNTIMES
+    from llmconv.bench.runtimes import RUNTIMES
 
     for text, (runtime, _, path) in zip(given, pairs, strict=True):
         if path and runtime not in RUNTIMES:
-            raise UsageProblem(f"`--python {text}` names no runtime", hint=f"one of: {', '.join(RUNTIMES)}")
+            raise UsageProblem(f"unknown runtime in `--python {text}`", hint=f"give one of: {', '.join(RUNTIMES)}")
         if not runtime or not path:
-            raise click.UsageError(f"`{text}` is no RUNTIME=PATH")
+            raise click.UsageError(f"`{text}` is not RUNTIME=PATH")
     return {runtime: path for runtime, _, path in pairs}
-
-
-def _say_cell(cell: Cell) -> None:
-    say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}")

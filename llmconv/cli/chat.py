@@ -1,4 +1,4 @@
-"""llmconv chat: a conversation in the terminal."""
+"""`llmconv chat`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ from llmconv.cli import generation_options, options
 
 @click.command("chat")
 @click.argument("model", metavar="FOLDER")
-@click.option("--system", default="", metavar="TEXT", help="The message of the system that the chat begins with.")
+@click.option("--system", default="", metavar="TEXT", help="System message at the start of the chat.")
 @click.option("--template", default="tokenizer", show_default=True, metavar="NAME", help=generation_options.TEMPLATE)
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per answer on stdout.")
 @options.talk
-def command(
-    model: str,
-    system: str,
-    template: str,
-    as_json: bool,
-    **given: Any,
-) -> None:
-    """Talk with the model in FOLDER.
+def command(model: str, system: str, template: str, as_json: bool, **given: Any) -> None:
+    """Chat with the model in FOLDER.
 
-    A line is a message: on a terminal after a prompt, else every line of stdin. Only what is new runs through the
-    model. /reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+    Each line is a message: typed at the prompt of a terminal, or read from stdin. Each turn runs only the new tokens.
+    /reset clears the chat, /system TEXT sets the system message, /quit or Ctrl-D exits, Ctrl-C stops an answer.
     """
     from llmconv.cli.terminal import talk
     from llmconv.generation.chat_session import Chat, answer_settings

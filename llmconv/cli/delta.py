@@ -1,4 +1,4 @@
-"""llmconv delta: a tuned model from its base and a delta, and the delta from the two models."""
+"""`llmconv delta apply` and `llmconv delta extract`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(name="delta")
 def command() -> None:
-    """Apply or extract what tuning changed in a base."""
+    """Apply or extract the difference between a tuned model and its base."""
 
 
 @command.command(name="apply")
@@ -23,13 +23,13 @@ def command() -> None:
 @click.argument("delta")
 @options.changes
 def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
-    """Make the tuned model OUT of BASE and DELTA.
+    """Add DELTA to BASE and write the tuned model to OUT.
 
-    BASE is a Hugging Face folder, or a checkpoint that to-hf reads. DELTA is one of three, told by its content:
-    of `delta extract`, which gives back the tuned model bit for bit and refuses any other base; of FastChat (Vicuna) or
-    Stanford Alpaca, a Hugging Face folder of tuned - base, whose vocabulary may be larger; of LLaMA2-Accessory. The
-    last two are added in float32 and rounded once to --dtype; with `keep` that is the base's type, or the delta's where
-    that has more bits. If the delta ships a checksum, it is compared, and a mismatch is reported.
+    BASE is a Hugging Face folder, or a checkpoint that to-hf reads. The kind of DELTA is detected by its content:
+    from `delta extract`, which restores the tuned model bit for bit and refuses any other base; from FastChat (Vicuna)
+    or Stanford Alpaca, a Hugging Face folder of tuned - base, whose vocabulary may be larger; or from LLaMA2-Accessory.
+    The last two are added in float32 and rounded once to --dtype; with `keep` that is the base's type, or the delta's
+    if that has more bits. If the delta has a checksum, it is compared, and a mismatch is reported.
 
     \b
     llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b
@@ -48,18 +48,17 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @click.argument("base")
 @click.argument("tuned")
 @options.writes
-@click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, which is not exact.")
+@click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, an approximation.")
 def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
-    """Write what TUNED is over BASE into the folder OUT.
+    """Write the difference between TUNED and BASE to the folder OUT.
 
-    The delta is exact: each weight is stored as the number of representable values that it moved by, an integer
-    difference of bit patterns that any two of them have (NaN, infinities, other types, rows that are new), packed with
-    zstd. `delta apply` gives TUNED back bit for bit, with its config and tokenizer. OUT keeps the sha256 of the base's
-    tensors.
+    The delta is exact: for each weight it stores the integer difference of the bit patterns (also for NaN, infinities,
+    other types and new rows), compressed with zstd. `delta apply` restores TUNED bit for bit, with its config and
+    tokenizer. OUT contains the sha256 of the base's tensors.
 
-    With --rank, OUT is a LoRA adapter for PEFT or merge-lora: for each linear weight that changed the best product of
-    that rank (of large weights nearly the best), and norms, biases, embeddings and routers whole. What PEFT has no
-    place for, such as experts, is refused by name. How much of each change the adapter holds is printed.
+    With --rank, OUT is a LoRA adapter for PEFT or merge-lora: for each changed linear weight the best product of that
+    rank (nearly the best for large weights); norms, biases, embeddings and routers are stored in full. Changes that
+    PEFT cannot store, such as experts, are refused by name. Prints the captured share of each change.
 
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta
@@ -69,20 +68,16 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 
     done = extract_delta(base, tuned, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({**plans.as_result(done.plan, output, dry_run), **_told(done)})
+        options.print_json({**plans.as_result(done.plan, output, dry_run), **_delta_fields(done)})
         return
     size = f"; {done.nbytes:,} bytes as {done.kind} delta" if done.nbytes is not None else f" as {done.kind} delta"
     plans.print_plan(done.plan, output, dry_run, size)
     for name, share in done.captured.items():
         click.echo(f"  {share:7.2%}  {name}")
     if done.captured_overall is not None:
-        click.echo(f"  {done.captured_overall:7.2%}  of the norm of all {len(done.captured)} changes together")
+        click.echo(f"  {done.captured_overall:7.2%}  of the norm of all {len(done.captured)} changes")
 
 
-def _told(done: Extracted) -> dict[str, Any]:
-    low_rank = {
-        "captured": dict(done.captured),
-        "captured_overall": done.captured_overall,
-        "whole": list(done.whole),
-    }
+def _delta_fields(done: Extracted) -> dict[str, Any]:
+    low_rank = {"captured": dict(done.captured), "captured_overall": done.captured_overall, "whole": list(done.whole)}
     return {"kind": done.kind, "delta_bytes": done.nbytes, **(low_rank if done.kind == "low-rank" else {})}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "--layout",
     multiple=True,
     metavar="CLIENT",
-    help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
+    help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
 @click.option("--last-logits", is_flag=True, help="Return the logits of the last position only.")
 @click.option(
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="static: all axes are fixed numbers.",
 )
-@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call.  [default: 1]")
+@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call. [default: 1]")
 @click.option("--max-seq-len", type=click.IntRange(1), help="Static: number of tokens that the cache holds.")
 @click.option("--prompt-len", type=click.IntRange(1), help="Static: new tokens per call of prefill.onnx.")
 @click.option(

@@ -11,7 +11,7 @@ from llmconv.cli import options
 @options.as_json
 @options.talk
 def command(as_json: bool) -> None:
-    """List the model families that export knows: the registry of input maps."""
+    """List the model families that export supports (the registry of input maps)."""
     from llmconv.export.input_maps import known_input_maps
 
     rows = {name: row for name, row in sorted(known_input_maps().items())}

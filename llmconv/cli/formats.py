@@ -1,4 +1,4 @@
-"""llmconv formats: the training formats that to-hf reads."""
+"""`llmconv formats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llmconv from-hf: a Hugging Face folder becomes a training checkpoint."""
+"""`llmconv from-hf`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from llmconv.cli import options, plans
 def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **choices: Any) -> None:
     """Convert the Hugging Face folder MODEL into the training checkpoint OUT.
 
-    What comes out is what `to-hf` turns into the same tensors again, bit for bit; a model that the format cannot hold
-    is refused.
+    `to-hf` converts OUT back to the same tensors, bit for bit. A model that the format does not support is refused.
 
     \b
     llmconv from-hf base -o llama --to meta --shards 2    a folder of consolidated.NN.pth

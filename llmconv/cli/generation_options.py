@@ -1,4 +1,4 @@
-"""Options of the commands that continue texts: what runs, how tokens are picked, how prompts are worded."""
+"""Options of the commands that generate text: backend and session, sampling, chat template."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 BACKENDS = ["onnx", "torch", "genai"]
 
-TEMPLATE = "Of chats: the tokenizer's, alpaca, v1_2, vicuna, or a file in Jinja."
+TEMPLATE = "Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file."
 
 PICKING = (
     click.option(
         "--max-new-tokens",
         type=click.IntRange(1),
-        help="Maximum number of new tokens. Default: generation_config.json, else 64.",
+        help="Maximum number of new tokens. Default: generation_config.json, else 64 (chat: 2048).",
     ),
     click.option("--max-length", type=click.IntRange(1), help="Maximum number of tokens, prompt included."),
     click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 means greedy decoding."),
-    click.option("--top-k", type=click.IntRange(0), help="Draw from the k likeliest; 0 for all, 50 if not said."),
+    click.option("--top-k", type=click.IntRange(0), help="Sample from the k likeliest tokens; 0 for all. Default: 50."),
     click.option(
-        "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw from the likeliest that sum up to p."
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Sample from the likeliest tokens with total probability p.",
     ),
-    click.option("--min-p", type=click.FloatRange(0, 1), help="Draw from those at least p times the likeliest."),
-    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 for none."),
-    click.option("--num-beams", type=click.IntRange(1), help="Sequences searched side by side."),
-    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Ends a text; may be repeated."),
+    click.option("--min-p", type=click.FloatRange(0, 1), help="Sample from tokens at least p times the likeliest."),
+    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="Repetition penalty; 1: none."),
+    click.option("--num-beams", type=click.IntRange(1), help="Number of beams for beam search."),
+    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Stop string. May be repeated."),
     click.option("--seed", type=click.IntRange(0), help="Random seed for sampling."),
 )
 RUNNING = (
-    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="What runs."),
-    click.option("--adapter", type=click.Path(path_type=Path), help="Folder of PEFT, with `--backend torch`."),
-    click.option("--provider", metavar="NAME", help="Of onnxruntime: cpu, cuda, …; what it cannot run, the CPU runs."),
-    click.option("--threads", type=click.IntRange(0), help="Of onnxruntime or torch; 0 for one per core."),
+    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
+    click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
+    click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
+    click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
     click.option(
         "--session-config", type=click.Path(path_type=Path), metavar="FILE", help="Session options, .ini or JSON."
     ),
@@ -51,19 +53,19 @@ RUNNING = (
         "--timeout",
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help="That a run of a small graph may take, 60 if not said; more weights and tokens may take more.",
+        help="Time limit for a run of a small graph; larger models and prompts get more. Default: 60.",
     ),
-    click.option("--prepack", is_flag=True, help="Copy weights into a faster layout; else they stay mapped files."),
+    click.option("--prepack", is_flag=True, help="Copy weights to a faster layout in memory. Default: map the files."),
 )
 
 
 def picking(command: Command) -> Command:
-    """How the next token is picked, and when a text ends; what is not given is as generation_config.json says."""
+    """Adds the options for sampling and length, whose defaults are in `generation_config.json`."""
     return _with(command, PICKING)
 
 
 def running(command: Command) -> Command:
-    """What runs, and on what."""
+    """Adds the options for backend and session."""
     return _with(command, RUNNING)
 
 
@@ -74,12 +76,12 @@ def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `GenerationSettings` from what `picking` took; how to draw is said by drawing."""
-    fields = {name: given[name] for name in NAMES if given[name] is not None}
+    """Fields of `GenerationSettings` from the options of `picking`; sampling options turn on `do_sample`."""
+    fields = {name: value for name, value in given.items() if name not in OF_RUNNING and value is not None}
     if {"max_new_tokens", "max_length"} <= fields.keys():
         raise UsageProblem(
-            "`--max-new-tokens` and `--max-length` both say when a text ends",
-            hint="give one of them: `--max-length` counts the prompt, too",
+            "`--max-new-tokens` and `--max-length` both set the length",
+            hint="give one of them: `--max-length` includes the prompt",
         )
     if not fields.get("stop_strings"):
         fields.pop("stop_strings", None)
@@ -90,26 +92,12 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-NAMES = (
-    "max_new_tokens",
-    "max_length",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "num_beams",
-    "stop_strings",
-    "seed",
-)
-
-
 def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
-    """What opens a model as `running` and `--trust-remote-code` say; settings of onnxruntime are read at once.
+    """A function that opens a model with the given options; the session options are read at once.
 
     Args:
-        model: a folder, a graph, or a name in the hub's cache.
-        given: all that these options took; others beside them are left alone.
+        model: a folder, a graph, or a name in the Hub's cache.
+        given: values of the options of `running` and `--trust-remote-code`; others are ignored.
     """
     if given["backend"] == "torch":
         _refuse_session(given)
@@ -125,26 +113,26 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
 
 
 def _refuse_session(given: Mapping[str, Any]) -> None:
-    """Options of onnxruntime, which the eager model does without."""
+    """Refuses options of onnxruntime, which the eager model does not use."""
     odd = next((name for name in ("provider", "session_config", "prepack") if given[name]), None)
     if odd:
         raise UsageProblem(
-            f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does without",
+            f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use",
             hint="leave it out, the eager model runs on the CPU; or leave out `--backend torch`",
         )
 
 
 OPENING = ("backend", "adapter", "trust_remote_code")
-"""Options that `TextModel.open` takes as they are."""
+"""Options that are passed to `TextModel.open` unchanged."""
 
 OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "timeout")
-"""All that `opener` takes."""
+"""All options that `opener` uses."""
 
 
 def _session(
     provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
 ) -> SessionSettings:
-    """Settings of onnxruntime from what `running` took; options go before the file."""
+    """Session settings of onnxruntime; options override the file."""
     from llmconv.runtime.onnxruntime.session_file import read_session_file
     from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 

@@ -1,4 +1,4 @@
-"""llmconv inspect: what a path is."""
+"""`llmconv inspect`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @options.as_json
 @options.talk
 def command(path: str, as_json: bool) -> None:
-    """Tell what PATH is: format, architecture, element types, sizes.
+    """Show what PATH is: format, architecture, element types, sizes.
 
     PATH is a training checkpoint, a Hugging Face folder, an adapter, or a safetensors or torch file. Only headers are
     read, and nothing is executed.
@@ -28,7 +28,7 @@ def command(path: str, as_json: bool) -> None:
     from llmconv.convert.inspect import inspect
 
     found = inspect(path)
-    named = path if is_address(path) else str(found.path)  # what was fetched lies nowhere when this is read
+    named = path if is_address(path) else str(found.path)  # a download is removed by the end
     if as_json:
         options.print_json({**found.summary(), "path": named})
         return
@@ -39,15 +39,17 @@ def command(path: str, as_json: bool) -> None:
 
 
 def shown_rows(found: Inspection) -> list[tuple[str, str]]:
-    """The lines of the table: title and value."""
-    said = found.config.get("architectures")
-    architecture = ", ".join(map(str, said)) if isinstance(said, list) else ""
+    """The lines of the table, as title and value."""
+    names = found.config.get("architectures")
+    architecture = ", ".join(map(str, names)) if isinstance(names, list) else ""
+    kind = found.kind or str(found.config.get("model_type") or "unknown")
+    model = [("model type", kind), ("architecture", architecture or "unknown")]
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
-        *(_adapter_rows(found.adapter) if found.adapter else _model_rows(found, architecture)),
+        *(_adapter_rows(found.adapter) if found.adapter else model),
         *([("quantization", found.quantization)] if found.quantization else []),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
@@ -59,15 +61,8 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     return rows + [("warning", warning) for warning in found.warnings]
 
 
-def _model_rows(found: Inspection, architecture: str) -> list[tuple[str, str]]:
-    return [
-        ("model type", found.kind or str(found.config.get("model_type") or "unknown")),
-        ("architecture", architecture or "unknown"),
-    ]
-
-
 def _adapter_rows(adapter: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the config of an adapter says; what it leaves out is not shown."""
+    """The fields in the config of an adapter; missing fields are not shown."""
     titles = {"peft_type": "kind", "base": "base model", "r": "rank (r)", "modules_to_save": "saved modules"}
     shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in adapter.items()}
     return [(titles.get(name, name), str(value)) for name, value in shown.items() if value not in (None, "")]

@@ -1,4 +1,4 @@
-"""llmconv merge-lora: adapters merged into the weights of their base."""
+"""`llmconv merge-lora`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     "weights",
     type=float,
     multiple=True,
-    help="Factor of an adapter's update; once per adapter [default: 1].",
+    help="Weight of an adapter's update; once per adapter. [default: 1]",
 )
 @click.option(
     "--initial-adapter",
     "initial_adapters",
     multiple=True,
     metavar="PATH",
-    help="The adapter before training, where its start was taken out of the base (PiSSA, OLoRA); once per adapter, - "
-    "for none.",
+    help="The adapter before training, if its initial value was subtracted from the base (PiSSA, OLoRA); once per "
+    "adapter, - for none.",
 )
 @click.option(
     "--combine",
     type=click.Choice(COMBINATIONS),
     default="linear",
     show_default=True,
-    help="How several adapters become one; linear and cat are the exact sum.",
+    help="How to combine several adapters; linear and cat are the exact sum.",
 )
 @click.option(
     "--density",
@@ -48,33 +48,33 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     type=float,
     multiple=True,
     metavar="D",
-    help="Share of an adapter's change to keep, for ties, dare_* and magnitude_prune; once, or once per adapter.",
+    help="Fraction of an adapter's update to keep, for ties, dare_* and magnitude_prune; once, or once per adapter.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of what dare_* draws.")
-@click.option("--rank", type=int, metavar="R", help="Of the result of svd [default: the adapters' largest].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed for dare_*.")
+@click.option("--rank", type=int, metavar="R", help="Rank of the result of svd. [default: the largest rank]")
 @click.option(
     "--majority-sign",
     type=click.Choice(["total", "frequency"]),
     default="total",
     show_default=True,
-    help="How ties and dare_ties elect signs: by size or by number.",
+    help="How ties and dare_ties elect signs: by magnitude or by count.",
 )
 @click.option(
     "--base-quant",
     type=click.Choice(["dequantize", "requantize"]),
-    help="What becomes of a quantized BASE: plain weights (bfloat16 unless --dtype is given), or stored as it is, "
-    "refused where too little of the update survives.",
+    help="Result for a quantized BASE: dequantized (bfloat16 unless --dtype is given), or quantized again, refused if "
+    "that loses too much of the update.",
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead of BASE's.")
-@click.option("--check", is_flag=True, help="Compare a sample of what was written with the sum in float64.")
-@click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
+@click.option("--check", is_flag=True, help="Compare a sample of the written weights with the sum in float64.")
+@click.option("--alpha", type=float, help="lora_alpha, if the adapter's config does not contain it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge adapters into BASE and write the Hugging Face folder OUT.
 
     Adapters of PEFT (LoRA, AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning), PaddleNLP,
-    mlx-lm, torchtune, LitGPT, MindFormers or LLaMA2-Accessory, told by their files. Several are summed exactly, in
-    one pass, in float64 with one rounding, or combined as --combine says. An adapter tensor that matches nothing in
-    BASE is an error.
+    mlx-lm, torchtune, LitGPT, MindFormers or LLaMA2-Accessory, detected by their files. Several are summed in one
+    pass, in float64 with one rounding, or combined by --combine. An adapter tensor that matches no weight of BASE is
+    an error.
 
     \b
     llmconv merge-lora base adapter -o merged
@@ -82,7 +82,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
     llmconv merge-lora base style facts -o merged --combine ties --density 0.4 --check
     llmconv merge-lora base-nf4 adapter -o merged --base-quant dequantize
 
-    Exit code 1 says that --check found a difference.
+    Exit code 1: --check found a difference.
     """
     from llmconv.convert.merge_lora import merge_lora
 

@@ -15,20 +15,20 @@ from llmconv.progress import set_quiet
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 VERBOSE = "llmconv.verbose"
-"""Where a command leaves `-v` for the group, in click's `Context.meta`."""
+"""Key in click's `Context.meta` under which a command stores `-v` for the group."""
 
 NO_PATHS = {"texts"}
-"""Arguments that are text; all others name a file, a folder or a model."""
+"""Arguments that are texts; all others are paths or model names."""
 
 
 def refuse_empty_paths(command: click.Command) -> click.Command:
-    """Has the command, and those below it, refuse `""` for a path, which Python would take for the current folder."""
+    """Makes the command and its subcommands refuse `""` as a path, which would mean the current folder."""
     for below in command.commands.values() if isinstance(command, click.Group) else ():
         refuse_empty_paths(below)
     for parameter in command.params:
         is_text = isinstance(parameter, click.Argument) and parameter.name not in NO_PATHS
         if isinstance(parameter.type, Output):
-            continue  # says so itself
+            continue  # checks it itself
         if isinstance(parameter.type, click.Path):
             parameter.type = NamedPath(path_type=parameter.type.type)
         elif is_text or parameter.metavar in ("PATH", "FILE"):
@@ -52,7 +52,7 @@ class NamedPath(click.Path):
 
 
 class NamedText(click.types.StringParamType):
-    """A local path, a URI or a hub id, as text that is not empty."""
+    """A local path, a URI or a Hub id that is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As click's."""
@@ -61,16 +61,16 @@ class NamedText(click.types.StringParamType):
 
 
 class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
-    """A file or folder to write, on this machine: the type of every option that names one."""
+    """A local file or folder to write: the type of every option for one."""
 
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """See `output_path`; click.Path would make `s3:/…` of `s3://…` before anybody can look at it."""
+        """See `output_path`; click.Path would change `s3://…` to `s3:/…` before it can be checked."""
         return output_path(value, param.opts[-1] if param else "output")
 
 
-output = click.option("-o", "--output", type=Output(), required=True, help="Folder to make.")
+output = click.option("-o", "--output", type=Output(), required=True, help="Folder to write.")
 dtype = click.option(
     "--dtype",
     type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
@@ -79,23 +79,25 @@ dtype = click.option(
     help="Element type of the floating-point weights.",
 )
 max_shard_size = click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of a safetensors file."
 )
-asked_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Largest safetensors file.  [default: 5GB]")
+asked_shard_size = click.option(
+    "--max-shard-size", metavar="SIZE", help="Maximum size of a safetensors file.  [default: 5GB]"
+)
 kept_shard_size = click.option(
     "--max-shard-size",
     default="keep",
     show_default=True,
     metavar="SIZE",
-    help="Largest safetensors file; keep: the files of BASE, which are copied where nothing in them changes.",
+    help="Maximum size of a safetensors file; keep: split as in BASE, and copy files without changes.",
 )
-overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv made it.")
-resume = click.option("--resume", is_flag=True, help="Continue a run that was interrupted.")
+overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv wrote it.")
+resume = click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 trust_remote_code = click.option(
-    "--trust-remote-code", is_flag=True, help="Run the Python code in the model's folder: only if you have read it."
+    "--trust-remote-code", is_flag=True, help="Run the Python code in the model's folder; only if you trust it."
 )
 dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
-as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
 
 
 def talk(
@@ -103,7 +105,13 @@ def talk(
     quiet: str = "Hide messages and progress bars (stderr).",
     verbose: str = "Show the traceback of an error.",
 ) -> Command:
-    """`-q` and `-v`, with what they do."""
+    """Adds `-q` and `-v`.
+
+    Args:
+        command: the function of the command.
+        quiet: help of `-q`.
+        verbose: help of `-v`.
+    """
 
     def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         set_quiet(value)
@@ -122,7 +130,7 @@ def writes(command: Command) -> Command:
 
 
 def converts(command: Command) -> Command:
-    """The options of `to-hf`, which has to know whether a size was asked for."""
+    """The options of `to-hf`, where `--max-shard-size` has no default value."""
     return _with(command, asked_shard_size)
 
 
@@ -138,5 +146,5 @@ def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """The command's result as one JSON object on stdout."""
+    """Prints the result of the command as one JSON object."""
     click.echo(json.dumps(content, indent=2))

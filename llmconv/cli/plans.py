@@ -1,4 +1,4 @@
-"""What a command that writes a folder says of it: a line, the whole plan, or one JSON object."""
+"""Output of the commands that write a folder: one line, the whole plan, or one JSON object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
-    """The fields that every such command has in its JSON."""
+    """The fields that all these commands have in their JSON.
+
+    Args:
+        plan: of the run.
+        output: the folder.
+        dry_run: nothing was written.
+    """
     return {
         "model_type": plan.checkpoint.config.get("model_type"),
         "output": str(output),
@@ -28,21 +34,21 @@ def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
 def print_plan(
     plan: Plan, output: Path, dry_run: bool, more: str = "", fate: Callable[[str], str] | None = None
 ) -> None:
-    """One line of what was written; what would be written, tensor by tensor, in a dry run.
+    """Prints one line about the written folder; in a dry run also every tensor.
 
     Args:
         plan: of the run.
         output: the folder.
         dry_run: nothing was written.
-        more: follows the line.
-        fate: what happens to a tensor of this name, at the end of its line.
+        more: end of the first line.
+        fate: tensor name to a description of its change, for the end of its line.
     """
     from llmconv.output.writer import space_needed
 
     count = sum(len(shard.tensors) for shard in plan.shards)
     copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)
     sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
-    sizes += f", {copied:,} of them copied as they are" if copied else ""
+    sizes += f", {copied:,} of them copied unchanged" if copied else ""
     verb = "would write" if dry_run else "found" if plan.found else "wrote"
     click.echo(f"{verb} {output}: {plan.checkpoint.kind}, {sizes}{more}")
     if not dry_run:

@@ -1,4 +1,4 @@
-"""The two ends of a chat: a person at a terminal, or lines in a pipe."""
+"""The input and output of `llmconv chat`: a terminal, a pipe, or JSON lines."""
 
 from __future__ import annotations
 
@@ -12,104 +12,104 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmconv.cli import Terminated
+from llmconv.cli.command_group import Terminated
 from llmconv.errors import LlmconvError, printable
 from llmconv.progress import say
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from llmconv.generation import Piece
+    from llmconv.generation import TextPiece
     from llmconv.generation.chat_session import Chat
 
-COMMANDS = "/reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = "/reset clears the chat, /system TEXT sets the system message, /quit or Ctrl-D exits, Ctrl-C stops an answer"
 
 
-class End(Protocol):
-    """Where lines come from and answers go."""
+class ChatFrontend(Protocol):
+    """Where messages come from and answers go."""
 
     def lines(self) -> Iterator[str]:
-        """What the person writes."""
+        """The messages, line by line."""
 
-    def answer(self, pieces: Generator[Piece]) -> None:
-        """Shows an answer while it grows."""
+    def answer(self, pieces: Generator[TextPiece]) -> None:
+        """Shows an answer while it is generated."""
 
     def failed(self, error: LlmconvError) -> None:
-        """Tells of an answer that there is not."""
+        """Reports that an answer failed."""
 
     def note(self, text: str) -> None:
-        """One line that is no answer."""
+        """Shows one line that is not an answer."""
 
 
 def talk(chat: Chat, name: str, as_json: bool = False) -> None:
-    """Reads lines and answers them until there are no more.
+    """Reads lines and answers them until the input ends.
 
     Args:
-        chat: what answers.
-        name: of the model, to greet with.
-        as_json: answers are JSON lines.
+        chat: the conversation.
+        name: model name, for the greeting.
+        as_json: print answers as JSON lines.
     """
-    end = _end(name, as_json)
-    for line in end.lines():
+    frontend = _frontend(name, as_json)
+    for line in frontend.lines():
         word, _, rest = line.strip().partition(" ")
         if word == "/quit":
             return
         if word == "/reset":
             chat.reset()
-            end.note("the chat is forgotten")
+            frontend.note("the chat is cleared")
         elif word == "/system":
             chat.system = rest.strip()
-            end.note("the system message is set" if chat.system else "there is no system message any more")
+            frontend.note("the system message is set" if chat.system else "the system message is removed")
         elif word in ("/help", "/?"):
-            end.note(COMMANDS)
+            frontend.note(COMMANDS)
         elif word.startswith("/") and word[1:].isalpha():
-            end.note(f"there is no {word}; {COMMANDS}")
+            frontend.note(f"unknown command {word}; {COMMANDS}")
         elif word:
-            _answer(chat, line.rstrip("\r\n"), end)
+            _answer(chat, line.rstrip("\r\n"), frontend)
 
 
-def _end(name: str, as_json: bool) -> End:
+def _frontend(name: str, as_json: bool) -> ChatFrontend:
     if as_json:
         return JsonLines()
     return Terminal(name) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
 
 
-def _answer(chat: Chat, line: str, end: End) -> None:
-    with closing(cast("Generator[Piece]", chat.ask(line))) as pieces:
+def _answer(chat: Chat, line: str, frontend: ChatFrontend) -> None:
+    with closing(cast("Generator[TextPiece]", chat.ask(line))) as pieces:
         try:
-            end.answer(pieces)
+            frontend.answer(pieces)
         except LlmconvError as error:
-            end.failed(error)
+            frontend.failed(error)
 
 
 class Pipe:
-    """stdin line by line, answers to stdout; the first that fails ends it."""
+    """Reads stdin line by line and writes answers to stdout; the first error ends the command."""
 
     def lines(self) -> Iterator[str]:
-        """Every line."""
+        """Every line of stdin."""
         yield from sys.stdin
 
-    def answer(self, pieces: Generator[Piece]) -> None:
-        """The text and a line break."""
+    def answer(self, pieces: Generator[TextPiece]) -> None:
+        """Writes the text and a line break."""
         for piece in pieces:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         sys.stdout.write("\n")
 
     def failed(self, error: LlmconvError) -> None:
-        """Ends the command."""
+        """Ends the command with the error."""
         raise error
 
     def note(self, text: str) -> None:
-        """Talk."""
+        """Writes to stderr."""
         say(text)
 
 
 class JsonLines(Pipe):
-    """A pipe with a JSON object per answer: its `text`, how many `tokens` it has, and the `finish`."""
+    """A pipe with one JSON object per answer: `text`, number of `tokens`, and `finish`."""
 
-    def answer(self, pieces: Generator[Piece]) -> None:
-        """One line, once the answer is whole."""
+    def answer(self, pieces: Generator[TextPiece]) -> None:
+        """Writes one line when the answer is complete."""
         whole = list(pieces)
         text = "".join(piece.text for piece in whole)
         count = sum(piece.token is not None for piece in whole)
@@ -118,10 +118,10 @@ class JsonLines(Pipe):
 
 
 class Terminal:
-    """A prompt, colours, and Ctrl-C for the answer alone."""
+    """An interactive terminal with a prompt and colors, where Ctrl-C only stops the answer."""
 
     def __init__(self, name: str) -> None:
-        import readline  # noqa: F401 - editing and history of lines
+        import readline  # noqa: F401 - adds line editing and history
 
         from rich.console import Console
 
@@ -129,20 +129,20 @@ class Terminal:
         self._console.print(f"{printable(name)}. {COMMANDS}.", style="dim", markup=False)
 
     def lines(self) -> Iterator[str]:
-        """Every line that is entered."""
+        """Every line that the user enters."""
         while True:
             try:
                 yield self._console.input("[bold green]>[/] ")
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                self.note("\nCtrl-D or /quit ends")
+                self.note("\nCtrl-D or /quit exits")
             except EOFError:
                 self._console.print()
                 return
 
-    def answer(self, pieces: Generator[Piece]) -> None:
-        """The text as it grows, then how many tokens it had; Ctrl-C stops it."""
+    def answer(self, pieces: Generator[TextPiece]) -> None:
+        """Writes the text as it is generated, then the number of tokens; Ctrl-C stops it."""
         count, finish, started = 0, "", 0.0
         with interruptible() as stopped:
             for piece in pieces:
@@ -156,28 +156,28 @@ class Terminal:
                     break
         sys.stdout.write("\n")
         seconds = time.perf_counter() - started
-        words = {"stopped": ", stopped", "length": ", cut off at the limit"}.get(finish, "")
+        words = {"stopped": ", stopped", "length": ", cut off at the length limit"}.get(finish, "")
         rate = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 else ""
         self.note(f"{count} tokens{rate}{words}")
 
     def failed(self, error: LlmconvError) -> None:
-        """The error; the chat goes on as it was."""
+        """Shows the error; the chat continues unchanged."""
         self._console.print(f"error: {error.message}", style="red", markup=False)
         self._console.print(f"hint: {error.hint}, or /reset", style="dim", markup=False)
 
     def note(self, text: str) -> None:
-        """A quiet line."""
+        """Shows a dimmed line."""
         self._console.print(text, style="dim", markup=False)
 
 
 def visible(text: str) -> str:
-    """`text` without control characters: a model may write escape sequences, which are orders to a terminal."""
+    """`text` with control characters replaced, since escape sequences could control the terminal."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C fills the list instead of breaking a step in two; pressed twice it interrupts all the same."""
+    """Ctrl-C adds to the list instead of interrupting a step; pressed twice, it interrupts."""
     stopped: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

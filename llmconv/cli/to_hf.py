@@ -1,4 +1,4 @@
-"""llmconv to-hf: a training checkpoint becomes a Hugging Face folder."""
+"""`llmconv to-hf`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmconv.cli import options, plans
 @click.command(name="to-hf")
 @click.argument("source")
 @options.converts
-@click.option("--from", "format", metavar="FORMAT", help="Training format [default: detected by content].")
+@click.option("--from", "format", metavar="FORMAT", help="Training format. [default: detected by content]")
 @click.option(
     "--config",
     multiple=True,
     metavar="PATH",
-    help="JSON or YAML file with configuration fields to add; may be repeated, later ones win.",
+    help="JSON or YAML file with configuration fields to add. May be repeated; later ones win.",
 )
 @click.option("--tokenizer", metavar="PATH", help="Tokenizer file or folder to use instead.")
 @click.option(
-    "--base", metavar="PATH", help="Model that training started from, where SOURCE holds only what was trained."
+    "--base", metavar="PATH", help="Model that training started from, if SOURCE contains only the trained weights."
 )
-@click.option("--drop", is_flag=True, help="Leave out parts that no model of transformers can hold.")
+@click.option("--drop", is_flag=True, help="Leave out parts that transformers does not support.")
 @click.option(
     "--qkv-layout",
     type=click.Choice(["plain", "interleaved"]),
@@ -33,29 +33,29 @@ from llmconv.cli import options, plans
 @click.option(
     "--adapter",
     type=click.Choice(["merge", "split"]),
-    help="A LoRA adapter in a Composer checkpoint: merge it into the weights, or write it apart [default: merge].",
+    help="Merge the LoRA adapter in a Composer checkpoint into the weights, or write it separately. [default: merge]",
 )
-@click.option("--root", metavar="KEYS", help="Which model of a distributed checkpoint that holds several, as in a.b.")
+@click.option("--root", metavar="KEYS", help="Model in a distributed checkpoint that has several, such as a.b.")
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
-    SOURCE is a file or folder; its format is told by its content. Nothing in it is ever executed. A Hugging Face
-    folder is written anew with --dtype or --max-shard-size.
+    SOURCE is a file or folder; its format is detected by its content. Nothing in it is ever executed. A Hugging Face
+    folder is rewritten with --dtype or --max-shard-size.
 
     \b
     llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
     llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
-    llmconv to-hf epoch3 -o tuned --base llama-2    what LLaMA2-Accessory trained
+    llmconv to-hf epoch3 -o tuned --base llama-2    trained by LLaMA2-Accessory
     llmconv to-hf llama.ckpt -o base --config run.yaml     a MindFormers checkpoint
-    llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run that holds the adapter alone
-    llmconv to-hf saved -o model --config config.json      what accelerate's save_state or save_model wrote
+    llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run with only the adapter
+    llmconv to-hf saved -o model --config config.json      written by accelerate's save_state or save_model
     llmconv to-hf model -o half --dtype bfloat16           a Hugging Face folder in another element type
     """
     from llmconv.convert.to_hf import to_hf
 
     plan = to_hf(source, output, dry_run=dry_run, **choices)
     if as_json:
-        told = {"format": plan.checkpoint.format, "source_type": plan.checkpoint.source_type or None}
-        options.print_json({**told, **plans.as_result(plan, output, dry_run)})
+        detected = {"format": plan.checkpoint.format, "source_type": plan.checkpoint.source_type or None}
+        options.print_json({**detected, **plans.as_result(plan, output, dry_run)})
     else:
         plans.print_plan(plan, output, dry_run)

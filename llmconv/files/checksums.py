@@ -1,6 +1,7 @@
-"""CRC-32 of records in files, compared while they are read: in any order, by several threads, each byte once.
+"""Compares CRC-32 checksums of ranges of files while they are read: in any order, by several threads, each byte once.
 
-Combination of checksums: crc(A + B) = crc(A) · x^(8·len(B)) + crc(B) over GF(2), modulo the polynomial of CRC-32
+A sequential CRC would read everything a second time, since threads read blocks out of order; so the checksums of the
+blocks are combined: crc(A + B) = crc(A) · x^(8·len(B)) + crc(B) over GF(2), modulo the polynomial of CRC-32
 (zlib `crc32.c`, `crc32_combine`).
 """
 
@@ -18,27 +19,27 @@ from threading import Lock
 from llmconv.errors import InputRefused, MalformedInput
 
 try:
-    from isal.isal_zlib import crc32 as crc32  # five times as fast, which is what makes checking cheap
-except ImportError:  # a platform that it is not built for
+    from isal.isal_zlib import crc32 as crc32  # five times faster than zlib, so that checking costs little
+except ImportError:  # no wheel for this platform
     from zlib import crc32 as crc32
 
 POLYNOMIAL = 0xEDB88320
-"""That of CRC-32, its lowest bit the highest power, as zlib keeps it."""
+"""Of CRC-32, with reflected bits, as in zlib."""
 
 READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Record:
-    """Bytes of a file with the checksum that was written beside them.
+class ChecksummedRange:
+    """A range of a file with its stored checksum.
 
     Attributes:
         path: the file.
         name: for error messages.
         start: position of the first byte.
         size: bytes.
-        crc: CRC-32 of all of them; None where the writer left it out.
-        refusal: what is raised where it differs; None: that the file is damaged.
+        crc: CRC-32 of the range; None if the writer left it out.
+        refusal: makes the error for a mismatch; None: the file is damaged.
     """
 
     path: Path
@@ -49,10 +50,10 @@ class Record:
     refusal: Callable[[], InputRefused] | None = field(default=None, compare=False, repr=False)
 
     def was_read(self, begin: int, data: memoryview) -> None:
-        """Counts `data`, read from position `begin` of the record, towards its checksum, inside `checked_reading`.
+        """Adds `data`, read from position `begin` of the range, to the checksum, inside `checked_reading`.
 
         Raises:
-            InputRefused: it completes the record, and the checksum differs; see `refusal`.
+            InputRefused: the range is complete and its checksum differs; see `refusal`.
         """
         checks = _current.get()
         if checks and self.crc is None:
@@ -61,21 +62,21 @@ class Record:
             checks.of(self).add(begin, data)
 
     def was_touched(self) -> None:
-        """Notes that bytes were read without being counted, so that `Checks.finish` reads the whole record."""
+        """Notes a read that bypassed `was_read`: `PendingChecksums.finish` then reads the whole range."""
         self.was_read(0, memoryview(b""))
 
 
 @dataclass(eq=False)
 class _Coverage:
-    """How much of a record was read: disjoint `(start, stop, crc)` in order, neighbours joined."""
+    """The part of a range that was read: disjoint `(start, stop, crc)` in order, adjacent ones joined."""
 
-    record: Record
+    record: ChecksummedRange
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
     complete: bool = False
     lock: Lock = field(default_factory=Lock)
 
     def add(self, begin: int, data: memoryview) -> None:
-        """Counts what of `data` was not counted before."""
+        """Adds the bytes of `data` that were not read before."""
         if self.complete:
             return
         with self.lock:
@@ -85,7 +86,7 @@ class _Coverage:
                 self._compare(self.pieces[0][2])
 
     def gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """What of `begin:end` no piece covers."""
+        """The parts of `begin:end` that no piece covers."""
         found = []
         for start, stop, _ in self.pieces[max(0, bisect_left(self.pieces, (begin,)) - 1) :]:
             if begin >= end:
@@ -107,12 +108,19 @@ class _Coverage:
 
     def _compare(self, crc: int) -> None:
         if crc != self.record.crc:
-            raise self.record.refusal() if self.record.refusal else _damaged(self.record)
+            raise (
+                self.record.refusal()
+                if self.record.refusal
+                else MalformedInput(
+                    f"`{self.record.path.name}` is damaged: CRC-32 mismatch in `{self.record.name}`",
+                    hint="copy it again from where it was saved",
+                )
+            )
         self.complete = True
         self.pieces.clear()
 
     def finish(self) -> None:
-        """Reads what nobody read."""
+        """Reads the rest of the range."""
         if self.complete:
             return
         with open(self.record.path, "rb", buffering=0) as file:
@@ -128,30 +136,23 @@ class _Coverage:
             )
 
 
-def _damaged(record: Record) -> MalformedInput:
-    return MalformedInput(
-        f"`{record.path.name}` is damaged: `{record.name}` does not have the CRC-32 that it says",
-        hint="copy it again from where it was saved",
-    )
-
-
-class Checks:
-    """The records that were read since `checked_reading` began.
+class PendingChecksums:
+    """The ranges read since `checked_reading` began.
 
     Attributes:
-        unchecked: names of the files among them that have no checksums.
+        unchecked: names of the files read that have no checksums.
     """
 
     def __init__(self) -> None:
         self.unchecked: set[str] = set()
-        self._coverages: dict[Record, _Coverage] = {}
+        self._coverages: dict[ChecksummedRange, _Coverage] = {}
 
-    def of(self, record: Record) -> _Coverage:
-        """What was read of `record`."""
+    def of(self, record: ChecksummedRange) -> _Coverage:
+        """The part of `record` that was read."""
         return self._coverages.setdefault(record, _Coverage(record))
 
     def finish(self) -> None:
-        """Compares the records of which only a part was read, too; what is left of them is read for that.
+        """Reads the rest of all partly read ranges and compares their checksums, too.
 
         Raises:
             InputRefused: a checksum differs.
@@ -160,13 +161,13 @@ class Checks:
             coverage.finish()
 
 
-_current: ContextVar[Checks | None] = ContextVar("checks", default=None)
+_current: ContextVar[PendingChecksums | None] = ContextVar("checks", default=None)
 
 
 @contextmanager
-def checked_reading() -> Iterator[Checks]:
-    """Inside, records are compared with their checksums; threads take part that run in a copy of the context."""
-    checks = Checks()
+def checked_reading() -> Iterator[PendingChecksums]:
+    """Inside, reads are compared with checksums; threads take part if they run in a copy of the context."""
+    checks = PendingChecksums()
     token = _current.set(checks)
     try:
         yield checks
@@ -175,7 +176,13 @@ def checked_reading() -> Iterator[Checks]:
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """The CRC-32 of two byte strings one after the other, from the CRC-32 of each and the size of the second."""
+    """The CRC-32 of the concatenation of two byte strings.
+
+    Args:
+        first: CRC-32 of the first.
+        second: CRC-32 of the second.
+        second_size: bytes of the second.
+    """
     return _multiply(first, _shift(second_size)) ^ second
 
 
@@ -192,7 +199,7 @@ def _shift(size: int) -> int:
 
 
 def _multiply(one: int, other: int) -> int:
-    """The product of two polynomials, bit 31 the constant, modulo that of CRC-32."""
+    """The product of two polynomials (bit 31 is the constant term) modulo that of CRC-32."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

@@ -1,4 +1,4 @@
-"""A file copied as it is: cloned where the file system can share its blocks, else copied inside the kernel."""
+"""Copies a file: clones it where the file system can share blocks, else copies inside the kernel."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llmconv.background import LOOK_AHEAD, BackgroundQueue
 from llmconv.files.system_calls import copy_in_kernel, flush_data, will_need
 
 FICLONE = 0x40049409
-"""`ioctl_ficlone(2)`: both files share all blocks until one of them is written to (btrfs, XFS, bcachefs, ZFS, …)."""
+"""`ioctl_ficlone(2)`: both files share all blocks until one is written to (btrfs, XFS, bcachefs, ZFS, …)."""
 
 COPY_BYTES = 8 << 20
-"""Bytes per `copy_file_range(2)`: what the hasher reads after it is still in the cache; more is slower (measured)."""
+"""Bytes per `copy_file_range(2)`: the hasher finds them still in the cache; larger is slower (measured)."""
 
 READ_BYTES = 256 << 10
-"""Bytes per call where the kernel cannot copy."""
+"""Bytes per read and write where the kernel cannot copy."""
 
 
 def can_clone(source: Path, folder: Path) -> bool:
-    """Whether a file in `folder` can share the blocks of `source`; tried with one that has no name."""
+    """Whether a file in `folder` can share the blocks of `source`; tried with a nameless temporary file."""
     try:
         with open(source, "rb") as given:
             trial = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
@@ -31,19 +31,19 @@ def can_clone(source: Path, folder: Path) -> bool:
                 return _clone(given.fileno(), trial)
             finally:
                 os.close(trial)
-    except (OSError, AttributeError):  # a system without O_TMPFILE cannot clone in this way either
+    except (OSError, AttributeError):  # a system without O_TMPFILE has no FICLONE either
         return False
 
 
 def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies a file durably and returns its manifest entry.
 
-    A clone is a matter of its metadata, so it gets no sha256: to read it all would take as long as copying it.
-    Of a copy the sha256 is made beside the copying, of what the target holds.
+    A clone changes only metadata, so it gets no sha256: reading the file would take as long as copying it.
+    For a copy, the sha256 is computed in parallel, from the content of the target.
 
     Args:
         source: the file.
-        made: the new file, open for writing and reading.
+        made: the new, empty file, open for writing and reading.
         advance: called with the number of bytes done since its last call.
 
     Raises:
@@ -63,33 +63,30 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
 def _clone(source: int, target: int) -> bool:
     try:
         fcntl.ioctl(target, FICLONE, source)
-    except OSError:  # another disk, or a file system that cannot share: copying tells what else may be wrong
+    except OSError:  # another disk, or no support: any other problem shows in the copy
         return False
     return True
 
 
 def _copy(source: int, target: int, size: int, advance: Callable[[int], None]) -> str:
-    """Copies and returns the sha256; the hasher follows on another core, and the disk starts on what is written."""
+    """Copies and returns the sha256; hashing and flushing run in the background."""
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as disk:
-        hashing: list[Future[None]] = []
-        flushing: Future[None] = disk.submit(lambda: None)
+    with BackgroundQueue(LOOK_AHEAD) as hashing, BackgroundQueue(1) as flushing:
         for start in range(0, size, COPY_BYTES):
             stop = min(start + COPY_BYTES, size)
             will_need(source, stop, COPY_BYTES)
             _copy_range(source, target, start, stop)
-            hashing.append(hasher.submit(_hash_range, digest, target, start, stop))
-            if flushing.done():
-                flushing.result()
-                flushing = disk.submit(flush_data, target)
+            hashing.submit(_hash_range, digest, target, start, stop)
+            if flushing.is_idle():
+                flushing.submit(flush_data, target)
             advance(stop - start)
-        for done in [*hashing, flushing]:
-            done.result()
+        hashing.finish()
+        flushing.finish()
     return digest.hexdigest()
 
 
 def _copy_range(source: int, target: int, start: int, stop: int) -> None:
-    """Copies bytes `start:stop`, or up to the end of a source that has become shorter."""
+    """Copies bytes `start:stop`, or up to the end of a source that became shorter."""
     while start < stop:
         count = copy_in_kernel(source, target, start, stop - start)
         if not count:

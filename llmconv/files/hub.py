@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from the cache where they are there, and no more of one than its model needs."""
+"""Downloads models of the Hugging Face hub into its cache: only the files that the model needs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
 ADAPTER = re.compile(r"adapter_(?:model\.(?:safetensors|bin)|config\.json)")
 MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
-"""Files by which a folder of the cache is found."""
+"""Files by which a model in the cache is found."""
 
 SECONDS = 10
-"""How long the hub is waited for, before the cache is looked at."""
+"""Timeout of the hub, after which the cache is used."""
 
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""
 
 
 def from_hub(name: str) -> Path:
-    """The folder of a model in the hub's cache; what it lacks is downloaded.
+    """The folder of a model in the hub's cache; missing files are downloaded.
 
     Args:
-        name: `org/name`, or the bare name of one of the oldest models; `@revision` may follow.
+        name: `org/name`, or the bare name of one of the oldest models, optionally with `@revision`.
 
     Raises:
         InputRefused: the hub has no such model, or cannot be reached.
@@ -34,10 +34,10 @@ def from_hub(name: str) -> Path:
 
     repository, _, revision = name.partition("@")
     try:
-        told = HfApi().model_info(repository, revision=revision or None, timeout=SECONDS)
-        files = needed(file.rfilename for file in told.siblings or [])
+        info = HfApi().model_info(repository, revision=revision or None, timeout=SECONDS)
+        files = needed(file.rfilename for file in info.siblings or [])
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
-    except Exception as error:  # its HTTP library, and so the class of "no connection", differs between versions
+    except Exception as error:  # the class for "no connection" differs between versions
         if isinstance(error, MemoryError):
             raise
         problem = _problem(error, name)
@@ -47,14 +47,14 @@ def from_hub(name: str) -> Path:
 
 
 def _problem(error: Exception, name: str) -> InputRefused | None:
-    """What the hub answered, None where there was no answer to go by."""
+    """The error for an answer of the hub, None if there was no clear answer."""
     from huggingface_hub import errors  # noqa: PLC0415
 
     repository, _, revision = name.partition("@")
     if isinstance(error, errors.GatedRepoError):
         return InputRefused(
-            f"the hub gives `{repository}` only to those who were granted access",
-            hint="ask for access on its page, and log in with `hf auth login`",
+            f"`{repository}` is a gated repository, and access was not granted",
+            hint="request access on its page, and log in with `hf auth login`",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return InputRefused(
@@ -79,9 +79,9 @@ def _unreachable(name: str) -> InputRefused:
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a hub id (`[org/]name[@revision]`) in the hub's cache; None where it is not there.
+    """The folder of a hub id (`[org/]name[@revision]`) in the hub's cache, None if it is not cached.
 
-    A folder without the files that were not needed is there, too, which `snapshot_download` would call incomplete.
+    A folder with only the needed files counts, too, although `snapshot_download` calls it incomplete.
     """
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - see above
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
@@ -97,10 +97,9 @@ def cached(name: str) -> Path | None:
 
 
 def needed(files: Iterable[str]) -> list[str]:
-    """Those files of a repository that its model needs: one kind of weights, the configuration, the tokenizer.
+    """The files of a repository that its model needs: one kind of weights, the configuration, the tokenizer.
 
-    A repository that is neither a model nor an adapter of Hugging Face's is a training checkpoint, or one that llmconv
-    exported: all of it is needed.
+    Of any other repository (a training checkpoint, or a model exported by llmconv) all files are needed.
     """
     listed = list(files)
     if "llmconv.json" in listed:

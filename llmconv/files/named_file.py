@@ -1,25 +1,25 @@
-"""A file that the user names, and names that a file of llmconv's may have."""
+"""Replacing a file that the user named, and the rule for names of files in a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from llmconv.files.safe_folder import Content, Folder, require_plain
+from llmconv.files.safe_folder import Folder, WritableContent, require_plain
 
 NAME_MAX = 255
-"""Bytes of a file's name."""
+"""Maximum bytes of a file's name."""
 
 
-def replace_file(path: Path, content: Content) -> None:
+def replace_file(path: Path, content: WritableContent) -> None:
     """Replaces one file that the user named, durably and in one step.
 
     Args:
-        path: of the file; its folder must be there.
+        path: of the file; its folder must exist.
         content: of the file.
 
     Raises:
-        InputRefused: it is a link (the user shall name what it leads to), a folder, a pipe or a device.
-        OSError: writing failed; what was there is unchanged.
+        InputRefused: it is a link, a folder, a pipe or a device.
+        OSError: writing failed; the old file is unchanged.
     """
     with Folder.open(path.parent) as folder:
         require_plain(path)
@@ -27,7 +27,7 @@ def replace_file(path: Path, content: Content) -> None:
 
 
 def is_inner(name: str) -> bool:
-    """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
+    """Whether `name` is `a` or `a/b`, without parts such as `..` that lead elsewhere."""
     parts = name.split("/")
     is_short = all(len(part.encode("utf-8", "replace")) <= NAME_MAX for part in parts)
     return len(parts) <= 2 and is_short and not {"", ".", ".."} & {*parts} and "\0" not in name

@@ -1,4 +1,4 @@
-"""The kernel's page cache: a run on more than fits gives its pages back, which is cheaper than having them taken."""
+"""The kernel's page cache: large runs give their pages back, which is cheaper than having them reclaimed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-"""`proc_meminfo(5)`: `MemAvailable` is what programs may have without swapping, in KiB."""
+"""`proc_meminfo(5)`: `MemAvailable` is the memory that programs may take without swapping, in KiB."""
 
 
 def fits(nbytes: int) -> bool:
-    """Whether so many bytes, read from one file and written to another, stay in memory without crowding it."""
+    """Whether reading and writing `nbytes` leaves at least half of the available memory free."""
     try:
         fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
         return 4 * nbytes < int(fields["MemAvailable"].split()[0]) * 1024
@@ -20,7 +20,7 @@ def fits(nbytes: int) -> bool:
 
 
 def forget(paths: Iterable[Path]) -> None:
-    """Gives back the pages of files that are on the disk; what they hold is untouched (`posix_fadvise(2)`)."""
+    """Drops files that are on the disk from the page cache (`posix_fadvise(2)`)."""
     for path in paths:
         if path.is_file() and hasattr(os, "posix_fadvise"):
             with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Paths that a caller gives: what is not one is named, and what is written must lie on this machine."""
+"""Checks paths that a caller gives: clear errors for other values, and only local paths for outputs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ COPY_TOOLS = {
 }
 """Scheme to the command that copies a folder to such a store."""
 
-WRITTEN = "a place that is written"
+WRITTEN = "a path to write"
 Written = Annotated[str | Path, WRITTEN]
-"""A parameter that names a file or folder to write; see `output_path`."""
+"""A parameter with a file or folder to write; see `output_path`."""
 
 
 def output_path(value: Any, name: str = "output") -> Path:
-    """The local path of something that is to be written.
+    """The local path of an output.
 
     Args:
-        value: `str` or `Path`; `./s3:/x` is a local folder `s3:`, which `s3:/x` is not.
+        value: `str` or `Path`; `./s3:/x` is in a local folder `s3:`, `s3:/x` is a URI.
         name: of the option or parameter, for messages.
 
     Raises:
-        InputRefused: it is the address of a store, or `-`.
+        InputRefused: it is a URI, or `-`.
         UsageProblem: it is not a path, or empty.
     """
     path = path_of(value, name)
@@ -52,7 +52,7 @@ def output_path(value: Any, name: str = "output") -> Path:
             f"`{text.strip()}` is not on this machine: `{name}` takes a local path",
             hint=_way_out(found["scheme"], found["rest"], text.strip()),
         )
-    # pathlib drops a leading `./`, without which the same path would be taken for an address when it is looked at again
+    # pathlib drops a leading `./`, without which a second call would take the path for a URI
     return path.absolute() if ADDRESS.fullmatch(str(path)) else path
 
 
@@ -73,11 +73,11 @@ def path_of(value: Any, name: str) -> Path:
     """A `str` or `Path` as a Path.
 
     Args:
-        value: what the caller gave.
+        value: from the caller.
         name: of the parameter, for messages.
 
     Raises:
-        UsageProblem: it is neither, or empty; the message says what it is instead.
+        UsageProblem: it is neither, or empty; the message names its type.
     """
     if not isinstance(value, str | os.PathLike) or isinstance(text := os.fspath(value), bytes):
         raise UsageProblem(f"`{name}` is {kind_of(value)}, not a path", hint=_instead(value))
@@ -92,7 +92,7 @@ def path_of(value: Any, name: str) -> Path:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in two words: `None`, `a list`, `an int`, `a LlamaForCausalLM`."""
+    """The type of a value with its article: `None`, `a list`, `an int`, `a LlamaForCausalLM`."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -100,7 +100,7 @@ def kind_of(value: Any) -> str:
 
 
 def _instead(value: Any) -> str:
-    """The way out for what is often given in the place of a path."""
+    """The hint for a value that is often passed instead of a path."""
     if hasattr(value, "save_pretrained"):
         return "save it first: `model.save_pretrained(FOLDER)`, `tokenizer.save_pretrained(FOLDER)`; then give FOLDER"
     if hasattr(value, "state_dict"):

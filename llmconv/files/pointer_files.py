@@ -1,7 +1,7 @@
-"""Pointer files: what Composer leaves in a bucket, where there are no symbolic links, and Git where files are large.
+"""Pointer files: Composer's replacement of symbolic links in buckets, and Git LFS pointers.
 
-Layout (mosaicml/composer `utils/file_helpers.py`, `get_file`, `create_symlink_file`): a text file `NAME.symlink` holds
-the name of an object, counted from the root of the bucket; where `NAME` is not there, `NAME.symlink` stands for it.
+Layout (mosaicml/composer `utils/file_helpers.py`, `get_file`, `create_symlink_file`): a text file `NAME.symlink`
+contains the name of an object, relative to the root of the bucket; if `NAME` is missing, `NAME.symlink` replaces it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 SUFFIX = ".symlink"
 HOPS = 8
 TEXT_LIMIT = 1024
-"""Bytes of an object's name; those of S3 are the longest."""
+"""Maximum bytes of an object's name, that of S3."""
 
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
 
 
 GIT_LFS = b"version https://git-lfs"
-"""How the text begins that Git LFS leaves in the place of a file which was not fetched (git-lfs `docs/spec.md`)."""
+"""The first bytes of a Git LFS pointer, which replaces a file that was not fetched (git-lfs `docs/spec.md`)."""
 
 
 def refuse_git_lfs(head: bytes, name: str) -> None:
-    """Refuses the pointer that Git LFS leaves in the place of a large file.
+    """Refuses a Git LFS pointer.
 
     Args:
         head: the first bytes of a file.
         name: of the file, for the message.
 
     Raises:
-        UnsupportedInput: it is such a pointer.
+        UnsupportedInput: it is one.
     """
     if head.startswith(GIT_LFS):
         raise UnsupportedInput(
@@ -43,25 +43,25 @@ def refuse_git_lfs(head: bytes, name: str) -> None:
         )
 
 
-class Tree(Protocol):
-    """The files among which a pointer is followed; paths are strings with `/`."""
+class PointerTree(Protocol):
+    """The files in which a pointer is followed; paths are strings with `/`."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
 
     def head(self, path: str) -> bytes | None:
         """The first `TEXT_LIMIT + 1` bytes of a file, None for a folder."""
 
     def roots(self, path: str) -> Iterator[str]:
-        """What may be the root of the bucket that `path` lies in, the likeliest first."""
+        """Possible roots of the bucket that contains `path`, the most likely first."""
 
 
-def follow(path: str, tree: Tree) -> str:
-    """The path that `path` stands for: itself, unless it is a pointer or only its pointer is there.
+def follow(path: str, tree: PointerTree) -> str:
+    """Resolves `path`: itself, unless it is a pointer or only its pointer exists.
 
     Raises:
-        InputRefused: what a pointer names is not there.
-        MalformedInput: pointers in a circle, or one that names a place outside of its bucket.
+        InputRefused: the target of a pointer does not exist.
+        MalformedInput: pointers in a circle, or one that points outside of its bucket.
     """
     seen: list[str] = []
     while len(seen) < HOPS:
@@ -75,13 +75,13 @@ def follow(path: str, tree: Tree) -> str:
         seen.append(path)
         path = _find(path, target, tree)
     raise MalformedInput(
-        f"`{PurePosixPath(seen[0]).name}` leads from pointer to pointer without an end",
+        f"`{PurePosixPath(seen[0]).name}` is a circle of pointers, or a chain of more than {HOPS}",
         hint="name the checkpoint itself",
     )
 
 
-def _target(path: str, tree: Tree) -> str | None:
-    """What the pointer at `path` names, None where it is no pointer."""
+def _target(path: str, tree: PointerTree) -> str | None:
+    """The target of the pointer at `path`, None if it is not a pointer."""
     name = PurePosixPath(path).name
     head = tree.head(path) if name.endswith(SUFFIX) and tree.exists(path) else None
     if head is None:
@@ -91,7 +91,7 @@ def _target(path: str, tree: Tree) -> str | None:
     except UnicodeDecodeError:
         text = ""
     if not text or len(head) > TEXT_LIMIT or not text.isprintable():
-        raise MalformedInput(f"`{name}` is no pointer: it should hold the name of one object", hint=NAME_IT)
+        raise MalformedInput(f"`{name}` is not a pointer: it should contain the name of one object", hint=NAME_IT)
     if text.startswith("/") or ":" in text or "\\" in text or ".." in PurePosixPath(text).parts:
         raise MalformedInput(f"`{name}` points to {text[:80]!r}, outside of its bucket", hint=NAME_IT)
     return text
@@ -100,8 +100,8 @@ def _target(path: str, tree: Tree) -> str | None:
 NAME_IT = "name the checkpoint itself instead of the pointer"
 
 
-def _find(path: str, target: str, tree: Tree) -> str:
-    """`target` under a root of the bucket, or beside the pointer where only the two were copied."""
+def _find(path: str, target: str, tree: PointerTree) -> str:
+    """`target` under a root of the bucket, or next to the pointer where only the two were copied."""
     folder, _, name = path.rpartition("/")
     places = [f"{root}/{target}" for root in tree.roots(folder)]
     places.append(f"{folder}/{PurePosixPath(target).name}" if folder else PurePosixPath(target).name)
@@ -109,20 +109,20 @@ def _find(path: str, target: str, tree: Tree) -> str:
         if tree.exists(place) or tree.exists(place + SUFFIX):
             return place
     raise InputRefused(
-        f"`{name}` points to `{target}`, which is not there",
-        hint="fetch that too, under the same name from the root of the bucket on, or name the checkpoint itself",
+        f"`{name}` points to `{target}`, which does not exist",
+        hint="fetch it, too, under the same path from the root of the bucket, or name the checkpoint itself",
     )
 
 
 class LocalTree:
-    """Files on the disk; the root of the bucket may be any folder above the pointer but the root of the disk."""
+    """Files on the disk; any folder above the pointer may be the bucket's root, except the root of the disk."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
         return os.path.exists(path)  # False, too, for a name that is too long
 
     def head(self, path: str) -> bytes | None:
-        """See `Tree`."""
+        """See `PointerTree`."""
         if not Path(path).is_file():
             return None
         with open(path, "rb") as file:
@@ -135,17 +135,17 @@ class LocalTree:
 
 
 def follow_local(path: Path) -> Path:
-    """The path on the disk that `path` stands for; see `follow`. A path that is not there is returned as it is."""
-    if path.is_file() and (beside := _written_link(path)):
-        return beside
+    """Resolves a path on the disk, see `follow`; a path that does not exist is returned unchanged."""
+    if path.is_file() and (target := _copied_link(path)):
+        return target
     found = follow(path.as_posix(), LocalTree())
     return path if found == path.as_posix() else Path(found)
 
 
-def _written_link(path: Path) -> Path | None:
-    """What a symbolic link names that was copied as a text file, as git and archives do where there are none."""
+def _copied_link(path: Path) -> Path | None:
+    """The target of a symbolic link that git or an archive copied as a text file, None if it is not one."""
     if path.stat().st_size > TEXT_LIMIT or path.name.endswith(SUFFIX):
         return None
     text = path.read_bytes().decode("latin-1").strip()
-    beside = path.parent / text if PLAIN_NAME.fullmatch(text) and text not in (".", "..", path.name) else None
-    return beside if beside and beside.exists() else None
+    target = path.parent / text if PLAIN_NAME.fullmatch(text) and text not in (".", "..", path.name) else None
+    return target if target and target.exists() else None

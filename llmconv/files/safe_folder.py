@@ -1,9 +1,9 @@
-"""Folder: a folder held by a descriptor, in which files are made that no planted link can lead elsewhere.
+"""Folder: an open folder descriptor; writes files in it that planted links cannot redirect.
 
-A model folder may have been filled by a stranger. So every file that llmconv writes into a folder is created anew under
-a random name (`O_CREAT | O_EXCL | O_NOFOLLOW`), in the folder that the descriptor holds, and renamed over its final
-name within that same descriptor. What has that name already is replaced if it is a file or a link, never opened; a
-pipe, a device or a folder is refused. Modes follow the umask.
+A model folder may come from a stranger. So every file that llmconv writes into a folder is created anew under a random
+name (`O_CREAT | O_EXCL | O_NOFOLLOW`) relative to the folder's descriptor, and renamed to its final name within that
+descriptor. An existing file or link of that name is replaced, never opened; a pipe, a device or a folder is refused.
+Modes follow the umask.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from llmconv.errors import InputRefused, MalformedInput
 
 TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
-"""Names of files that are being written; a run that was killed leaves them, and the next one removes them."""
+"""Names of files being written; a killed run leaves them, and the next run removes them."""
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-"""Where a platform lacks it, the entry is compared before and after it is opened."""
+"""Platforms without it rely on comparing the entry after it is opened."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What only writing can fail with."""
+"""Errors of a full disk."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A relative symbolic link, for a client that insists on a place where the bytes do not lie."""
+    """A relative symbolic link, for a client that expects a file in another place."""
 
     target: str
 
 
-Content = bytes | Link | Callable[[BinaryIO], object]
-"""Of a file to write: its bytes, where it leads, or what writes it into an open file."""
+WritableContent = bytes | Link | Callable[[BinaryIO], object]
+"""Content of a file to write: bytes, a link, or a function that writes into an open file."""
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
@@ -51,11 +50,11 @@ CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """An open folder; use it as a context.
+    """An open folder; a context manager.
 
     Attributes:
-        path: how the user or the program named it, for messages and for reading.
-        descriptor: of the folder, in which all names are looked up.
+        path: of the folder, for messages and for reading.
+        descriptor: of the folder, relative to which all names are looked up.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -63,10 +62,10 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Folder:
-        """Opens the folder at `path`; links on the way are the user's own words and are followed.
+        """Opens the folder at `path`, which the user gave; links are followed.
 
         Raises:
-            OSError: there is no such folder, or it may not be read.
+            OSError: it does not exist, or may not be read.
         """
         return cls(path, os.open(path, DIRECTORY))
 
@@ -83,9 +82,7 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -95,7 +92,7 @@ class Folder:
             self.descriptor = -1
 
     def is_at(self, path: Path) -> bool:
-        """Whether this folder, and not another one or a link to it, is what `path` names now."""
+        """Whether `path` still is this folder, and not another one or a link to it."""
         try:
             return os.path.samestat(os.lstat(path), os.fstat(self.descriptor))
         except OSError:
@@ -105,7 +102,7 @@ class Folder:
         """Opens a folder inside this one, never through a link.
 
         Raises:
-            InputRefused: the name is that of a link or a file.
+            InputRefused: `name` is a link or a file.
             OSError: it cannot be made or opened.
         """
         if make:
@@ -116,7 +113,7 @@ class Folder:
 
     @contextmanager
     def holding(self, name: str, *, make: bool = False) -> Iterator[tuple[Folder, str]]:
-        """The folder that `name` lies in, and its last part: this one and `a`, or for `a/b` the inner `a` and `b`."""
+        """The folder that contains `name`, and the last part of it: for `a/b` the inner folder `a`, and `b`."""
         outer, _, last = name.rpartition("/")
         if not outer:
             yield self, last
@@ -125,30 +122,27 @@ class Folder:
             yield folder, last
 
     def find(self, name: str) -> os.stat_result | None:
-        """What has this name, without following a link; None where nothing has."""
+        """The status of the entry `name`, without following a link; None if there is none."""
         try:
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def require_replaceable(self, name: str) -> None:
-        """Refuses to write over what is neither a regular file nor a link.
+        """Refuses to replace anything but a regular file or a link.
 
         Raises:
-            InputRefused: the name is that of a folder, a pipe, a device or a socket.
+            InputRefused: `name` is a folder, a pipe, a device or a socket.
         """
         found = self.find(name)
         if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise InputRefused(
-                f"`{self.path / name}` is {_kind(found.st_mode)}, which no file replaces",
+                f"`{self.path / name}` is {_kind(found.st_mode)}, which is not replaced by a file",
                 hint="move it out of the way",
             )
 
     def begin(self, name: str) -> NewFile:
-        """A new, empty file that will take the place of `name`.
-
-        Args:
-            name: plain name.
+        """Makes a new, empty file, which `place` will rename to `name`.
 
         Raises:
             InputRefused: see `require_replaceable`.
@@ -157,30 +151,30 @@ class Folder:
         self.require_replaceable(name)
         temporary = temporary_name()
         descriptor = os.open(temporary, CREATE, 0o666, dir_fd=self.descriptor)
-        with suppress(OSError):  # tells a later run that this one is alive; not every network disk has locks
+        with suppress(OSError):  # shows other runs that this one is alive; some network disks have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return NewFile(self, name, temporary, os.fdopen(descriptor, "w+b", buffering=0))
 
     def begin_link(self, name: str, target: str) -> NewEntry:
-        """A new symbolic link that will take the place of `name`; see `begin`."""
+        """Makes a new symbolic link, which `place` will rename to `name`; see `begin`."""
         self.require_replaceable(name)
         temporary = temporary_name()
         os.symlink(target, temporary, dir_fd=self.descriptor)
         return NewEntry(self, name, temporary)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces `name`, which may be `a/b`, by a file with this content; see `write_together`."""
+        """Replaces the file `name`, which may be `a/b`; see `write_together`."""
         self.write_together({name: content})
 
-    def write_together(self, files: Mapping[str, Content]) -> None:
-        """Replaces several files; all are complete on the disk before the first of them appears.
+    def write_together(self, files: Mapping[str, WritableContent]) -> None:
+        """Replaces several files; all are complete on the disk before the first one appears.
 
         Args:
-            files: name (or `a/b`) to the content.
+            files: name (or `a/b`) to content.
 
         Raises:
             InputRefused: see `require_replaceable`.
-            OSError: writing failed; nothing has changed then, unless a rename itself failed.
+            OSError: writing failed; nothing has changed, unless a rename failed.
         """
         with ExitStack() as stack:
             new = [self._prepared(stack, name, content) for name, content in files.items()]
@@ -189,8 +183,8 @@ class Folder:
             for entry in new:
                 entry.folder.sync()
 
-    def _prepared(self, stack: ExitStack, name: str, content: Content) -> NewEntry:
-        """The content on the disk, under a name for the time being."""
+    def _prepared(self, stack: ExitStack, name: str, content: WritableContent) -> NewEntry:
+        """Writes the content to the disk under a temporary name."""
         outer = name.rpartition("/")[0]
         if outer and not self.find(outer):
             stack.callback(self._remove_empty, outer)
@@ -206,11 +200,11 @@ class Folder:
         return new
 
     def _remove_empty(self, name: str) -> None:
-        with suppress(OSError):  # it holds something by now
+        with suppress(OSError):  # it is no longer empty
             os.rmdir(name, dir_fd=self.descriptor)
 
     def open_file(self, name: str) -> BufferedReader:
-        """Opens a regular file for reading, never through a link; a pipe is not waited for.
+        """Opens a regular file for reading, never through a link and without waiting for a pipe.
 
         Raises:
             OSError: it is missing, or not a regular file.
@@ -223,7 +217,7 @@ class Folder:
         return os.fdopen(descriptor, "rb")
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """The content of a regular file of at most `limit` bytes; None for anything else, a link too."""
+        """The content of a regular file of at most `limit` bytes; None for anything else, also a link."""
         try:
             with self.open_file(name) as file:
                 content = file.read(limit + 1)
@@ -232,11 +226,11 @@ class Folder:
         return content if len(content) <= limit else None
 
     def open_to_append(self, name: str) -> BinaryIO:
-        """Opens a regular file to read it and to append to it, or makes it; for a file that grows over several runs.
+        """Opens or makes a regular file for reading and appending, for a file that grows over several runs.
 
         Raises:
-            InputRefused: it is a link, or has another name somewhere else, or is not a regular file.
-            OSError: it may not be opened.
+            InputRefused: it is a link, has a second hard link, or is not a regular file.
+            OSError: it cannot be opened.
         """
         require_plain(self.path / name)
         descriptor = os.open(name, APPEND, 0o666, dir_fd=self.descriptor)
@@ -245,26 +239,26 @@ class Folder:
             return os.fdopen(descriptor, "r+b", buffering=0)
         os.close(descriptor)
         raise InputRefused(
-            f"`{self.path / name}` has another name somewhere else (a hard link), so it is not written to",
+            f"`{self.path / name}` has a second name elsewhere (a hard link), so it is not written to",
             hint="remove it, or give another name",
         )
 
     def rename(self, old: str, new: str) -> None:
-        """Renames within the folder; what has the new name is replaced."""
+        """Renames within the folder, replacing `new`."""
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Removes a file or link, if it is there."""
+        """Removes a file or link, if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_inner(self, name: str) -> None:
-        """Removes a file or link in this folder or, as `a/b`, in one inside it, if it is there."""
+        """Removes a file or link in this folder or, as `a/b`, in an inner folder, if it exists."""
         with suppress(FileNotFoundError), self.holding(name) as (folder, last):
             folder.remove(last)
 
     def sweep(self) -> None:
-        """Removes what runs that were killed have left half-written."""
+        """Removes half-written files of killed runs."""
         for name in os.listdir(self.descriptor):
             if TEMPORARY.fullmatch(name) and not self._is_being_written(name):
                 with suppress(OSError):
@@ -289,11 +283,11 @@ class Folder:
 
 
 class NewEntry:
-    """A file or link under a name for the time being; leaving the context without `place` removes it.
+    """A file or link under a temporary name; leaving the context without `place` removes it.
 
     Attributes:
-        folder: that it lies in.
-        path: where it lies until it is placed, for reading.
+        folder: that contains it.
+        path: of the entry under its temporary name, for reading.
     """
 
     def __init__(self, folder: Folder, name: str, temporary: str) -> None:
@@ -305,16 +299,14 @@ class NewEntry:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._placed:
             self.folder.remove(self._temporary)
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
-            error.filename = str(self.folder.path / self._name)  # system calls on a descriptor name nothing
+            error.filename = str(self.folder.path / self._name)  # errors of calls on a descriptor have no name
 
     def place(self) -> None:
-        """Gives it its final name."""
+        """Renames it to its final name."""
         self.folder.rename(self._temporary, self._name)
         self._placed = True
 
@@ -330,30 +322,28 @@ class NewFile(NewEntry):
         super().__init__(folder, name, temporary)
         self.file = file
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.file.close()
         super().__exit__(kind, error, trace)
 
     def write(self, content: bytes) -> None:
-        """Appends all of `content`, whatever the short writes."""
+        """Appends all of `content`, in several calls if needed."""
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(self.file.fileno(), rest) :]
 
     def sync(self) -> None:
-        """Puts the content on the disk; a file is placed after that."""
+        """Writes the content to the disk; call it before `place`."""
         os.fsync(self.file.fileno())
 
 
 def temporary_name() -> str:
-    """A name that nobody can foresee."""
+    """An unpredictable name."""
     return f".llmconv-{secrets.token_hex(8)}.part"
 
 
 def require_plain(path: Path) -> None:
-    """Refuses a file that the user named and that is not a regular one, or not there yet.
+    """Requires a file that the user named to be a regular one, or not to exist yet.
 
     Raises:
         InputRefused: it is a link, a folder, a pipe or a device.
@@ -363,12 +353,12 @@ def require_plain(path: Path) -> None:
     except OSError:
         return
     if not stat.S_ISREG(mode):
-        hint = "name the file that it leads to" if stat.S_ISLNK(mode) else "give the name of a file"
+        hint = "give the file that it points to" if stat.S_ISLNK(mode) else "give the name of a file"
         raise InputRefused(f"`{path}` is {_kind(mode)}, so it is not written to", hint=hint)
 
 
 def _open_plain_folder(name: str | Path, descriptor: int | None, path: Path) -> int:
-    """A descriptor of the folder called so, which is not reached through a link."""
+    """A descriptor of the folder `name` (relative to `descriptor`, if given), which must not be a link."""
     try:
         opened = os.open(name, DIRECTORY | NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
@@ -384,7 +374,7 @@ def _open_plain_folder(name: str | Path, descriptor: int | None, path: Path) -> 
 def _not_a_folder(path: Path) -> MalformedInput:
     return MalformedInput(
         f"`{path}` is a link or a file where a folder should be, and nothing is written through it",
-        hint="remove it, and look at who put it there",
+        hint="remove it, and find out who put it there",
     )
 
 

@@ -1,4 +1,6 @@
-"""Reading safetensors files: our own header validation, then positioned reads.
+"""Reads safetensors files (header validation, then positioned reads) and writes them as a stream.
+
+The safetensors library gives neither the byte offsets that graphs refer to nor streamed writing.
 
 Layout (safetensors format description, huggingface/safetensors README): 8 bytes little-endian header length N,
 N bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}`, then the data.
@@ -13,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.files.checksums import Record
+from llmconv.files.checksums import ChecksummedRange
+from llmconv.files.file_problem import FileProblem, naming
 from llmconv.files.pointer_files import GIT_LFS, refuse_git_lfs
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
@@ -26,7 +29,9 @@ HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
 RANK_LIMIT = 16
 ALIGNMENT = 64
-"""The data section starts at a multiple of this, so that mapped weights suit vector loads."""
+"""The data section starts at a multiple of this, so that mapped weights are aligned for vector loads."""
+
+DAMAGED = "the file is damaged or was not written by a safetensors library; copy or download it again"
 
 
 class FileTensor(LazyTensor):
@@ -35,15 +40,15 @@ class FileTensor(LazyTensor):
     Attributes:
         path: the file.
         offset: position of the first byte in the file.
-        record: what it lies in, where that has a checksum; who reads the file without `rows` tells it.
+        record: the record of the file that contains it; code that reads the file without `rows` must notify it.
     """
 
     path: Path
     offset: int
-    record: Record | None
+    record: ChecksummedRange | None
 
     def __init__(
-        self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...], record: Record | None = None
+        self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...], record: ChecksummedRange | None = None
     ) -> None:
         super().__init__(dtype, shape, self._read_rows)
         object.__setattr__(self, "path", path)
@@ -63,6 +68,12 @@ class FileTensor(LazyTensor):
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     """Fills `buffer` from position `offset` of an open file.
 
+    Args:
+        fd: descriptor of the file.
+        buffer: to fill.
+        offset: position in the file.
+        path: of the file, for the message.
+
     Raises:
         MalformedInput: the file ends before the buffer is full.
     """
@@ -72,14 +83,14 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         if count == 0:
             raise MalformedInput(
                 f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early",
-                hint="the file is truncated or changed while it was read; copy it again",
+                hint="the file is truncated, or changed while it was read; copy it again",
             )
         done += count
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors header says: the tensors in file order, and the metadata."""
+    """A safetensors header: the tensors in file order, and the metadata."""
 
     tensors: dict[str, FileTensor]
     metadata: dict[str, str]
@@ -89,59 +100,58 @@ def read_header(path: Path) -> Header:
     """Reads and validates the header of a safetensors file; no tensor data is read.
 
     Raises:
-        MalformedInput: any length, name, dtype, shape or offset that does not add up.
-        UnsupportedInput: a pointer of Git LFS stands in the place of the file.
+        MalformedInput: an invalid or inconsistent length, name, dtype, shape or offset.
+        UnsupportedInput: the file is a Git LFS pointer.
     """
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with naming(f"`{path.name}`", DAMAGED), open(path, "rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            _refuse(path, f"has {size} bytes, too few for a header")
+            raise FileProblem(f"has {size} bytes, too few for a header")
         if prefix == GIT_LFS[:8]:
             refuse_git_lfs(prefix + file.read(len(GIT_LFS)), path.name)
         (length,) = struct.unpack("<Q", prefix)
         if length > min(HEADER_LIMIT, size - 8):
-            _refuse(path, f"claims a header of {length} bytes in a file of {size}")
-        text = file.read(length)
-    fields = _parse_json(path, text)
-    metadata = fields.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # mlx writes null
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(path, "has `__metadata__` that is not a map of strings")
-    return Header(_place(path, fields, 8 + length, size), metadata)
+            raise FileProblem(f"declares a header of {length} bytes in a file of {size}")
+        fields = _parse_json(file.read(length))
+        metadata = fields.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata  # mlx writes null
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise FileProblem("has `__metadata__` that is not a map of strings")
+        return Header(_place(path, fields, 8 + length, size), metadata)
 
 
 def _place(path: Path, fields: dict[str, Any], data_start: int, size: int) -> dict[str, FileTensor]:
     """Tensors in file order; together they must cover the data section exactly, without overlap or gap."""
-    spans = sorted((_span(path, name, field), name) for name, field in fields.items())
+    spans = sorted((_span(name, field), name) for name, field in fields.items())
     tensors: dict[str, FileTensor] = {}
     position = 0
     for (begin, end), name in spans:
         if begin != position:
-            _refuse(path, f"has overlapping or missing bytes before tensor `{name[:NAME_LIMIT]}`")
+            raise FileProblem(f"has overlapping or missing bytes before tensor `{name[:NAME_LIMIT]}`")
         tensor = FileTensor(path, data_start + begin, BY_CODE[fields[name]["dtype"]], tuple(fields[name]["shape"]))
         if end - begin != tensor.nbytes:
-            _refuse(path, f"gives tensor `{name}` {end - begin} bytes, its shape needs {tensor.nbytes}")
+            raise FileProblem(f"has {end - begin} bytes for tensor `{name}`, its shape needs {tensor.nbytes}")
         tensors[name] = tensor
         position = end
     if data_start + position != size:
-        _refuse(path, f"describes {data_start + position} bytes, the file has {size}")
+        raise FileProblem(f"has {size} bytes, its header describes {data_start + position}")
     return tensors
 
 
-def _span(path: Path, name: str, field: Any) -> tuple[int, int]:
+def _span(name: str, field: Any) -> tuple[int, int]:
     """The checked `data_offsets` of one entry."""
     if len(name) > NAME_LIMIT or not name.isprintable():
-        _refuse(path, f"has an unprintable or overlong tensor name {name[:40]!r}")
+        raise FileProblem(f"has an unprintable or too long tensor name {name[:40]!r}")
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"describes tensor `{name}` with other fields than dtype, shape and data_offsets")
+        raise FileProblem(f"has fields other than dtype, shape and data_offsets for tensor `{name}`")
     if not isinstance(field["dtype"], str) or field["dtype"] not in BY_CODE:
-        _refuse(path, f"stores tensor `{name}` as unknown dtype `{str(field['dtype'])[:40]}`")
+        raise FileProblem(f"has the unknown dtype `{str(field['dtype'])[:40]}` for tensor `{name}`")
     shape, offsets = field["shape"], field["data_offsets"]
     if not _naturals(shape) or len(shape) > RANK_LIMIT or prod(shape) > 1 << 62:
-        _refuse(path, f"gives tensor `{name}` an impossible shape")
+        raise FileProblem(f"has an invalid shape for tensor `{name}`")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(path, f"gives tensor `{name}` impossible data_offsets")
+        raise FileProblem(f"has invalid data_offsets for tensor `{name}`")
     return offsets[0], offsets[1]
 
 
@@ -149,42 +159,35 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
 
 
-def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+def _parse_json(text: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError):
-        _refuse(path, "has a header that is not valid JSON")
+        raise FileProblem("has a header that is not valid JSON") from None
     if not isinstance(fields, dict):
-        _refuse(path, "has a header that is not a JSON object")
+        raise FileProblem("has a header that is not a JSON object")
     return fields
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        _refuse(path, "names a tensor twice")
+        raise FileProblem("has a duplicate tensor name")
     return fields
-
-
-def _refuse(path: Path, problem: str) -> NoReturn:
-    raise MalformedInput(
-        f"`{path.name}` {problem}",
-        hint="the file is damaged or was not written by a safetensors library; copy or download it again",
-    )
 
 
 def file_of(tensors: Mapping[str, LazyTensor]) -> Path | None:
-    """The safetensors file that holds exactly these tensors, as they are; None where there is none."""
+    """The safetensors file that contains exactly these tensors, unchanged; None if there is none."""
     paths = {tensor.path if isinstance(tensor, FileTensor) else None for tensor in tensors.values()}
     path = paths.pop() if len(paths) == 1 else None
     return path if path and path.suffix == ".safetensors" and holds(path, tensors) else None
 
 
 def holds(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether a file has these tensors in these places, and says `format: pt`, without which transformers 4 refuses it.
+    """Whether a file has these tensors at these offsets, and the metadata `format: pt` that transformers 4 requires.
 
     Raises:
-        MalformedInput: it is no safetensors file.
+        MalformedInput: it is not a safetensors file.
     """
     header = read_header(path)
     return header.metadata.get("format") == "pt" and _places(header.tensors) == _places(tensors)
@@ -195,7 +198,7 @@ def _places(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
 
 
 def encode_header(tensors: dict[str, tuple[DType, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file that holds `tensors` in this order, padded with spaces to `ALIGNMENT`."""
+    """The header of a file with `tensors` in this order, padded with spaces to `ALIGNMENT`."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -208,6 +211,6 @@ def encode_header(tensors: dict[str, tuple[DType, tuple[int, ...]]]) -> bytes:
 
 
 def safetensors_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """A safetensors file: the header, then the tensors."""
+    """Yields a safetensors file: the header, then the tensors."""
     yield encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     yield from tensors.values()

@@ -1,4 +1,4 @@
-"""Where inputs come from: local paths, URIs that fsspec knows, and hub ids."""
+"""Resolves inputs to local paths: local paths, URIs that fsspec supports, and hub ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PARTIAL = ".llmconv-partial"
-"""How the name of a folder ends in which an output is being made."""
+"""Suffix of the folder in which an output is being made."""
 
 HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 """`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
@@ -31,21 +31,21 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILE_NAME = re.compile(
     r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
 )
-"""Bare names that are those of files: nobody means a model of the hub."""
+"""Bare names that are clearly files, not models of the hub."""
 
 
 def local_path(name: str | Path) -> Path:
-    """A local path for `name`: itself when it exists, a download when it is a URI or a hub id (`org/name[@revision]`).
+    """A local path for `name`: itself if it exists, a download for a URI or a hub id (`org/name[@revision]`).
 
-    A pointer file of Composer is followed, on the disk and in a bucket. What a URI names is fetched into a temporary
-    folder, which is removed when the call that needed it ends (see `fetching`), and at the latest with the process.
+    Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
+    is removed when the call that needs it ends (see `fetching`), at the latest with the process.
 
     Args:
         name: path, URI or hub id.
 
     Raises:
-        InputRefused: there is no such path, and it is neither a reachable URI nor a hub id.
-        UsageProblem: it is not a path, such as an open model.
+        InputRefused: the path does not exist, and is neither a reachable URI nor a hub id.
+        UsageProblem: it is not a path, but for example a loaded model.
     """
     given = path_of(name, "path")
     if is_address(name):
@@ -55,7 +55,7 @@ def local_path(name: str | Path) -> Path:
         return path
     if path.is_symlink():
         raise InputRefused(
-            f"`{path}` is a link to `{path.readlink()}`, which is not there", hint="fetch that too, or mend the link"
+            f"`{path}` is a link to `{path.readlink()}`, which does not exist", hint="fetch it, too, or repair the link"
         )
     text = str(name)
     if is_hub_id(text):
@@ -66,7 +66,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether `name` may be a model of the hub: there is nothing of that name on the disk, nor is it a file's."""
+    """Whether `name` may be a model of the hub: it does not exist on the disk and is not the name of a file."""
     text = str(name)
     return bool(HUB_ID.fullmatch(text)) and not FILE_NAME.fullmatch(text) and not Path(text).exists()
 
@@ -77,36 +77,36 @@ def is_remote(name: str | Path) -> bool:
 
 
 def require_own_folder(model: str | Path) -> None:
-    """Refuses to write next to weights that are fetched from elsewhere, before they are.
+    """Refuses a remote model, before it is fetched, where graphs are to be written next to its weights.
 
     Raises:
         InputRefused: `model` is a URI or a hub id.
     """
     if is_remote(model):
         raise InputRefused(
-            f"`{model}` is not a local folder that graphs could be written into",
+            f"`{model}` is not a local folder, so graphs cannot be written into it",
             hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
         )
 
 
 @contextmanager
 def reading_safely(source: str | Path) -> Iterator[None]:
-    """Turns an OSError about `source` (a link to nothing, a file that may not be read) into InputRefused."""
+    """Turns an OSError about `source` (a broken link, no permission) into InputRefused."""
     try:
         yield
     except OSError as error:
         raise InputRefused(
             f"`{source}` cannot be read: {error.strerror or error} ({error.filename or 'source'})",
-            hint="look at the file, its links and its permissions",
+            hint="check the file, its links and its permissions",
         ) from error
 
 
 _folders: set[Path] = set()
-"""Temporary folders of this process that hold downloads."""
+"""Temporary folders of this process that contain downloads."""
 
 
 def remove_downloads(folders: set[Path] | None = None) -> None:
-    """Removes temporary folders, all of this process by default: for an end at which nothing else runs."""
+    """Removes temporary folders; by default all of this process, for when it ends."""
     for folder in set(_folders if folders is None else folders):
         shutil.rmtree(folder, ignore_errors=True)
         _folders.discard(folder)
@@ -122,7 +122,7 @@ class Fetched:
         self.folders: set[Path] = set()
 
     def keep_for(self, owner: object) -> None:
-        """Keeps them for as long as `owner` is alive: it still reads them."""
+        """Keeps the folders as long as `owner`, which reads them, is alive."""
         weakref.finalize(owner, remove_downloads, set(self.folders)).atexit = False
         self.folders.clear()
 
@@ -132,7 +132,7 @@ _fetched: ContextVar[Fetched | None] = ContextVar("_fetched", default=None)
 
 @contextmanager
 def fetching() -> Iterator[Fetched]:
-    """Removes what `local_path` fetches inside, however the block ends, unless it is kept for something."""
+    """Removes downloads of `local_path` at the end of the block, unless `keep_for` was called."""
     fetched = Fetched()
     token = _fetched.set(fetched)
     try:
@@ -143,7 +143,7 @@ def fetching() -> Iterator[Fetched]:
 
 
 def fetches(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; what it fetches is removed when it ends. After a dry run it stays as long as the result does."""
+    """Decorator: downloads are removed when the function ends, after a dry run together with its result."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -160,19 +160,19 @@ def _uri(name: str | Path) -> str:
     """The text of a URI.
 
     Raises:
-        InputRefused: it went through pathlib, which makes one slash of two.
+        InputRefused: it was made a Path, which turns two slashes into one.
     """
     text = str(name).strip()
     if "://" not in text:
         raise InputRefused(
-            f"`{text}` is neither a local path nor a whole address",
+            f"`{text}` is neither a local path nor a complete URI",
             hint=f"give a URI as text, with `://`; a local folder of that name is `./{text}`",
         )
     return text
 
 
 def _download(uri: str) -> Path:
-    import fsspec  # noqa: PLC0415 - a local path does without it
+    import fsspec  # noqa: PLC0415 - not needed for local paths
 
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
     _folders.add(folder)
@@ -180,7 +180,7 @@ def _download(uri: str) -> Path:
         fetched.folders.add(folder)
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
-        remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else Bucket(filesystem))
+        remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
         filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
     except BaseException as error:
         remove_downloads({folder})
@@ -192,36 +192,36 @@ def _download(uri: str) -> Path:
     return next(folder.iterdir(), folder)
 
 
-class Bucket:
+class BucketTree:
     """The files of a bucket, for `follow`; `filesystem` is one of fsspec."""
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
 
     def exists(self, path: str) -> bool:
-        """Whether an object or a folder is there."""
+        """Whether an object or a folder exists."""
         return bool(self._filesystem.exists(path))
 
     def head(self, path: str) -> bytes | None:
-        """The first bytes of an object, None for a folder."""
+        """See `PointerTree`."""
         if not self._filesystem.isfile(path):
             return None
         with self._filesystem.open(path, "rb") as file:
             return bytes(file.read(TEXT_LIMIT + 1))
 
     def roots(self, path: str) -> Iterator[str]:
-        """The top first: the bucket is the first part of an object's path; an address has its host in front."""
+        """The top first: the bucket is the first part of an object's path, after the host in a URI."""
         scheme, mark, rest = path.rpartition("://")
         parts = rest.split("/")
         yield from (scheme + mark + "/".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def files_under(path: Path, without: Path | None = None) -> list[Path]:
-    """`path` itself, or every file in that folder, at any depth, in the order of their names.
+    """`path` itself, or all files in that folder at any depth, sorted by name.
 
     Args:
         path: a file or folder.
-        without: a folder that is passed over, such as an output inside `path`; unfinished outputs are, too.
+        without: a folder to skip, such as an output inside `path`; unfinished outputs are skipped, too.
     """
     if path.is_file():
         return [path]

@@ -1,7 +1,7 @@
-"""JSON that a user writes by hand, read strictly: equal keys, and numbers that are not finite, are slips.
+"""Reads hand-written JSON strictly: duplicate keys and numbers that are not finite are errors.
 
-Python's reader keeps the last of two equal keys, and takes `NaN`, `Infinity` and numbers beyond the range of float64,
-which RFC 8259 does not have and which no other reader would take back.
+Python's parser keeps the last of two equal keys, and accepts `NaN`, `Infinity` and numbers beyond the range of float64,
+which RFC 8259 and other parsers do not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from typing import Any, NoReturn
 
 SHOWN = 40
-"""Characters of a key or number in a message."""
+"""Maximum characters of a key or number in a message."""
 
 
-class Slip(ValueError):
-    """A text that Python reads as JSON, though not with the meaning that its author intended.
+class StrictJsonError(ValueError):
+    """JSON that Python accepts, but not with the meaning that its author intended.
 
     Attributes:
         hint: the way out.
@@ -30,21 +30,21 @@ def parse_strictly(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        Slip: an object has a key twice, or a number is not finite; names the first.
+        StrictJsonError: a duplicate key, or a number that is not finite; reports the first.
         ValueError: not JSON.
         RecursionError: nested too deeply.
     """
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
 
 
-def first_slip(text: str) -> tuple[int, Slip] | None:
-    """The first slip of a JSON array, or of another value; None where there is none.
+def first_strict_error(text: str) -> tuple[int, StrictJsonError] | None:
+    """The first strict error in a JSON value, usually an array; None if there is none.
 
     Args:
-        text: valid JSON apart from slips.
+        text: JSON that Python accepts.
 
     Returns:
-        The line in which the item with the slip begins, counted from 1, and the slip.
+        The line, counted from 1, in which the item with the error begins, and the error.
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
     text = text.rstrip()
@@ -52,32 +52,32 @@ def first_slip(text: str) -> tuple[int, Slip] | None:
     is_array = text.startswith("[", begin)
     position = begin + is_array
     while True:
-        position = _behind_space(text, position, " \t\n\r," if is_array else " \t\n\r")
+        position = _skip_space(text, position, " \t\n\r," if is_array else " \t\n\r")
         if position == len(text) or (is_array and text[position] == "]"):
             return None
         try:
             position = decoder.raw_decode(text, position)[1]
-        except Slip as slip:
-            return text.count("\n", 0, position) + 1, slip
+        except StrictJsonError as error:
+            return text.count("\n", 0, position) + 1, error
 
 
-def _behind_space(text: str, position: int, space: str) -> int:
+def _skip_space(text: str, position: int, space: str) -> int:
     while position < len(text) and text[position] in space:
         position += 1
     return position
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these fields, as `object_pairs_hook` of Python's reader.
+    """A dict of these fields, as `object_pairs_hook` of Python's parser.
 
     Raises:
-        Slip: a key is there twice.
+        StrictJsonError: a duplicate key.
     """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Slip(f"the key `{twice[:SHOWN]}` is there twice", "leave one of the two")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise StrictJsonError(f"duplicate key `{duplicate[:SHOWN]}`", "remove one of the two")
     return fields
 
 
@@ -89,4 +89,4 @@ def _finite(number: str) -> float:
 
 
 def _refuse(number: str) -> NoReturn:
-    raise Slip(f"the number `{number[:SHOWN]}` is not finite", "write a number that float64 can hold, or a text")
+    raise StrictJsonError(f"the number `{number[:SHOWN]}` is not finite", "write a float64 number, or a string")

@@ -1,4 +1,4 @@
-"""What not every Unix has: each function does the same in the next best way where a system call is missing (macOS)."""
+"""System calls that not every Unix has, each with a fallback (macOS)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,48 @@ import sys
 
 
 def flush_data(fd: int) -> None:
-    """Brings a file's content to the disk: `fdatasync(2)`, or `fsync(2)`, which brings its times as well."""
+    """Writes a file's content to the disk: `fdatasync(2)`, or `fsync(2)`, which writes its times as well."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def will_need(fd: int, start: int, length: int) -> None:
-    """Lets the kernel read ahead (`posix_fadvise(2)`); a hint only."""
+    """Asks the kernel to read ahead (`posix_fadvise(2)`).
+
+    Args:
+        fd: descriptor of the file.
+        start: position of the first byte.
+        length: bytes.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
 
 
 def copy_in_kernel(source: int, target: int, start: int, length: int) -> int:
-    """Copies bytes from and to the same place (`copy_file_range(2)`); 0 where the kernel cannot."""
+    """Copies bytes between files at the same position (`copy_file_range(2)`).
+
+    Args:
+        source: descriptor to read from.
+        target: descriptor to write to.
+        start: position in both.
+        length: maximum number of bytes.
+
+    Returns:
+        The bytes copied; 0 where the kernel cannot.
+    """
     try:
         return os.copy_file_range(source, target, length, start, start)
-    except (OSError, AttributeError):  # EXDEV, EINVAL, ENOSYS, …: what is really wrong, plain reading and writing tells
+    except (OSError, AttributeError):  # EXDEV, EINVAL, ENOSYS, …: a real problem shows in plain reading and writing
         return 0
 
 
 def cores() -> int:
-    """Cores that this process may use, or that there are."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def peak_memory() -> int:
-    """Bytes of the process's largest resident set; `getrusage(2)` counts KiB, on macOS bytes."""
+    """Peak resident memory of the process in bytes; `getrusage(2)` counts KiB, on macOS bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,23 +1,23 @@
-"""Prompts in, text out: from the graphs, or from the eager model."""
+"""Text generation, from the graphs or from the eager model."""
 
 from __future__ import annotations
 
 from llmconv.generation.chat.conversation import Conversation, SharedPrefix
+from llmconv.generation.completions import Completion, Generation, GenerationCost
 from llmconv.generation.generate import Wording, generate
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.report import Completion, Cost, Generation
-from llmconv.generation.row import Piece
+from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 
 __all__ = [
     "Completion",
     "Conversation",
-    "Cost",
+    "GenerationCost",
     "Generation",
     "GenerationSettings",
     "ModelFiles",
-    "Piece",
+    "TextPiece",
     "SharedPrefix",
     "TextModel",
     "Wording",

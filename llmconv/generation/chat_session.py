@@ -1,4 +1,4 @@
-"""Chat: messages that grow turn by turn over one cache."""
+"""Chat: a conversation whose turns share one cache."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from llmconv.files.paths import kind_of
 from llmconv.generation.chat.conversation import Conversation
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.model import TextModel
-from llmconv.generation.row import Piece
+from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 
 ANSWER_TOKENS = 2048
-"""At most so many, where nothing says how many; the context may end before."""
-LOOKED_FOR = 16
-"""Tokens by which an answer may be longer or shorter when its text is tokenized again."""
+"""Maximum number of tokens in an answer, unless a setting or the context gives a smaller one."""
+MAX_SHIFT = 16
+"""Maximum difference in tokens between an answer and its text when that is tokenized again."""
 
 
 class Chat:
-    """A conversation with a model; a turn runs only what is new.
+    """A conversation with a model; each turn runs only the new tokens.
 
     Args:
-        model: what answers.
-        settings: `model.defaults` when left out.
-        template: as `TextModel.encode_chat` takes it.
-        system: what the model is told before the first message; empty for nothing.
+        model: writes the answers.
+        settings: how they are sampled; default: `model.defaults`.
+        template: name of a chat template, see `TextModel.encode_chat`.
+        system: system message; empty for none.
 
     Attributes:
-        messages: role and content, in order, without the system's.
-        system: may be changed between turns, which then run everything once more.
+        messages: role and content, in order, without the system message.
+        system: may be changed between turns; the next turn then runs the whole chat again.
     """
 
     @checked
@@ -51,48 +51,53 @@ class Chat:
         self._ran: list[int] = []
 
     def reset(self) -> None:
-        """Forgets the messages; the system message stays."""
+        """Deletes all messages but the system message."""
         self.messages, self._conversation, self._ran = [], Conversation(), []
 
-    def ask(self, text: str) -> Iterator[Piece]:
-        """The answer, piece by piece; what was said when the iterator is closed stays said.
+    def ask(self, text: str) -> Iterator[TextPiece]:
+        """The answer, piece by piece; if the iterator is closed early, the text so far is kept as the answer.
 
         Raises:
-            InputRefused: the template refuses the messages, or they have no room in the context; nothing has changed.
+            InputRefused: the template fails on the messages, or they are too long for the context.
         """
         if not isinstance(text, str):
-            raise UsageProblem(f"the message is {kind_of(text)}, not a text", hint="give one `str`")
+            raise UsageProblem(f"the message is {kind_of(text)}, not a string", hint="give one `str`")
         ids = self._encode([*self.messages, {"role": "user", "content": text}])
-        said: list[str] = []
+        answer: list[str] = []
         self._ran, before = list(ids), self._ran
         begun = False
         stream = self._model.stream([ids], self._settings, self._conversation)
         try:
-            with closing(stream) as pieces:  # closing it keeps what was run
+            with closing(stream) as pieces:  # closing it keeps the cache
                 for piece in pieces:
                     begun = True
                     if piece.token is not None and piece.finish != "eos":
                         self._ran.append(piece.token)
-                    said.append(piece.text)
+                    answer.append(piece.text)
                     yield piece
         finally:
             if begun:
-                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(said)}]
+                self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(answer)}]
             else:
                 self._ran = before
 
     def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The messages as tokens that begin with those that were run, wherever that is the same text."""
+        """The messages as tokens; they begin with the tokens that have run, if the text is the same."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         ids = self._model.encode_chat([*system, *messages], self._template)
         return continued(self._ran, ids, self._model.tokenizer.decode)
 
 
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
-    """The settings of an answer in a template: `defaults` under what is given, and long where neither sets a length.
+    """Settings for answers in a template.
+
+    Args:
+        defaults: the model's settings.
+        template: name of a chat template; its stop strings are added.
+        given: fields that replace the defaults. If neither sets a length, it is `ANSWER_TOKENS`.
 
     Raises:
-        UsageProblem: there is no such template, or a setting cannot be.
+        UsageProblem: an unknown template, or an invalid setting.
     """
     settings = defaults.but(**given)
     if settings.max_new_tokens is None and settings.max_length is None:
@@ -102,21 +107,21 @@ def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -
 
 
 def continued(ran: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """`ids`, or the same text as `ran` and what comes after.
+    """Tokens of a chat that start with `ran` if the text allows it, else `ids`.
 
-    A model may spell a text with other tokens than the tokenizer does. Then the tokens of a whole chat do not begin
-    with those that were run, although its text does: taken as they were run, nothing needs to run again.
+    A model may write a text with other tokens than the tokenizer would. Then the tokens of the whole chat do not start
+    with the tokens that have run, although the text does. Keeping the tokens that have run avoids running them again.
 
     Args:
-        ran: tokens of the chat so far, the answer as the model gave it.
-        ids: the whole chat as the tokenizer has it.
-        decode: tokens to text, special ones included.
+        ran: tokens of the chat so far, with the answers as the model gave them.
+        ids: tokens of the whole chat, from the tokenizer.
+        decode: tokens to text, including special tokens.
     """
     ids = list(ids)
     if not ran or ids[: len(ran)] == list(ran):
         return ids
     text = decode(ids)
-    for shift in sorted(range(-LOOKED_FOR, LOOKED_FOR + 1), key=abs):
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
         candidate = [*ran, *ids[len(ran) + shift :]]
         if 0 < len(ran) + shift < len(ids) and decode(candidate) == text:
             return candidate

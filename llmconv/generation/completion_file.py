@@ -1,4 +1,4 @@
-"""CompletionFile: one line of JSON per prompt, in their order; a run that was killed goes on behind them."""
+"""CompletionFile: completions as JSON lines in the order of the prompts; a killed run continues after the last line."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any, BinaryIO
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, require_plain
+from llmconv.generation.completions import Completion
 from llmconv.generation.prompts import Prompt
-from llmconv.generation.report import Completion
 from llmconv.output.streaming import write_fully
 
 SIDE_FILE = ".{}.options.json"
-"""Hidden beside the file: what its lines are made with."""
+"""Hidden file next to it: the prompts' digest and the options that its lines were made with."""
 
 
 class CompletionFile:
-    """Lines of JSON, appended batch by batch.
+    """JSON lines, appended batch by batch.
 
-    Every line has the fields that came with the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
-    `prompt_tokens` and `finish`. What the file is made with lies hidden beside it, so that a run with other prompts or
-    options is refused. Nothing is made, and nothing that is there is touched, before the first batch is finished.
+    Every line has the fields of the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
+    `prompt_tokens` and `finish`. A hidden file next to it records the options, so that a run with other prompts or
+    options is refused. No file is created or changed before the first batch is finished.
 
     Args:
-        path: of the file.
-        prompts: all of them, in order.
-        options: all that the text depends on.
-        overwrite: start afresh; the first batch replaces what is there.
+        path: the file.
+        prompts: all prompts, in order.
+        options: everything that the text depends on.
+        overwrite: start again; the first batch replaces the file.
 
     Raises:
-        InputRefused: the file is of other prompts or options, or no file of completions.
+        InputRefused: the file is for other prompts or options, or is not a file of completions.
         OutputFailed: it cannot be written.
     """
 
@@ -48,7 +48,7 @@ class CompletionFile:
         self._fields = [prompt.fields for prompt in prompts]
         if path.exists() and not path.is_file():
             raise InputRefused(
-                f"`{path}` is no file", hint="give another `--output-file`; text goes to stdout without it"
+                f"`{path}` is not a file", hint="give another `--output-file`; without it, text goes to stdout"
             )
         self._file: BinaryIO | None = None
         self._replaces = overwrite or not path.exists()
@@ -88,7 +88,7 @@ class CompletionFile:
             self._file.close()
 
     def _finished(self, prompts: Sequence[Prompt]) -> tuple[int, int]:
-        """Lines that are whole, and their bytes."""
+        """Number of complete lines, and their size in bytes."""
         if not self._path.exists():
             return 0, 0
         content = self._path.read_bytes()
@@ -97,18 +97,18 @@ class CompletionFile:
         if not content:
             return 0, 0
         if not self._side.is_file():
-            self._refuse("is there already, and nothing tells how it was made")
+            self._refuse("already exists, without a record of its prompts and options")
         if self._side.read_bytes() != self._made_with.encode():
             self._refuse("was begun with other prompts or options, or another model")
         for line, prompt in zip(lines, prompts, strict=False):
             if _prompt_of(line) != prompt.content:
-                self._refuse("holds other prompts")
+                self._refuse("has other prompts")
         if len(lines) > len(prompts):
-            self._refuse("holds more lines than there are prompts")
+            self._refuse("has more lines than there are prompts")
         return len(lines), len(whole)
 
     def _require_writable(self) -> None:
-        """Opens or makes what a batch will need, and leaves everything as it was."""
+        """Tries to open or create the files that a batch will need, without changing any."""
         try:
             with Folder.open(self._path.parent) as folder, folder.begin(self._side.name):
                 if self._replaces:
@@ -119,7 +119,7 @@ class CompletionFile:
             raise self._failed(error) from error
 
     def _replaced(self, lines: bytes) -> BinaryIO:
-        """The file with its first lines, in the place of what was there; open to append to it."""
+        """Replaces the file by one with the first lines, and opens it to append."""
         with (
             Folder.open(self._path.parent) as folder,
             folder.begin(self._path.name) as file,
@@ -128,14 +128,14 @@ class CompletionFile:
             for new, content in ((file, lines), (side, self._made_with.encode())):
                 new.write(content)
                 new.sync()
-            folder.remove(self._side.name)  # or a run that is killed here would leave options that are not the file's
+            folder.remove(self._side.name)  # a run killed here must not leave options of another file
             file.place()
             side.place()
             folder.sync()
             return folder.open_to_append(self._path.name)
 
     def _continued(self) -> BinaryIO:
-        """The file that is there, without the half line of a run that was killed; open to append to it."""
+        """Cuts off the incomplete last line of a killed run, and opens the file to append."""
         with Folder.open(self._path.parent) as folder:
             folder.write(self._side.name, self._made_with.encode())
             file = folder.open_to_append(self._path.name)
@@ -144,26 +144,24 @@ class CompletionFile:
 
     def _refuse(self, problem: str) -> None:
         raise InputRefused(
-            f"`{self._path}` {problem}", hint="give `--overwrite` to begin again, or another `--output-file`"
+            f"`{self._path}` {problem}", hint="give `--overwrite` to start again, or another `--output-file`"
         )
 
     def _failed(self, error: OSError) -> OutputFailed:
-        hint = (
-            "make room or give another `--output-file`; the command without `--overwrite` goes on after the last line"
-        )
+        hint = "free disk space or give another `--output-file`; without `--overwrite` a run continues the file"
         if not self._path.parent.is_dir():
-            hint = f"make the folder `{self._path.parent}` first"
+            hint = f"create the folder `{self._path.parent}` first"
         return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)
 
 
 def _plain(value: Any) -> Any:
-    """Sets in the same order every time."""
+    """Sets as sorted lists."""
     return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    said = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+    contents = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _as_dict(one: Completion) -> dict[str, Any]:
@@ -174,7 +172,7 @@ def _as_dict(one: Completion) -> dict[str, Any]:
 
 def _prompt_of(line: bytes) -> Any:
     try:
-        said = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return said.get("prompt", said.get("messages")) if isinstance(said, dict) else None
+    return content.get("prompt", content.get("messages")) if isinstance(content, dict) else None

@@ -1,92 +1,98 @@
-"""The genai backend: ONNX Runtime GenAI runs the graphs and picks the tokens; texts and ends are ours."""
+"""The genai backend: ONNX Runtime GenAI runs the graphs and picks the tokens; llmconv decodes and stops."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
-from llmconv.generation.model import TextModel
-from llmconv.generation.row import Piece, Row
+from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
+from llmconv.runtime.context_length import language_config
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"
 SEEDS = 2**31
-"""GenAI's seeds are less."""
+"""Exclusive upper bound of GenAI's seeds."""
 
 
 @dataclass(frozen=True)
-class GenaiModel(TextModel):
-    """A folder with `genai_config.json`; `runner` is GenAI's own model.
-
-    Nothing of a conversation is kept: every turn runs its whole prompt.
+class GenaiEngine:
+    """A folder with `genai_config.json`, opened by GenAI; keeps no cache: every turn runs its whole prompt.
 
     Attributes:
-        ends: the end tokens of `genai_config.json`, at which GenAI stops whatever the settings say.
-        padding: its padding token, which GenAI takes for padding wherever it stands in a batch.
+        model: GenAI's own model.
+        context_length: tokens of prompt and new text together; None if unknown.
+        ends: end tokens of `genai_config.json`, at which GenAI stops whatever the settings are.
+        padding: its padding token, which GenAI takes for padding anywhere in a batch.
         vocabulary: size of the logits.
-        has_window: padding behind a prompt would count within a sliding window.
+        has_window: the model has a sliding window, in which padding after a prompt would count.
     """
 
-    ends: frozenset[int] = field(default=frozenset())
-    padding: int = 0
-    vocabulary: int = 0
-    has_window: bool = False
+    model: Any
+    context_length: int | None
+    ends: frozenset[int]
+    padding: int
+    vocabulary: int
+    has_window: bool
+    runs_last_token = True
+
+    @property
+    def sequences(self) -> int | None:
+        """No limit: GenAI pads batches itself."""
+        return None
 
     @classmethod
-    def load(cls, folder: Path, session: SessionSettings | None = None, **parts: Any) -> GenaiModel:
+    def load(
+        cls, folder: Path, session: SessionSettings | None = None, context_length: int | None = None
+    ) -> GenaiEngine:
         """Opens a folder.
 
         Args:
             folder: has `genai_config.json`.
             session: threads, packing, provider and configuration entries.
-            parts: the other attributes of `TextModel`.
+            context_length: the model's own; `genai_config.json` may have a shorter one.
 
         Raises:
-            InputRefused: onnxruntime-genai is not installed, or the folder was not made for it.
+            InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.
             MalformedInput: GenAI cannot open it.
-            UsageProblem: session settings that GenAI does not take.
+            UsageProblem: session settings that GenAI does not have.
         """
         if not (folder / CONFIG).is_file():
             raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`llmconv export {folder} --layout genai`")
-        said = read_genai_config(folder)
+        config = read_genai_config(folder)
         model = _open(_library(), folder, session or SessionSettings())
-        ends = said.get("eos_token_id", [])
-        lengths = [parts.pop("context_length", None), _whole(said, "context_length")]
+        ends = config.get("eos_token_id", [])
+        lengths = [context_length, _integer(config, "context_length")]
         return cls(
-            runner=model,
-            backend="genai",
-            folder=folder,
+            model,
             context_length=min((length for length in lengths if length), default=None),
             ends=frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)),
-            padding=_whole(said, "pad_token_id"),
-            vocabulary=_whole(said, "vocab_size"),
-            has_window=_has_window(folder),
-            **parts,
+            padding=_integer(config, "pad_token_id"),
+            vocabulary=_integer(config, "vocab_size"),
+            has_window=bool(language_config(folder).get("sliding_window")),
         )
 
-    def _limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
-        """As for graphs, but the last token needs room, too."""
-        limit = super()._limit(name, prompt_tokens, settings)
-        return limit if self.context_length is None else min(limit, self.context_length - prompt_tokens)
-
-    def _grow(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, *_: Any, **__: Any
-    ) -> Generator[Piece]:
-        """Greedy search or sampling, by GenAI's own search, which keeps its cache itself and takes a prompt at once."""
+    def grow(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        decode: Callable[[Sequence[int]], str],
+        *_: Any,
+    ) -> Generator[TextPiece]:
+        """See `LoopEngine.grow`; GenAI has its own cache and takes a prompt at once."""
         _require_known(settings)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
-        rows = [Row(at, *given, settings, self.decode) for at, given in enumerate(zip(prompts, limits, strict=True))]
-        yield from (Piece(row.index, "", None, row.finish) for row in rows if row.finish)
+        rows = [Row(at, *given, settings, decode) for at, given in enumerate(zip(prompts, limits, strict=True))]
+        yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         going = [row for row in rows if not row.finish]
         groups = [going] if self._fit_together(going, settings) else [[row] for row in going]
         searches = [self._search_for(group, settings) for group in groups]
@@ -95,37 +101,36 @@ class GenaiModel(TextModel):
                 yield from self._step(*search)
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
-    def _beams(
-        self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int
-    ) -> Sequence[list[int]]:
-        raise UsageProblem("beams are not searched with GenAI", hint=OTHER)
+    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+        """Raises UsageProblem: GenAI's beam search is not used."""
+        raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:
-        """Whether each row gets in a batch what it gets alone: GenAI draws for all rows from one generator of numbers,
-        and pads on the right with a token that it also finds inside of prompts, and penalises."""
+        """Whether each row gives the same text in a batch as alone: GenAI samples all rows from one random generator,
+        and pads on the right with a token that it also finds inside prompts, and penalizes."""
         if len(rows) < 2 or not settings.is_greedy or any(self.padding in row.prompt for row in rows):
             return False
         is_even = len({len(row.prompt) for row in rows}) == 1
         return is_even or (settings.repetition_penalty == 1 and not settings.extra and not self.has_window)
 
     def _search_for(self, rows: Sequence[Row], settings: GenerationSettings) -> tuple[Any, Sequence[Row]]:
-        """A generator of GenAI that has taken the prompts of the rows, not yet run."""
+        """A new generator of GenAI, and the rows whose prompts it will run."""
         genai = _library()
         longest = max(len(row.prompt) for row in rows)
         room = max(row.room for row in rows)
         length = longest + room if self.context_length is None else min(longest + room, self.context_length)
         options = {"max_length": length, "batch_size": len(rows), **search_options(settings, self.vocabulary)}
-        params = genai.GeneratorParams(self.runner)
+        params = genai.GeneratorParams(self.model)
         params.set_search_options(**options)
-        return genai.Generator(self.runner, params), rows
+        return genai.Generator(self.model, params), rows
 
-    def _step(self, generator: Any, rows: Sequence[Row]) -> Iterator[Piece]:
-        """The next token of every row, the prompts before the first."""
+    def _step(self, generator: Any, rows: Sequence[Row]) -> Iterator[TextPiece]:
+        """Runs the next token of every row; the first call also runs the prompts."""
         try:
             if generator.token_count() == 0:
                 generator.append_tokens(self._padded([row.prompt for row in rows]))
             generator.generate_next_token()
-        except Exception as error:  # GenAI's exceptions share no base class of their own
+        except Exception as error:  # GenAI's exceptions have no common base class
             raise MalformedInput(
                 f"GenAI cannot run the graphs: {first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
@@ -141,7 +146,7 @@ class GenaiModel(TextModel):
 
 
 def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, Any]:
-    """GenAI's names for the settings; a top-k of 0 means all tokens here, and the likeliest one there."""
+    """The settings under GenAI's names. A top-k of 0 means all tokens in llmconv, and only the likeliest in GenAI."""
     options: dict[str, Any] = {
         "do_sample": not settings.is_greedy,
         "repetition_penalty": settings.repetition_penalty,
@@ -158,7 +163,7 @@ def search_options(settings: GenerationSettings, vocabulary: int) -> dict[str, A
 
 
 PASSED_ON = {"no_repeat_ngram_size"}
-"""Fields of `generation_config.json` that GenAI knows by the same name."""
+"""Fields of `generation_config.json` that have the same name in GenAI."""
 
 
 def _require_known(settings: GenerationSettings) -> None:
@@ -166,7 +171,7 @@ def _require_known(settings: GenerationSettings) -> None:
     if settings.min_p and not settings.is_greedy:
         unknown.append("min_p")
     if unknown:
-        raise UsageProblem(f"GenAI has no {', '.join(unknown)}", hint=OTHER)
+        raise UsageProblem(f"GenAI does not support {', '.join(unknown)}", hint=OTHER)
 
 
 def _library() -> Any:
@@ -181,7 +186,7 @@ def _library() -> Any:
 
 def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
     if session.attributes or session.free_dimensions:
-        raise UsageProblem("GenAI takes no [session] and no [free_dimensions]", hint="use [entries] and [provider]")
+        raise UsageProblem("GenAI does not support [session] or [free_dimensions]", hint="use [entries] and [provider]")
     options: dict[str, Any] = dict(session.entries)
     if session.threads:
         options["intra_op_num_threads"] = session.threads
@@ -197,20 +202,13 @@ def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
             for key, value in session.provider_options.items():
                 config.set_provider_option(name, key, value)
         return genai.Model(config)
-    except Exception as error:  # GenAI's exceptions share no base class of their own
+    except Exception as error:  # GenAI's exceptions have no common base class
         raise MalformedInput(
             f"GenAI cannot open `{folder}`: {first_line(error)}", hint=f"`llmconv export {folder} --layout genai` again"
         ) from error
 
 
-def _whole(said: dict[str, Any], name: str) -> int:
-    """A number of `genai_config.json`, which GenAI itself has read by now; 0 where there is none."""
-    value = said.get(name)
+def _integer(config: dict[str, Any], name: str) -> int:
+    """An integer of `genai_config.json`, which GenAI has validated by now; 0 if missing."""
+    value = config.get(name)
     return value if isinstance(value, int) else 0
-
-
-def _has_window(folder: Path) -> bool:
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    text = config.get("text_config")
-    return bool({**config, **(text if isinstance(text, dict) else {})}.get("sliding_window"))

@@ -1,4 +1,4 @@
-"""generate: prompts in, completions out, a batch at a time."""
+"""generate: continues prompts, one batch at a time."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Annotated, Any
 from llmconv.argument_checks import OWN, checked, require_least
 from llmconv.generation.chat.conversation import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import Content, as_chat, contents_of, shared_start, with_prefix
-from llmconv.generation.report import Completion, Cost, Generation, Meter
-from llmconv.generation.row import Piece
+from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
+from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 
 BATCH_SIZE = 8
 NEW_TOKENS = 64
-"""Where neither an option nor `generation_config.json` says how many."""
+"""Maximum number of new tokens, unless an option or `generation_config.json` gives another."""
 
-OnPiece = Callable[[Piece], object]
-Prompts = Annotated[str | Sequence[Content], OWN]
-"""Compared by `contents_of`."""
+OnPiece = Callable[[TextPiece], object]
+Prompts = Annotated[str | Sequence[PromptContent], OWN]
+"""Validated by `contents_of`."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How prompts become the texts that a model is given.
+    """How prompts become the texts that the model continues.
 
     Attributes:
-        prompt_prefix: a text that is put before every prompt, and run once for all of them.
-        template: of chats, see `templates`; a text is a chat of one message where this is said, or `system`.
-        system: the message that a chat begins with where it has none.
+        prompt_prefix: text before every prompt; the model runs it only once.
+        template: chat template, see `templates`. If this or `system` is given, a text becomes a chat of one message.
+        system: system message of chats that have none.
     """
 
     prompt_prefix: str = ""
     template: str = ""
     system: str = ""
 
-    def encode(self, model: TextModel, content: Content) -> list[int]:
+    def encode(self, model: TextModel, content: PromptContent) -> list[int]:
         """Tokens of a prompt.
 
         Raises:
-            InputRefused: it has none, or there is no chat template.
+            InputRefused: the prompt has no tokens, or there is no chat template.
         """
         content = with_prefix(content, self.prompt_prefix)
         if isinstance(content, str) and not self._chat_template:
@@ -52,17 +52,17 @@ class Wording:
 
     @property
     def _chat_template(self) -> str:
-        """Of texts: a message of the system makes a chat of them, too."""
+        """The template for texts; empty if they are not chats."""
         return self.template or (TOKENIZER if self.system else "")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer in this wording."""
+        """Stop strings of the template."""
         return find_template(self._chat_template).stops if self._chat_template else ()
 
 
 @dataclass
-class _Growing:
+class _GrowingText:
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: str = ""
@@ -81,27 +81,27 @@ def generate(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Generation:
-    """Continues every prompt; a batch gives what its prompts give one by one.
+    """Continues every prompt; in a batch each prompt gives the same text as alone.
 
     Args:
-        model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; what else `TextModel.open` opens;
-            or a `TextModel`, which has its backend.
-        prompts: texts, or chats as lists of messages; a single text, or a single chat, is a list of one.
-        backend: `onnx` (the graphs) or `torch` (the eager model).
-        batch_size: prompts that run side by side.
-        wording: template of chats and prefix of all prompts.
-        session: settings of onnxruntime.
-        on_piece: called with every token.
-        trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
-        options: fields of `GenerationSettings`, over those of `generation_config.json`.
+        model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; anything else that
+            `TextModel.open` accepts; or an open `TextModel`, whose backend is used.
+        prompts: texts, or chats as lists of messages; or a single text or chat.
+        backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
+        batch_size: number of prompts per batch.
+        wording: chat template and prefix of all prompts.
+        session: session settings of onnxruntime.
+        on_piece: called with every piece of text.
+        trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
+        options: fields of `GenerationSettings`; they replace those of `generation_config.json`.
 
     Raises:
         InputRefused: no tokenizer, no graphs, or a prompt without tokens or longer than the context.
-        UsageProblem: no prompt, an unknown backend, or an option that is unknown or cannot be.
+        UsageProblem: no prompt, an unknown backend, or an unknown or invalid option.
     """
     contents = contents_of(prompts)
     require_least(batch_size, 1, "batch_size")
-    GenerationSettings().but(**options)  # refuses before anything is loaded
+    GenerationSettings().but(**options)  # reports mistakes before anything is loaded
     opened = model
     if not isinstance(model, TextModel):
         opened = TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code)
@@ -113,7 +113,7 @@ def generate(
 
 
 def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) -> GenerationSettings:
-    """The model's settings under the given options, with stop strings of the template and a number of new tokens."""
+    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length."""
     settings = model.defaults.but(**options)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=NEW_TOKENS)
@@ -122,18 +122,27 @@ def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) ->
 
 def run_batches(
     model: TextModel,
-    prompts: Sequence[Content],
+    prompts: Sequence[PromptContent],
     settings: GenerationSettings,
     *,
     wording: Wording | None = None,
     batch_size: int = BATCH_SIZE,
     skip: int = 0,
     on_piece: OnPiece | None = None,
-) -> Iterator[tuple[list[Completion], Cost]]:
-    """Runs `batch_size` prompts at a time and gives what each batch gave and cost; the first `skip` prompts are done.
+) -> Iterator[tuple[list[Completion], GenerationCost]]:
+    """Runs the prompts in batches; yields the completions and the cost of each batch.
+
+    Args:
+        model: continues the prompts.
+        prompts: texts and chats.
+        settings: how tokens are picked.
+        wording: chat template and prefix of all prompts.
+        batch_size: prompts per batch; fewer if the graphs are smaller.
+        skip: number of prompts at the start that are finished already.
+        on_piece: called with every piece of text.
 
     Raises:
-        InputRefused: a prompt has no tokens or is longer than the context; nothing was run then.
+        InputRefused: a prompt has no tokens or is longer than the context; raised before anything runs.
     """
     wording = wording or Wording()
     ids = [wording.encode(model, prompt) for prompt in prompts]
@@ -146,22 +155,22 @@ def run_batches(
 
 
 def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
-    """Counts prompts from the first of all, not from the first of a batch."""
+    """`on_piece`, with the index of the prompt among all prompts, not in its batch."""
     if on_piece is None or start == 0:
         return on_piece
-    return lambda piece: on_piece(Piece(start + piece.index, piece.text, piece.token, piece.finish))
+    return lambda piece: on_piece(TextPiece(start + piece.index, piece.text, piece.token, piece.finish))
 
 
 def _run_batch(
     model: TextModel,
-    prompts: Sequence[Content],
+    prompts: Sequence[PromptContent],
     ids: Sequence[list[int]],
     settings: GenerationSettings,
     shared: SharedPrefix | None,
     on_piece: OnPiece | None,
-) -> tuple[list[Completion], Cost]:
+) -> tuple[list[Completion], GenerationCost]:
     meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
-    growing = [_Growing() for _ in prompts]
+    growing = [_GrowingText() for _ in prompts]
     for piece in model.stream(ids, settings, shared):
         one = growing[piece.index]
         one.text.append(piece.text)

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmconv.generation.past import Past, Positions
-from llmconv.generation.row import Piece, Row
+from llmconv.generation.past import Past
+from llmconv.generation.positions import PositionRule
+from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """Ids and mask, both int64 [batch, longest prompt], with the padding (id 0) on the left."""
+    """Ids and attention mask, both int64 [batch, longest prompt], padded with id 0 on the left."""
     longest = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
@@ -25,16 +26,16 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 class Batch:
-    """Rows that grow side by side; those that have ended are left out once they are half of all.
+    """Rows that are generated together; ended rows are removed once they are half of all.
 
     Attributes:
-        rows: that are still in it.
-        past: what was run; None before the start.
+        rows: the rows still in the batch.
+        past: the cache of the columns that have run; None before the start.
     """
 
-    def __init__(self, runner: Runner, rows: Sequence[Row], positions: Positions = default_positions) -> None:
+    def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
         self._runner, self._position_ids = runner, positions
-        self._may_shrink = getattr(runner, "sequences", None) is None
+        self._may_shrink = runner.max_batch_size is None
         self.rows = [row for row in rows if not row.finish]
         self.past: Past | None = None
         columns = max((row.length + row.room for row in self.rows), default=0)
@@ -42,20 +43,21 @@ class Batch:
         self._ids, self._most = self._mask[:, :0], 0
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
-        """Takes up the prompts, which `read` then runs.
+        """Pads the prompts, which `read` then runs.
 
         Args:
-            past: what was run already.
-            most: columns of a step; 0 for all of them in one.
+            past: columns that have run before.
+            most: maximum number of columns per step; 0 for all.
         """
         self._ids, mask = pad_left([row.prompt for row in self.rows])
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
-        self._most = most if most and goes_on(self._runner, len(mask), done + most, most) else self._ids.shape[1]
+        in_parts = most and self._runner.continues_in_one_run(len(mask), done + most, most)
+        self._most = most if in_parts else self._ids.shape[1]
 
     def read(self) -> Step | None:
-        """Runs the next columns of the prompts; None while there are more of them."""
+        """Runs the next columns of the prompts; None while more remain."""
         past, longest = self.past, self._ids.shape[1]
         done = past.tokens if past else 0
         end = min(done + self._most, longest)
@@ -78,7 +80,7 @@ class Batch:
         return step
 
     def _shrink(self) -> None:
-        """Leaves out the rows that have ended: it costs a copy of the cache, so not for each of them."""
+        """Removes ended rows once they are half of all: each removal copies the cache."""
         kept = [at for at, row in enumerate(self.rows) if not row.finish]
         if self.past and len(kept) <= len(self.rows) // 2:
             self.rows = [self.rows[at] for at in kept]
@@ -86,19 +88,17 @@ class Batch:
             self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
 
 
-def goes_on(runner: Runner, rows: int, past: int, new: int) -> bool:
-    """Whether the runner goes on from a past at no higher price than from the start."""
-    return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True
+def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
+    """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
-
-def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Piece]:
-    """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model.
-
-    A step takes at most so many columns of the prompts, all where `most` is 0; each but the last gives an empty piece.
+    Args:
+        batch: the rows.
+        past: columns of the prompts that have run before.
+        most: maximum number of prompt columns per step, 0 for all; each step but the last yields an empty piece.
     """
     batch.start(past, most)
     while (step := batch.read()) is None:
-        yield Piece(batch.rows[0].index, "", None, "")
+        yield TextPiece(batch.rows[0].index, "", None, "")
     while True:
         for at, row in enumerate(batch.rows):
             if not row.finish:

@@ -1,4 +1,4 @@
-"""ModelFiles: where the parts of a model lie, and the four ways to say it."""
+"""ModelFiles: the files and folders of a model, found from a folder, graphs, or a name in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llmconv.not_a_model_folder import refused_model
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The parts of a model.
+    """The files and folders of a model.
 
     Attributes:
-        folder: has the configuration, and for the eager model the weights.
-        prefill: the graph of prompts; None for the graphs that the folder's manifest names.
-        decode: the graph of steps; None for `prefill` itself.
-        tokenizer: a folder; None for `folder`.
-        generation_config: a folder whose `generation_config.json` counts; None for `folder`.
+        folder: has the configuration and, for the eager model, the weights.
+        prefill: the prefill graph; None for the graphs in the folder's manifest.
+        decode: the decode graph; None for `prefill` itself.
+        tokenizer: folder of the tokenizer; None for `folder`.
+        generation_config: folder of `generation_config.json`; None for `folder`.
     """
 
     folder: Path
@@ -41,11 +41,11 @@ class ModelFiles:
 
     @classmethod
     def find(cls, model: Any) -> ModelFiles:
-        """The files of a folder, a graph, a pair of graphs, or a name that the hub's cache knows.
+        """The files of a folder, a graph, a pair of graphs, or a name in the Hub's cache.
 
         Raises:
             InputRefused: there is no such file, folder or name.
-            UsageProblem: it is none of these.
+            UsageProblem: `model` is something else.
         """
         if isinstance(model, ModelFiles):
             return model
@@ -64,11 +64,11 @@ class ModelFiles:
 
     @classmethod
     def _of_graphs(cls, paths: list[Any]) -> ModelFiles:
-        """Graphs by their paths; everything else lies beside the first of them."""
+        """Graphs by their paths; all other files are next to the first graph."""
         graphs = [path_of(path, "model") for path in paths]
         if not 1 <= len(graphs) <= 2:
             raise UsageProblem(
-                f"{len(graphs)} graphs are no model", hint="give the graph of prompts and the graph of steps"
+                f"{len(graphs)} graphs are not a model", hint="give the prefill graph and the decode graph"
             )
         for path in graphs:
             if path.suffix != ".onnx" or not path.is_file():
@@ -77,7 +77,7 @@ class ModelFiles:
 
 
 def _require_runnable(folder: Path) -> None:
-    """Refuses a folder that has neither graphs nor a model, and one of a model that does not continue texts."""
+    """Refuses a folder without graphs and weights, and models that are not causal language models."""
     require_causal_folder(folder)
     if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise refused_model(folder)

@@ -1,4 +1,4 @@
-"""pipeline: what `transformers.pipeline("text-generation", …)` returns, from the graphs or the eager model."""
+"""pipeline: the results of `transformers.pipeline("text-generation", …)`, from the graphs or the eager model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from llmconv.runtime.tokenizer import token_ids
 
 TASK = "text-generation"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
-"""Of transformers' own pipeline, where neither the call nor `generation_config.json` says them."""
-
-Chat = Sequence[Mapping[str, Any]]
+"""Defaults of transformers' pipeline, below the call and `generation_config.json`."""
 
 
 @checked
@@ -35,26 +33,26 @@ def pipeline(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> TextGeneration:
-    """Opens a model for calls like those of transformers' pipeline.
+    """Opens a model, to be called like transformers' pipeline.
 
     Args:
         task: `text-generation`.
-        model: a model folder, a pair of graphs (prompts, steps), a name in the hub's cache, `ModelFiles`, or an open
+        model: a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache, `ModelFiles`, or an open
             `TextModel`.
-        backend: `onnx` (the graphs) or `torch` (the eager model).
-        adapter: a folder of PEFT, for `torch`.
-        session: settings of onnxruntime.
-        trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
-        options: of every call, see `TextGeneration.__call__`.
+        backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
+        adapter: PEFT adapter folder, for `torch`.
+        session: session settings of onnxruntime.
+        trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
+        options: default options of every call, see `TextGeneration.__call__`.
 
     Raises:
-        InputRefused: no tokenizer, or nothing that runs.
-        UsageProblem: another task, no model, or an option that is unknown or cannot be.
+        InputRefused: there is no tokenizer, or nothing to run.
+        UsageProblem: another task, no model, or an unknown or invalid option.
     """
     if task != TASK:
-        raise UsageProblem(f"there is no pipeline for `{task}` here", hint=f'`pipeline("{TASK}", model=…)`')
+        raise UsageProblem(f"unsupported pipeline task `{task}`", hint=f'`pipeline("{TASK}", model=…)`')
     if model is None:
-        raise UsageProblem("no model is given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
+        raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
     require_options(options)
     opened = model
     if not isinstance(model, TextModel):
@@ -68,8 +66,8 @@ class TextGeneration:
     """Continues texts and chats.
 
     Args:
-        model: that continues them.
-        options: of every call, see `__call__`.
+        model: continues them.
+        options: default options of every call, see `__call__`.
     """
 
     task = TASK
@@ -83,18 +81,18 @@ class TextGeneration:
         return f"<TextGeneration of {self.model!r}>"
 
     def __call__(self, inputs: Any, **options: Any) -> list[Any]:
-        """A list with one dict for a text or a chat; a list of such lists for a list of them.
+        """A list of dicts for one text or chat; for several inputs, a list of such lists.
 
         Args:
             inputs: a text, a chat (messages with `role` and `content`), or a list of either.
-            options: `return_full_text` (True: `generated_text` begins with the prompt, and of a chat it is the
-                messages and the answer), `return_tensors` (`generated_token_ids`, prompt included, in place of text),
+            options: `return_full_text` (default True: `generated_text` begins with the prompt; for a chat it is the
+                messages with the answer), `return_tensors` (`generated_token_ids`, prompt included, in place of text),
                 `num_return_sequences`, `prefix`, `stop_sequence`, `template`, `add_special_tokens`, `batch_size`; all
                 others are fields of `GenerationSettings`.
 
         Raises:
             InputRefused: an input has no tokens, is too long, or is a chat without a template.
-            UsageProblem: an option that cannot be, or an input that is neither.
+            UsageProblem: an unknown or invalid option, or an input that is neither a text nor a chat.
         """
         given = {**self._options, **options}
         require_options(given)
@@ -110,13 +108,13 @@ class TextGeneration:
         return records if many else records[0]
 
     def _settings(self, given: dict[str, Any]) -> GenerationSettings:
-        """transformers' order: the call, `generation_config.json`, the pipeline's defaults."""
+        """Settings in transformers' order: the call, `generation_config.json`, the pipeline's defaults."""
         stops = given.pop("stop_sequence", None)
         defaults = self.model.defaults
-        unsaid = {name: value for name, value in DEFAULTS.items() if name not in defaults.said}
+        unset = {name: value for name, value in DEFAULTS.items() if name not in defaults.explicit}
         if given.get("max_length") is not None or defaults.max_length is not None:
-            unsaid.pop("max_new_tokens", None)
-        settings = defaults.but(**unsaid).but(**given)
+            unset.pop("max_new_tokens", None)
+        settings = defaults.but(**unset).but(**given)
         return settings.but(stop_strings=stops) if stops else settings
 
     def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
@@ -130,13 +128,13 @@ class TextGeneration:
     def _continued(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
     ) -> list[list[list[int]]]:
-        """For every prompt, the new tokens of as many sequences as are wanted; drawn ones have a seed of their own."""
+        """For every prompt, the new tokens of each returned sequence; each sampled sequence has its own seed."""
         count = _count(shape, "num_return_sequences", 1)
         if count > 1 and settings.num_beams > 1:
             return [self.model.search(prompt, settings, count) for prompt in ids]
         if count > 1 and settings.is_greedy:
             raise UsageProblem(
-                f"{count} sequences of one prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
+                f"{count} greedy sequences of a prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
             )
         several = [self._batches(ids, replace(settings, seed=settings.seed + n), shape) for n in range(count)]
         return [list(tokens) for tokens in zip(*several, strict=True)]
@@ -178,16 +176,16 @@ KINDS: dict[str, Any] = {
     "skip_special_tokens": bool,
     "batch_size": int,
 }
-"""Options that are not settings of generation, and the type of each; None leaves the default."""
+"""Options that are not generation settings, and their types; None is the default."""
 
 SHAPES = tuple(KINDS)
 
 
 def require_options(given: Mapping[str, Any]) -> None:
-    """Refuses options of no call: a slip would change nothing, silently.
+    """Refuses unknown options, which would otherwise have no effect.
 
     Raises:
-        UsageProblem: one is unknown, or has a value that cannot be.
+        UsageProblem: an option is unknown or invalid.
     """
     of_settings = {name: value for name, value in given.items() if name not in (*SHAPES, "stop_sequence")}
     GenerationSettings().but(**of_settings)
@@ -207,7 +205,7 @@ def _is_chat(content: Any) -> bool:
 
 
 def _contents(inputs: Any) -> list[Any]:
-    """A list of texts and chats."""
+    """The inputs as a list of texts and chats."""
     odd = (bytes, Mapping, set, frozenset)
     if isinstance(inputs, odd):
         raise UsageProblem(

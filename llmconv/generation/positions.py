@@ -1,29 +1,32 @@
-"""The rule of a model's position ids, from the registry that the export reads, too."""
+"""A model's rule for position ids, from the registry that the exporter also uses."""
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.generation.past import Positions
 from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
 
-REGISTRY = "llmconv.export.input_maps"
 ENTRY_POINTS = "llmconv.input_maps"
 
+PositionRule = Callable[[Array, int], Array]
+"""Attention mask and number of new tokens to position ids, as `default_positions`."""
 
-def positions_of(folder: Path) -> Positions:
-    """What the input map of a folder's `model_type` says; the usual rule where it has none.
 
-    The rows that llmconv brings along all count alike, so the registry (and torch with it) is loaded only where
-    somebody has added to it.
+def positions_of(folder: Path) -> PositionRule:
+    """The rule in the input map of the folder's `model_type`; the default rule if there is none.
+
+    All built-in families use the default rule, so the registry (which imports torch) is loaded only where an installed
+    package or the calling program may have added a family.
     """
-    if REGISTRY not in sys.modules and not entry_points(group=ENTRY_POINTS):
+    if "llmconv.export.input_maps" not in sys.modules and not entry_points(group=ENTRY_POINTS):
         return default_positions
+    from llmconv.export.input_maps import known_input_maps  # noqa: PLC0415 - imports torch
+
     path = folder / "config.json"
-    model_type = read_json(path).get("model_type") if path.is_file() else None
-    row = importlib.import_module(REGISTRY).known_input_maps().get(model_type)
+    row = known_input_maps().get(read_json(path).get("model_type", "") if path.is_file() else "")
     return row.positions if row else default_positions

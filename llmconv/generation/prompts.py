@@ -1,4 +1,4 @@
-"""Prompts from a file, from standard input or from the command line: texts and chats."""
+"""Prompts, which are texts or chats: read from files and standard input, and validated."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
-from llmconv.files.strict_json import Slip, first_slip, parse_strictly
+from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
 from llmconv.generation.chat.messages import is_message, require_contents
 
-Content = str | list[dict[str, Any]]
+PromptContent = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
 
-OWN = ("prompt", "messages", "input")
-"""Fields of a line that say what the prompt is."""
+PROMPT_FIELDS = ("prompt", "messages", "input")
+"""Fields of a JSON line that make up the prompt; all others are copied to the completion."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A line of a file of prompts.
+    """A prompt of a file.
 
     Attributes:
-        content: the prompt.
-        fields: what else the line has, such as an `id`; it goes into the line of the completion.
+        content: a text or a chat.
+        fields: other fields of its line, such as an `id`; they are copied to the line of the completion.
     """
 
-    content: Content
+    content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
-    """Prompts of a file: one per line of text, one JSON value per line, or one JSON array.
+    """Prompts of a file: one text per line, one JSON value per line, or one JSON array.
 
-    An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file whose name ends in
-    `.jsonl` or `.json` is JSON; so is any text whose first line is an object or an array, or that as a whole is one.
-    Empty lines are no prompts.
+    An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file is JSON if its name
+    ends in `.jsonl` or `.json`, if its first line is an object or an array, or if it is one JSON value as a whole.
+    Empty lines are skipped.
 
     Raises:
-        InputRefused: the file cannot be read, or holds no prompt.
-        MalformedInput: an object has neither, or both; or what should be JSON is not.
+        InputRefused: the file cannot be read, or has no prompt.
+        MalformedInput: an object has neither `prompt` nor `messages`, or both; or a file is not valid JSON.
     """
     text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
     document = _document(text)
@@ -56,18 +56,18 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
     if is_json or (lines and _is_json(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
-        raise InputRefused("there is no prompt", hint="write one prompt per line")
+        raise InputRefused("there are no prompts", hint="write one prompt per line")
     return found
 
 
 def _text(source: Path | TextIO) -> tuple[str, bool]:
-    """The content, and whether its name says that it is JSON."""
+    """The content, and whether the file is JSON by its name."""
     try:
         if isinstance(source, Path):
             return source.read_text(encoding="utf-8-sig"), source.suffix in (".jsonl", ".ndjson")
         return source.read(), False
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
         raise InputRefused(f"the prompts in `{source}` cannot be read: {reason}", hint="give a text file") from error
 
 
@@ -80,22 +80,22 @@ def _is_json(line: str) -> bool:
 
 
 def _document(text: str) -> list[Any] | dict[str, Any] | None:
-    """The array that a text is as a whole, or an object over several lines; None for lines.
+    """A text that is one JSON array, or an object over several lines; None for a prompt per line.
 
     Raises:
-        MalformedInput: the first line opens one, which does not end.
+        MalformedInput: the first line opens an array or object that is not valid JSON.
     """
     content = text.strip()
     first = content.partition("\n")[0].strip()
     if not content.startswith(("[", "{")) or (content != first and _is_json(first)):
         return None
     try:
-        said = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         if first in ("[", "{", "[{"):
-            raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+            raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
         return None
-    return said if isinstance(said, list) or (isinstance(said, dict) and content != first) else None
+    return value if isinstance(value, list) or (isinstance(value, dict) and content != first) else None
 
 
 FORMS = "give one text per line, an object with `prompt` or `messages` per line, or an array of these"
@@ -105,12 +105,12 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
     """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
     try:
         document = json.loads(text) if document is None else document
-        found_slip = first_slip(text)
+        found_slip = first_strict_error(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+        raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
     if found_slip:
         line, slip = found_slip
-        raise _slipped(f"what begins in line {line} of the prompts", slip)
+        raise _slipped(f"the value that begins in line {line} of the prompts", slip)
     if isinstance(document, list) and document and all(map(is_message, document)):
         require_contents(document, "the prompts")
         return [Prompt(document)]
@@ -119,7 +119,7 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
     items = document if isinstance(document, list) else [document]
     found = [_of_item(f"item {number}", item) for number, item in enumerate(items, start=1)]
     if not found:
-        raise InputRefused("there is no prompt", hint="the array is empty")
+        raise InputRefused("there are no prompts", hint="the array is empty")
     return found
 
 
@@ -135,43 +135,43 @@ def _of_item(name: str, item: Any) -> Prompt:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at line {error.lineno}, column {error.colno}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _of_json(number: int, line: str) -> Prompt:
     try:
-        said = parse_strictly(line)
-    except Slip as slip:
+        value = parse_strictly(line)
+    except StrictJsonError as slip:
         raise _slipped(f"line {number} of the prompts", slip) from slip
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise MalformedInput(
-            f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
+            f"line {number} of the prompts is not valid JSON: {reason}", hint="one object per line"
         ) from error
-    return _of_item(f"line {number}", said)
+    return _of_item(f"line {number}", value)
 
 
-def _slipped(where: str, slip: Slip) -> MalformedInput:
-    return MalformedInput(f"in {where} {slip}", hint=slip.hint)
+def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
+    return MalformedInput(f"in {where}: {slip}", hint=slip.hint)
 
 
-def _of_object(name: str, said: Any) -> Prompt:
-    """The prompt of a JSON object; `name` says where it stands."""
-    given = said if isinstance(said, dict) else {}
-    return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in OWN})
+def _of_object(name: str, value: Any) -> Prompt:
+    """The prompt of a JSON object; `name` is its line or item, for messages."""
+    given = value if isinstance(value, dict) else {}
+    return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in PROMPT_FIELDS})
 
 
-def _content(name: str, given: Mapping[str, Any]) -> Content:
+def _content(name: str, given: Mapping[str, Any]) -> PromptContent:
     prompt, messages = given.get("prompt"), given.get("messages")
     if isinstance(messages, list) and prompt is None and all(is_message(message) for message in messages) and messages:
         require_contents(messages, f"{name} of the prompts")
         return messages
     if not isinstance(prompt, str) or messages is not None:
         raise MalformedInput(
-            f"{name} of the prompts has no `prompt` that is a text, and no `messages` that are a chat",
+            f"{name} of the prompts has neither a text `prompt` nor a chat in `messages`",
             hint='write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}',
         )
-    if isinstance(given.get("input"), str):  # of Alpaca
+    if isinstance(given.get("input"), str):  # Alpaca's field
         return [{"role": "user", "content": prompt, "input": given["input"]}]
     return prompt
 
@@ -180,11 +180,11 @@ NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmcon
 NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
 
 
-def contents_of(prompts: Any) -> list[Content]:
-    """Texts and chats in order; a single text, or a single chat, is a list of one.
+def contents_of(prompts: Any) -> list[PromptContent]:
+    """Texts and chats as a list; a single text or chat becomes a list of one.
 
     Raises:
-        UsageProblem: something else.
+        UsageProblem: `prompts` is neither, or empty.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -193,7 +193,7 @@ def contents_of(prompts: Any) -> list[Content]:
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
     found = list(prompts)
     if not found:
-        raise UsageProblem("there is no prompt", hint="give at least one")
+        raise UsageProblem("there are no prompts", hint="give at least one")
     if all(map(is_message, found)):
         return [found]
     for number, one in enumerate(found, start=1):
@@ -210,7 +210,7 @@ def token_lists(prompts: Any) -> list[list[int]]:
     """Prompts as lists of token ids.
 
     Raises:
-        UsageProblem: they are texts, one flat list, or no whole numbers from 0 on.
+        UsageProblem: they are texts, one flat list, or not integers from 0 on.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}, not a list of lists of tokens", hint=NOT_TOKENS)
@@ -221,7 +221,7 @@ def token_lists(prompts: Any) -> list[list[int]]:
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError as error:
-            hint = "one prompt is a list in a list: `[tokens]`" if _is_number(prompt) else NOT_TOKENS
+            hint = "put a single prompt into a list: `[tokens]`" if _is_number(prompt) else NOT_TOKENS
             raise UsageProblem(f"prompt {number} is {kind_of(prompt)}, not a list of tokens", hint=hint) from error
         if min(tokens, default=0) < 0:
             raise UsageProblem(f"prompt {number} has the token {min(tokens)}", hint="tokens count from 0")
@@ -233,8 +233,8 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__index__") and not hasattr(value, "__len__")
 
 
-def with_prefix(content: Content, prefix: str) -> Content:
-    """The prompt with a text before it; in a chat, before its first message that is not of the system.
+def with_prefix(content: PromptContent, prefix: str) -> PromptContent:
+    """The prompt with `prefix` before it; in a chat, before the first message that is not a system message.
 
     Raises:
         InputRefused: see `require_contents`.
@@ -247,8 +247,8 @@ def with_prefix(content: Content, prefix: str) -> Content:
     return [*content[:first], changed, *content[first + 1 :]]
 
 
-def as_chat(content: Content, system: str = "") -> list[dict[str, Any]]:
-    """A text as the only message of a user; a chat stays as it is."""
+def as_chat(content: PromptContent, system: str = "") -> list[dict[str, Any]]:
+    """A text as a chat of one user message; `system` is added if the chat has no system message."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not system or messages[0]["role"] == "system":
         return messages
@@ -256,7 +256,7 @@ def as_chat(content: Content, system: str = "") -> list[dict[str, Any]]:
 
 
 def shared_start(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens that all prompts begin with, one left for the shortest of them."""
+    """Tokens that all prompts begin with; the shortest prompt keeps at least one more token."""
     first, last = min(map(list, prompts)), max(map(list, prompts))
     same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return list(first[: min(same, min(map(len, prompts)) - 1)])

@@ -1,4 +1,4 @@
-"""Row: one sequence while it grows."""
+"""Row: one sequence of a batch while it is generated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one token adds to one text.
+class TextPiece:
+    """A piece of one text: what one new token adds to it.
 
     Attributes:
-        index: of the prompt.
-        text: that became certain; empty while a character or a stop string may be incomplete.
-        token: the new token, an end token too; None where there was no room for any.
-        finish: empty, or why this is the last piece: `eos`, `length` or `stop`.
+        index: index of the prompt.
+        text: new text that is final; empty while a character or a stop string may be incomplete.
+        token: the new token, or the end token; None if no token was generated.
+        finish: why this is the last piece: `eos`, `length` or `stop`; empty if it is not.
     """
 
     index: int
@@ -33,15 +33,15 @@ class Piece:
 
 
 class Row:
-    """The tokens of one prompt and of what follows it.
+    """The tokens of one prompt and the new tokens after it.
 
     Args:
-        index: of the prompt.
-        prompt: its tokens.
-        limit: how many may follow.
-        settings: how they are picked.
+        index: index of the prompt.
+        prompt: its token ids.
+        limit: maximum number of new tokens.
+        settings: how new tokens are picked.
         decode: tokens to text.
-        processor: what makes scores of tokens [length] and logits [vocabulary], in place of our own filters.
+        processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def ids(self) -> Array:
-        """Tokens of the prompt and behind it, int64 [length]."""
+        """Tokens of the prompt and new tokens, int64 [length]."""
         return self._ids[: self.length]
 
     @property
@@ -73,12 +73,12 @@ class Row:
         """The latest token."""
         return int(self._ids[self.length - 1])
 
-    def advance(self, step: Step, at: int) -> Piece:
-        """Takes the next token from row `at` of the step's last position."""
+    def advance(self, step: Step, at: int) -> TextPiece:
+        """Picks the next token from row `at` of the last position of the step."""
         return self.push(self._pick(step, at))
 
-    def push(self, token: int, is_last: bool = False) -> Piece:
-        """Takes `token`, after which none may come if it `is_last`, and gives the text that is certain now."""
+    def push(self, token: int, is_last: bool = False) -> TextPiece:
+        """Appends `token`, the last one of the sequence if `is_last`, and returns the text that is final now."""
         if self.length == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
         self._ids[self.length] = token
@@ -87,10 +87,10 @@ class Row:
         ended = token in self.settings.eos_token_id
         text = "" if ended else self._stops.push(self._text.push(token))
         self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room and not is_last else "length"
-        return Piece(self.index, text + self.rest(), token, self.finish)
+        return TextPiece(self.index, text + self.rest(), token, self.finish)
 
     def rest(self) -> str:
-        """What is held back at the end; it may still hold a stop string."""
+        """The text that was held back, at the end of the sequence; may contain a stop string."""
         if not self.finish or self._stops.found:
             return ""
         text = self._stops.push(self._text.close())
@@ -104,7 +104,7 @@ class Row:
         if step.choices is not None:
             if self._processor or settings.repetition_penalty != 1:
                 raise UsageProblem(
-                    "penalties need all logits, and the graph gives the tokens it chose",
+                    "penalties need all logits, but the graph returns only the tokens that it chose",
                     hint="give `--repetition-penalty 1`, or export without `--postprocess`",
                 )
             return pick_choice(step.choices.tokens[at, -1], step.choices.scores[at, -1], settings, generator)

@@ -1,4 +1,4 @@
-"""Text as it becomes certain: never half a character, and nothing from a stop string on."""
+"""Text while it is generated: only complete characters, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Turns a growing list of tokens into pieces of text.
 
-    Tokens may hold part of a UTF-8 character, and their text may depend on the one before (a leading space). So each
-    piece is the difference of two decodings of the same short window, and it is held back while it ends in an
-    incomplete character.
+    A token may be part of a UTF-8 character, and its text may depend on the token before (a leading space). So each
+    piece is the difference between two decodings of a short window, held back while it ends in an incomplete character.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._tokens: list[int] = []  # of the window
-        self._shown = 0  # of them, those whose text is out
-        self._text = ""  # theirs
+        self._tokens: list[int] = []  # the window
+        self._shown = 0  # how many of them are already in the output
+        self._text = ""  # the text of those
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
@@ -34,18 +33,18 @@ class TextStream:
         return piece
 
     def close(self) -> str:
-        """What was held back; an incomplete character comes out as U+FFFD."""
+        """The text that was held back; an incomplete character becomes U+FFFD."""
         piece = self._decode(self._tokens)[len(self._text) :]
         self._tokens, self._shown, self._text = [], 0, ""
         return piece
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, wherever its pieces are cut.
+    """Passes text on up to the first stop string, even if that is spread over several pieces.
 
     Args:
-        stops: none of them empty.
-        included: the stop string is passed on, too.
+        stops: the stop strings; empty ones are ignored.
+        included: also pass the stop string on.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
@@ -54,7 +53,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that can be part of no stop string any more; nothing after one."""
+        """The text that cannot be part of a stop string; nothing after a stop string."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
@@ -68,23 +67,23 @@ class StopStrings:
         return text[: len(text) - kept]
 
     def close(self) -> str:
-        """What was held back for the beginning of a stop string."""
+        """The text that was held back as a possible start of a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may begin `stop`."""
+    """Number of characters at the end of `text` that may be the start of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 class OrderedWriter:
-    """Writes texts one after another: the first unfinished one live, the others in turn.
+    """Writes texts in order: the first unfinished one as it grows, the others after it.
 
     Args:
-        count: how many.
-        write: where to.
-        start: of the texts, the first that is written.
+        count: number of texts.
+        write: called with each piece of output.
+        start: index of the first text to write.
     """
 
     def __init__(self, count: int, write: Callable[[str], object], start: int = 0) -> None:
@@ -94,7 +93,7 @@ class OrderedWriter:
         self._current = start
 
     def push(self, index: int, piece: str, done: bool) -> None:
-        """Takes a piece of text `index`; a text ends with a line break."""
+        """Adds a piece to text `index`; if it is the last (`done`), a line break follows."""
         self._waiting[index] += piece + ("\n" if done else "")
         self._done[index] = done
         while self._current < len(self._waiting) and self._waiting[self._current]:

@@ -1,4 +1,4 @@
-"""llmconv.json: what was made, by which steps, with the size and sha256 of every file.
+"""llmconv.json, the manifest of an output: the steps that made it, and the size and sha256 of every file.
 
     {
       "manifest_version": 1,
@@ -7,7 +7,7 @@
       "graphs": {"prefill": {"file": "prefill.onnx", …}, …}            # once exported
     }
 
-It holds no time, host or absolute path, so the same input gives the same bytes.
+It contains no time, host or absolute path, so the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmconv import __version__
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import MalformedInput
 from llmconv.files.named_file import is_inner
+from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"
 
@@ -30,7 +30,8 @@ MANIFEST = "llmconv.json"
 class Manifest:
     """The content of `llmconv.json`; see the module's docstring.
 
-    `found` is no part of it: the folder was complete before the run, which wrote nothing.
+    Attributes:
+        found: the folder was complete before the run, which wrote nothing; not stored in the file.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -51,10 +52,10 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, or an empty one where there is none.
+    """The manifest of `folder`, or an empty one if there is none.
 
     Raises:
-        MalformedInput: the file is not JSON or not of the form in the module's docstring, or names a file elsewhere.
+        MalformedInput: not JSON, not of the form in the module's docstring, or with a file outside the folder.
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
@@ -69,9 +70,9 @@ def read_manifest(folder: Path) -> Manifest:
         if not is_inner(name) or not name.isprintable():
             _refuse(f"`files` names {name[:80]!r}, which is not a file of the folder")
         if not all(isinstance(entry.get(field, empty), kind) for field, kind, empty in FIELDS):
-            _refuse(f"the entry of `{name[:80]}` has a field of a wrong kind")
+            _refuse(f"the entry of `{name[:80]}` has a field of the wrong type")
     if not all(_names_files(entry) for entry in graphs.values()):
-        _refuse("`graphs` names no plain files")
+        _refuse("`graphs` does not name plain files")
     return Manifest(steps, files, graphs)
 
 
@@ -84,7 +85,7 @@ FIELDS: tuple[tuple[str, type, Any], ...] = (
 
 
 def _names_files(entry: dict[str, Any]) -> bool:
-    """Whether a graph's entry names its files, or those of its stages, and of a prefix, by plain names."""
+    """Whether all files in a graph's entry (its own, of its stages, of a prefix) are plain names."""
     stages = entry.get("stages", [entry])
     parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
     return all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts)
@@ -95,24 +96,28 @@ def _is_plain(name: Any) -> bool:
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise MalformedInput(
-        f"`{MANIFEST}` is not a manifest of llmconv: {problem}", hint="remove it, or make the folder again"
-    )
+    raise MalformedInput(f"`{MANIFEST}` is not a valid manifest: {problem}", hint="remove it, or make the folder again")
 
 
 def steps_of_weights(folder: Path) -> list[dict[str, Any]]:
-    """The steps that made the weights in `folder`; graphs exported beside them do not come along to another folder."""
+    """The steps that made the weights in `folder`, without exports, whose graphs are not copied with the weights."""
     return [done for done in read_manifest(folder).steps if done.get("command") != "export"]
 
 
 def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
-    """One entry of `steps`: the command, the source's name and the options that were not left out."""
+    """One entry of `steps`.
+
+    Args:
+        command: of the command line.
+        source: of which the name is recorded.
+        options: of the run; those that are None, False or empty are left out.
+    """
     given = {name: value for name, value in options.items() if value not in (None, (), False)}
     return {"command": command, "llmconv": __version__, "source": source.name, "options": given}
 
 
 def file_entry(content: bytes) -> dict[str, Any]:
-    """The entry of `files` for a file of this content."""
+    """The entry of `files` for a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 

@@ -1,4 +1,4 @@
-"""Plan: what a run would write, every name, shape and byte of it known before the first is written."""
+"""Plan: all files that a run will write, with every name, shape and size known before the first is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmconv.output.sharding import KEEP, by_size, by_source
 from llmconv.tensors import Container, LazyTensor
 
 DEFAULT_SIZE = "5GB"
-"""Of a shard, as in huggingface_hub."""
+"""Default size of a shard, as in huggingface_hub."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -28,8 +28,8 @@ class Shard:
     Attributes:
         name: of the file.
         tensors: in order.
-        container: what a file of this kind has around them.
-        copy_of: a file that holds exactly these tensors already, which is copied and not decoded.
+        container: the format of the file.
+        copy_of: an existing file with exactly these tensors, which is copied instead.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would write; printed by `--dry-run`.
+    """The files that a run will write; printed by `--dry-run`.
 
     Attributes:
-        checkpoint: what the tensors are of.
+        checkpoint: the source of the tensors.
         shards: the files with tensors.
-        small_files: the files beside them, by name, in the order in which they are written.
-        warnings: what the output does not hold, one line each.
+        small_files: other files, name to content, in the order of writing.
+        warnings: parts of the source that the output lacks, one line each.
         found: the output was complete before the run, which wrote nothing.
     """
 
@@ -75,17 +75,21 @@ class Plan:
 
 
 def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_SIZE) -> Plan:
-    """A Hugging Face folder: the tensors in order, in shards of at most `max_shard_size` (a larger one gets its own).
+    """Plans a Hugging Face folder.
 
-    With `keep` the shards are those of the Hugging Face folder that the tensors come from, and of `5GB` where they come
-    from elsewhere. A shard whose tensors pass unchanged is a copy of the file that they lie in.
+    A shard whose tensors are unchanged is planned as a copy of their file.
+
+    Args:
+        checkpoint: the tensors, in order.
+        max_shard_size: maximum size of a shard (a larger tensor gets its own), in bytes or as `5GB`. `keep` keeps the
+            shards of a Hugging Face folder, and means `5GB` for other sources.
 
     Raises:
         UsageProblem: `max_shard_size` is not a size such as `5GB`.
         InputRefused: there are no tensors, or one has a name that cannot be written.
     """
     if not checkpoint and not checkpoint.adapter:
-        raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
+        raise InputRefused(f"`{checkpoint.path}` contains no tensors", hint="look at it with `llmconv inspect`")
     kept = _is_kept(max_shard_size)
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
@@ -103,11 +107,11 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
 
 
 def _check_name(path: Path, name: str) -> None:
-    """A name that readers of safetensors accept."""
+    """Refuses a name that safetensors readers do not accept."""
     if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
         raise MalformedInput(
-            f"`{path.name}` has a tensor of the name {name[:40]!r}, which safetensors cannot hold",
-            hint="save the model under its own names; is it damaged or hostile?",
+            f"`{path.name}` has a tensor named {name[:40]!r}, which is invalid in safetensors",
+            hint="save the model with its own names; is the file damaged or hostile?",
         )
 
 
@@ -116,13 +120,13 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def require_shard_size(max_shard_size: str | int) -> None:
-    """Refuses an impossible size before anything is read or traced, whether or not a shard is written.
+    """Refuses an invalid size before anything is read or traced, even if no shard will be written.
 
     Args:
-        max_shard_size: `keep`, or a size such as `5GB`, or bytes.
+        max_shard_size: `keep`, a size such as `5GB`, or bytes.
 
     Raises:
-        UsageProblem: not of that form, zero, or negative.
+        UsageProblem: an invalid size, or zero.
     """
     if not _is_kept(max_shard_size):
         parse_size(max_shard_size)
@@ -133,10 +137,10 @@ def _is_kept(max_shard_size: str | int) -> bool:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from a size such as `5GB`, `500MB` or `1000` (decimal units, as Hugging Face counts).
+    """Bytes of a size such as `5GB`, `500MB` or `1000` (decimal units, as in Hugging Face libraries).
 
     Raises:
-        UsageProblem: not of that form, zero, or negative.
+        UsageProblem: an invalid size, or zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
     size = (
@@ -145,12 +149,12 @@ def parse_size(text: str | int) -> int:
         else 0
     )
     if size <= 0:
-        raise UsageProblem(f"`{text}` is not a size of a file", hint="write it as `5GB` or `500MB`")
+        raise UsageProblem(f"invalid size `{text}`", hint="write it as `5GB` or `500MB`")
     return size
 
 
 def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
-    """Side files, `config.json` where there is a model, and last the index."""
+    """Side files, `config.json` if there is a model, and last the index."""
     files = dict(checkpoint.side_files)
     if shards:
         files["config.json"] = json_bytes(checkpoint.config)
@@ -162,8 +166,8 @@ def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, b
 
 
 def json_bytes(content: Any) -> bytes:
-    """The text of a JSON file."""
+    """The content of a JSON file."""
     try:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # half a surrogate, which JSON can only escape
+    except UnicodeEncodeError:  # a lone surrogate, which JSON has to escape
         return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Which tensors share a file: by size, or as they do in the folder that they come from."""
+"""Distributes tensors over files: by size, or as in the source folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from llmconv.tensors import LazyTensor
 
 KEEP = "keep"
-"""In place of a size: the files of the source."""
+"""Instead of a size: keep the files of the source."""
 
 Group = dict[str, LazyTensor]
 
 
 def by_size(tensors: Mapping[str, LazyTensor], limit: int) -> list[Group]:
-    """The tensors in order, in files of at most `limit` bytes; a larger tensor gets its own."""
+    """Groups tensors in order into files of at most `limit` bytes; a larger tensor gets its own."""
     groups: list[Group] = []
     size = 0
     for name, tensor in tensors.items():
@@ -26,12 +26,12 @@ def by_size(tensors: Mapping[str, LazyTensor], limit: int) -> list[Group]:
 
 
 def by_source(tensors: Mapping[str, LazyTensor], files: Mapping[str, str], limit: int) -> list[Group]:
-    """The tensors in order, in the files that they come from; a new one joins the one before it where there is room.
+    """Groups tensors in order by their source files; a new tensor joins the previous one's file if it fits.
 
     Args:
-        tensors: what is to be written.
+        tensors: to write.
         files: name of a tensor to the name of its file in the source.
-        limit: bytes up to which new tensors join a file, if no file is larger as it is.
+        limit: bytes up to which new tensors join a file; at least the size of the largest source file.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""StagedFolder: a hidden sibling of OUT that becomes OUT in one rename.
+"""StagedFolder: a hidden folder next to OUT that becomes OUT in one rename.
 
     .OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
     └── commit: fsync, then rename to OUT (exchanged in one call where OUT exists and `--overwrite` was given)
@@ -19,7 +19,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
@@ -38,18 +37,18 @@ MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
 
 
 class StagedFolder:
-    """Builds a folder out of sight and commits it by rename.
+    """Builds a hidden folder and commits it by rename.
 
     Args:
         output: the folder to make.
         key: fingerprint of sources and options; a journal with another key is not resumed.
         overwrite: an existing `output` may be replaced.
-        resume: finished files of an interrupted run with the same key are kept.
+        resume: keep finished files of an interrupted run with the same key.
 
     Raises:
         InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
             `require_free` for asking before.
-        OutputFailed: another run holds the folder, or any I/O fails (what is finished stays for `--resume`).
+        OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
     def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
@@ -71,9 +70,7 @@ class StagedFolder:
             self._disposable, self._open = self._folder, stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
         with self._open:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
@@ -86,7 +83,7 @@ class StagedFolder:
             self._lock = -1
 
     def _take_lock(self) -> None:
-        """Of the file, and of the folder where the disk can: an ending run removes the file a moment before it ends."""
+        """Locks the file and, where supported, the folder: a run removes the file shortly before it ends."""
         found = self._folder.find(LOCK)
         if found and not stat.S_ISREG(found.st_mode):
             self._folder.remove(LOCK)
@@ -106,7 +103,7 @@ class StagedFolder:
         if self._resume:
             self.finished = self._read_journal()
             if not self.finished and (self.path / JOURNAL).is_file():
-                say("nothing to resume: no finished file, or another input or other options; starting over")
+                say("nothing to resume: no finished file, or other inputs or options; starting over")
         kept = {self.path / name for name in (*self.finished, LOCK)}
         for item in sorted(self.path.rglob("*"), reverse=True):
             if item.is_dir() and not item.is_symlink():
@@ -117,7 +114,7 @@ class StagedFolder:
         self._folder.write(JOURNAL, self._encode_journal())
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """Finished files whose bytes still have the recorded sha256; nothing when the key differs."""
+        """The finished files whose sha256 is unchanged; none if the key differs."""
         try:
             text = (self._folder.read(JOURNAL, JOURNAL_BYTES) or b"").decode()
             lines = [json.loads(line) for line in text.splitlines()]
@@ -142,14 +139,14 @@ class StagedFolder:
         return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
     def record(self, name: str, entry: dict[str, Any]) -> None:
-        """Notes that the file `name` is complete and on disk."""
+        """Records in the journal that the file `name` is complete on the disk."""
         self.finished[name] = entry
         with failing_safely():
             self._folder.write(JOURNAL, self._encode_journal())
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[NewFile]:
-        """The file `name` to write, which the caller places; `rank_0/model.ckpt` lies one folder down."""
+        """The file `name`, such as `a` or `rank_0/a`, to write; the caller calls `place`."""
         assert is_inner(name), name
         with self._folder.holding(name, make=True) as (folder, last), folder.begin(last) as new:
             yield new
@@ -174,11 +171,11 @@ class StagedFolder:
             sync_folder(self.path.parent)
 
     def _publish(self) -> None:
-        """Replaces only what may be replaced: somebody may have made OUT since the run began, or moved what it made."""
+        """Renames; OUT may have appeared since the run began, or the partial folder may have been moved."""
         if not self._folder.is_at(self.path):
             raise OutputFailed(
-                f"`{self.path}` was moved or replaced while `{self.output}` was made",
-                hint="write to a folder that nobody else can change",
+                f"`{self.path}` was moved or replaced while `{self.output}` was being made",
+                hint="write to a folder that no other process changes",
             )
         if self._overwrite and os.path.lexists(self.output):
             require_free(self.output, overwrite=True)
@@ -195,21 +192,21 @@ class StagedFolder:
 
 
 def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
-    """`--overwrite` replaces a folder that llmconv made, and nothing else that happens to have that name.
+    """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
 
     Args:
         output: the folder to make.
         overwrite: it may be replaced.
-        inputs: what the run reads; must not lie in it, nor it in one of them.
-        resume: a complete folder may be there; `write_checkpoint` looks whether it is the one to make.
+        inputs: paths that the run reads; neither may be inside the other.
+        resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
 
     Raises:
-        InputRefused: it is there, and may not be replaced, or it would lie in an input.
+        InputRefused: it exists and may not be replaced, or it is inside an input.
     """
     around = [path for path in inputs if path.resolve() in output.resolve().parents]
     if around:
         raise InputRefused(
-            f"`{output}` lies in `{around[0]}`, which is to be read", hint="choose an `-o` that is not inside an input"
+            f"`{output}` is inside the input `{around[0]}`", hint="choose an `-o` that is not inside an input"
         )
     if not os.path.lexists(output):
         return
@@ -230,7 +227,7 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
 
 
 def is_complete(output: Path) -> bool:
-    """Whether llmconv made the folder, every file has the size that it had then, and no other run was to replace it."""
+    """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
     try:
         files = read_manifest(output).files
         sizes = {name: (output / name).stat().st_size for name in files}
@@ -241,20 +238,20 @@ def is_complete(output: Path) -> bool:
 
 
 def bytes_held(output: Path) -> int:
-    """Bytes on the disk that an interrupted run of `output` holds: the next one keeps them or gives them back."""
+    """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
     return sum(file.lstat().st_blocks * 512 for file in _partial(output).glob("*"))
 
 
 def _partial(output: Path) -> Path:
-    """Where `output` is made before it is one."""
+    """The partial folder of `output`."""
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
 
 
 def _open_partial(path: Path) -> Folder:
-    """The folder in which an output is made: a new one, or that of a run of the same user.
+    """Opens the partial folder: a new one, or that of an earlier run of the same user.
 
     Raises:
-        InputRefused: it is a link, or somebody else's, who could change what is written.
+        InputRefused: it is a link, or belongs to another user, who could change its files.
     """
     with suppress(FileExistsError):
         path.mkdir()
@@ -276,22 +273,22 @@ def _lock_folder(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # a network disk on which only files have locks
+    except OSError:  # some network disks lock only files
         return
 
 
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
-    """What of a folder stands against replacing it; empty where nothing does."""
+    """The reason not to replace a folder, empty if there is none."""
     if not output.is_dir() or output.is_symlink():
         return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
-        return "holds what is to be read"
+        return "contains an input"
     entries = [path for path in output.rglob("*") if not path.is_dir()]
     if entries and not (output / MANIFEST).is_file():
         return "was not made by llmconv"
     known = {MANIFEST, *read_manifest(output).files}
     foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)
-    return f"also holds `{foreign[0]}`, which llmconv did not make" if foreign else ""
+    return f"also contains `{foreign[0]}`, which llmconv did not make" if foreign else ""
 
 
 @contextmanager
@@ -303,7 +300,7 @@ def failing_safely() -> Iterator[None]:
         raise
     except OSError as error:
         full = "free some space and run again with `--resume`"
-        other = "see that the file can be read and its folder written, and run again with `--resume`"
+        other = "check the permissions of the file and its folder, and run again with `--resume`"
         raise OutputFailed(
             f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
             hint=full if error.errno in FULL else other,
@@ -320,12 +317,15 @@ def sync_folder(path: Path) -> None:
 
 
 def rename_at(new: Path, old: Path, flag: int) -> None:
-    """Renames in one call: swaps two paths, so that `old` is never absent, or replaces nothing.
+    """Renames in one call, with `renameat2(2)` of Linux or `renamex_np(2)` of macOS; elsewhere in several.
 
-    That is `renameat2(2)` of Linux and `renamex_np(2)` of macOS; elsewhere it takes several.
+    Args:
+        new: the path to rename.
+        old: its new name.
+        flag: RENAME_EXCHANGE swaps both, so that `old` is never absent; RENAME_NOREPLACE replaces nothing.
 
     Raises:
-        FileExistsError: RENAME_NOREPLACE, and `old` is there.
+        FileExistsError: RENAME_NOREPLACE, and `old` exists.
         OSError: any other failure.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -340,7 +340,7 @@ def rename_at(new: Path, old: Path, flag: int) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise OSError(code, os.strerror(code), str(old))
-        _rename_in_steps(new, old, flag)  # a file system that cannot do it at once
+        _rename_in_steps(new, old, flag)  # a file system without this call
 
 
 def _rename_in_steps(new: Path, old: Path, flag: int) -> None:

@@ -1,6 +1,6 @@
-"""Writing a Checkpoint as a folder, Hugging Face's unless the plan says otherwise: each file a stream of pieces.
+"""Writes a planned Checkpoint as a folder: shards, small files, manifest.
 
-Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
+No tensor is read before every name, shape and dtype is known and the free space was checked.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llmconv.output.streaming import stream_shard
 from llmconv.progress import bytes_bar, say, warn_all
 
 CONFIG = "config.json"
-UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
+UNCHECKED = "`{}` was saved without checksums, so damage to it cannot be detected"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20
-"""What glibc may keep of freed blocks (`mallopt(3)`); a block is far smaller."""
+"""Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
 
 
 def write_checkpoint(
@@ -52,7 +52,7 @@ def write_checkpoint(
         plan: from `plan_checkpoint`, or from a format's `save`.
         output: the folder to make.
         steps: provenance for the manifest, oldest first.
-        sources: files that were read; their size and time guard `--resume`.
+        sources: files that the tensors are read from; `resume` compares their size and time.
         overwrite: replace an existing folder.
         resume: continue an interrupted run.
         more_files: content of more files by path, such as graphs; they replace those of the plan.
@@ -76,7 +76,7 @@ def write_checkpoint(
 
 
 def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence[Path]) -> None:
-    """Those shards that are not finished; `name` is what the bar says is written."""
+    """Writes the unfinished shards; `name` is the title of the progress bar."""
     crowded = not page_cache.fits(plan.nbytes)
     with bytes_bar(f"writing {name}", plan.nbytes) as advance, checked_reading() as checks:
         for shard in plan.shards:
@@ -94,7 +94,7 @@ def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence
 def _same_as_before(
     plan: Plan, output: Path, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
 ) -> Manifest:
-    """The manifest of a complete folder, once it is known to be what this run would make."""
+    """The manifest of a complete folder, if this run would make the same one."""
     manifest = read_manifest(output)
     made = (output / MANIFEST).stat().st_mtime_ns
     changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
@@ -102,34 +102,34 @@ def _same_as_before(
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
-        why = f"`{changed[0]}` has changed since" if changed else "it was made of another input or with other options"
+        why = f"`{changed[0]}` has changed since" if changed else "it was made from another input or with other options"
         if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
-            why = f"`{manifest.steps[-1].get('command')}` has written into it since"
+            why = f"`{manifest.steps[-1].get('command')}` has changed it since"
         raise InputRefused(
-            f"`{output}` is complete, and {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
+            f"`{output}` is complete, but {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
         )
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)
 
 
 def _extends(path: Path, content: bytes) -> bool:
-    """Whether a JSON file has all fields of `content`, with the same values: clients of graphs add some."""
+    """Whether a JSON file has all fields of `content` with the same values; exported graphs may add some."""
     made = read_json(path) if path.is_file() else {}
     return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
 def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
-    """Refuses before anything is begun what would fail at the end.
+    """Checks before a run that its output can be written.
 
     Args:
         plan: of the run.
         output: the folder to make.
         overwrite: it may be replaced.
-        inputs: what the run reads.
+        inputs: paths that the run reads.
         resume: it may be complete already.
 
     Raises:
-        InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
+        InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
     """
     require_free(output, overwrite, inputs, resume=resume)
     if resume and not overwrite and is_complete(output):
@@ -138,12 +138,12 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
 
 
 def _home(output: Path) -> Path:
-    """The folder, there already, in which `output` is to be made."""
+    """The nearest existing folder above `output`."""
     return next(folder for folder in output.absolute().parents if folder.is_dir())
 
 
 def space_needed(plan: Plan, output: Path) -> int:
-    """Bytes that the plan takes on the disk of `output`; clones take none."""
+    """Bytes that the plan needs on the disk of `output`; clones need none."""
     source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
     if source and can_clone(source, _home(output)):
         return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
@@ -151,7 +151,7 @@ def space_needed(plan: Plan, output: Path) -> int:
 
 
 def _reuse_freed_blocks() -> None:
-    """Has glibc keep freed row blocks for the next ones: fresh pages for each cost a tenth of a run (measured)."""
+    """Makes glibc reuse freed row blocks: new pages for each cost a tenth of a run (measured)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
@@ -161,7 +161,7 @@ def _reuse_freed_blocks() -> None:
 def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies or streams one file and returns its manifest entry."""
     with failing_safely(), folder.new_file(shard.name) as new:
-        entry = (_copy_shard if shard.copy_of else _stream_shard)(new, shard, advance)
+        entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
         new.place()
     if shard.copy_of:
         _check_copy(folder.path / shard.name, shard)
@@ -169,31 +169,30 @@ def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], Non
 
 
 def _check_copy(path: Path, shard: Shard) -> None:
-    """Has the checksums of a copied file's tensors compared with what the copy holds, a clone's too."""
+    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy."""
     for tensor in shard.tensors.values():
         if isinstance(tensor, FileTensor) and tensor.record:
             replace(tensor.record, path=path).was_touched()
-
-
-def _stream_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    return stream_shard(new.file, shard, advance)
 
 
 def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     assert shard.copy_of
     entry = copy_file(shard.copy_of, new.file, advance)
     if not holds(new.path, shard.tensors):
-        raise MalformedInput(f"`{shard.copy_of.name}` changed while it was copied", hint="let nobody write to it")
+        raise MalformedInput(
+            f"`{shard.copy_of.name}` changed while it was copied",
+            hint="make sure that nothing writes to it, and run again",
+        )
     return entry
 
 
 def require_space(output: Path, needed: int, home: Path | None = None) -> None:
-    """Refuses to begin what the disk has no room for.
+    """Requires free space on the disk.
 
     Args:
         output: the folder to write.
         needed: bytes.
-        home: a folder on the same disk, where `output` itself is not made anew in the one above it.
+        home: an existing folder on the disk of `output` (default: the nearest above it).
 
     Raises:
         InputRefused: fewer than `needed` bytes are free.
@@ -207,7 +206,7 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
 
 
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
-    """Changes whenever the output's bytes could change."""
+    """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
     stats = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Running a model: one protocol, two runners (graphs and eager)."""
+"""Running a model: the Runner protocol, and runners for graphs (onnxruntime) and for the eager model (torch)."""
 
 from __future__ import annotations
 

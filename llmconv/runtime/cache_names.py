@@ -1,6 +1,6 @@
-"""What the cache's inputs and outputs are called, the same for the exporter, the runner and the verifier.
+"""Names of the cache's inputs and outputs, shared by the exporter, the runner and the verifier.
 
-    what a layer keeps         input                       output
+    kept by layer i            input                       output
     keys, values               past_key_values.{i}.key     present.{i}.key
     a convolution's window     past_conv.{i}               present_conv.{i}
     a recurrent state          past_recurrent.{i}          present_recurrent.{i}
@@ -18,7 +18,7 @@ KEY_VALUES, CONVOLUTION, RECURRENT = "key_values", "conv", "recurrent"
 CACHE_NAME = re.compile(
     r"(past_key_values|present|past_conv|present_conv|past_recurrent|present_recurrent)\.(\d+)(?=\.|$)"
 )
-"""Groups: the prefix, the layer."""
+"""Groups: prefix, layer index."""
 
 _PREFIXES = {
     "past_key_values": "present",
@@ -29,37 +29,37 @@ _ORDER = ["present", "present_conv", "present_recurrent"]
 
 
 def is_past(name: str) -> bool:
-    """Whether a graph's input is part of the cache."""
+    """Whether the name is a cache input."""
     match = CACHE_NAME.match(name)
     return match is not None and match[1] in _PREFIXES
 
 
 def is_present(name: str) -> bool:
-    """Whether a graph's output is part of the cache."""
+    """Whether the name is a cache output."""
     match = CACHE_NAME.match(name)
     return match is not None and match[1] in _ORDER
 
 
 def past_of(present: str) -> str:
-    """`past_conv.3` of `present_conv.3`."""
+    """The input of a cache output: `past_conv.3` for `present_conv.3`."""
     prefix, _, rest = present.partition(".")
     past = next(past for past, name in _PREFIXES.items() if name == prefix)
     return f"{past}.{rest}"
 
 
 def is_state(name: str) -> bool:
-    """Whether it is of a fixed size, whatever the number of tokens: all but keys and values."""
+    """Whether the name is a state of fixed size, that is, neither keys nor values."""
     return CACHE_NAME.match(name) is not None and not name.startswith(("past_key_values.", "present."))
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that an input or output of the cache belongs to; None for other names."""
+    """Layer index of a cache input or output; None for other names."""
     match = CACHE_NAME.match(name)
     return int(match[2]) if match else None
 
 
 def cache_order(name: str) -> tuple[int, int, str]:
-    """Sorts the cache's names: layers in order; key, value, convolution, recurrent state."""
+    """Sort key of cache names: by layer; key, value, convolution, recurrent state."""
     match = CACHE_NAME.match(name)
     if match is None:
         return (-1, 0, "")

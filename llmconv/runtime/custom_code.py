@@ -1,9 +1,9 @@
-"""A model's own code: the classes that `auto_map` names, in Python modules beside `config.json`.
+"""Custom code of a model: the classes named by `auto_map`, in Python modules next to `config.json`.
 
     "auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
 
-A checkpoint is data: only what takes the word of the caller (`--trust-remote-code`) imports these modules. They are
-imported where they lie; nothing is copied into a cache, and nothing is left in the folder.
+A checkpoint is data: these modules are imported only with the consent of the caller (`--trust-remote-code`). They are
+imported from the folder; nothing is copied into a cache, and nothing is written to the folder.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\.(?P<name>\w+)")
 
 HIDDEN = re.compile(r"(^|/)\.")
 
-TRUST = "read the code; if you trust it, `--trust-remote-code` runs it"
+TRUST_HINT = "read the code; if you trust it, `--trust-remote-code` runs it"
 
 
-def runs_own_code(fields: Mapping[str, Any], trusted: bool) -> bool:
-    """Whether a model is to be built by its own code: it has some, and the caller trusts it.
+def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
+    """Whether custom code builds the model: the folder has some, and the caller trusts it.
 
-    A `model_type` that transformers knows is built by transformers otherwise.
+    Without trust, transformers builds the model if it knows the `model_type`.
 
     Args:
-        fields: of `config.json`.
-        trusted: whether the code may run.
+        fields: content of `config.json`.
+        trusted: whether custom code may run.
 
     Raises:
-        UnsupportedInput: there is no other code, and it is not trusted.
+        UnsupportedInput: only custom code can build the model, and it is not trusted.
     """
     references = _auto_map(fields)
     if MODEL not in references or trusted:
@@ -47,26 +47,26 @@ def runs_own_code(fields: Mapping[str, Any], trusted: bool) -> bool:
     if str(fields.get("model_type")) in _native_configs():
         return False
     raise UnsupportedInput(
-        f"transformers has no model `{fields.get('model_type')}`, and the code beside `config.json`"
+        f"transformers has no model `{fields.get('model_type')}`, and the code next to `config.json`"
         f" (`{references[MODEL]}`) is not executed",
-        hint=TRUST,
+        hint=TRUST_HINT,
     )
 
 
-def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Imports the folder's code and returns its classes of the config and of the model.
+def custom_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Imports the folder's code and returns its config class and model class.
 
-    `AutoModelForCausalLM` knows the pair afterwards, so that it builds the model of such a config. Nothing else can
-    have such a config: where the class is transformers' own, this is a subclass made for the purpose.
+    The pair is registered with `AutoModelForCausalLM`. If the config class is transformers' own, a subclass of it is
+    registered, so that other models are not affected.
 
     Raises:
-        MalformedInput: `auto_map` names a class that is not there.
-        UnsupportedInput: the code fails.
+        MalformedInput: `auto_map` refers to a missing class.
+        UnsupportedInput: the code raises an exception.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - only a model with code of its own pays for it
 
     references = _auto_map(fields)
-    with blaming(folder):
+    with custom_code_errors(folder):
         model = _load(folder, references[MODEL])
         if CONFIG in references:
             config = _load(folder, references[CONFIG])
@@ -77,17 +77,17 @@ def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     return config, model
 
 
-def own_tokenizer(folder: Path, trusted: bool) -> Any:
-    """The class of the tokenizer that the folder's code defines; None where it has none or is not trusted."""
+def custom_tokenizer_class(folder: Path, trusted: bool) -> Any:
+    """The tokenizer class of the folder's code; None if there is none or the code is not trusted."""
     reference = tokenizer_reference(folder)
     if not (trusted and reference):
         return None
-    with blaming(folder):
+    with custom_code_errors(folder):
         return _load(folder, reference)
 
 
 def tokenizer_reference(folder: Path) -> str:
-    """The class that `tokenizer_config.json` names, the fast one of two; empty where it names none."""
+    """The class named by `tokenizer_config.json`, the fast one of two; empty if there is none."""
     path = folder / "tokenizer_config.json"
     found: Any = read_json(path).get("auto_map") if path.is_file() else None
     found = found.get(TOKENIZER) if isinstance(found, dict) else found  # transformers 4.20 wrote the pair alone
@@ -96,17 +96,17 @@ def tokenizer_reference(folder: Path) -> str:
 
 
 def code_files(folder: Path) -> dict[str, bytes]:
-    """The modules in a folder, by path."""
+    """Content of the Python files in a folder, by relative path."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py")) if path.is_file()}
     return {name: path.read_bytes() for name, path in paths.items() if not HIDDEN.search(name)}
 
 
 @contextmanager
-def blaming(folder: Path | None) -> Iterator[None]:
-    """Whatever the code of a folder raises becomes one line; of other code (None) it passes.
+def custom_code_errors(folder: Path | None) -> Iterator[None]:
+    """Context that converts exceptions of a folder's custom code; with None, exceptions pass unchanged.
 
     Raises:
-        UnsupportedInput: something was raised.
+        UnsupportedInput: the code raised an exception.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def blaming(folder: Path | None) -> Iterator[None]:
 
 
 def _native_configs() -> Mapping[str, Any]:
-    """transformers' classes of configs, by `model_type`."""
+    """transformers' config classes by `model_type`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
     mapping: Mapping[str, Any] = CONFIG_MAPPING
@@ -137,16 +137,16 @@ def _auto_map(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load(folder: Path, reference: str) -> Any:
-    """The class `module.Name` of the folder.
+    """The class `module.Name` in a folder.
 
     Raises:
-        MalformedInput: it is in another repository, not there, or no class.
+        MalformedInput: the name refers to another repository, is missing, or is not a class.
     """
     named = REFERENCE.fullmatch(reference)
     if not named or not (folder / (named["module"].replace(".", "/") + ".py")).is_file():
         raise MalformedInput(
             f"`auto_map` names `{reference}`, which is not in `{folder}`",
-            hint="copy the Python files of the model beside its `config.json`, and name them there as `module.Class`",
+            hint="copy the model's Python files next to `config.json`, and refer to them there as `module.Class`",
         )
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
@@ -163,7 +163,7 @@ def _load(folder: Path, reference: str) -> Any:
 
 
 def _package(folder: Path) -> str:
-    """Makes the folder a package, so that its modules import each other; changed files are another package."""
+    """Registers the folder as a package, so that its modules can import each other; one package per content."""
     content = hashlib.sha256(str(folder.resolve()).encode())
     for name, text in code_files(folder).items():
         content.update(b"%s\0%d\0" % (name.encode(), len(text)) + text)

@@ -1,4 +1,4 @@
-"""Runner: what the graphs and the eager model have in common, two methods."""
+"""Runner: the interface of everything that runs a model, whether as graphs or with torch; Step, Cache: its results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from llmconv.tensors import Array
 
 
 class Cache(Protocol):
-    """What every layer keeps, wherever the runner keeps it."""
+    """The keys, values and states of every layer, wherever the runner holds them."""
 
     @property
     def length(self) -> int:
-        """Tokens in the cache, padding included."""
+        """Number of tokens in the cache, padding included."""
 
     def arrays(self) -> Mapping[str, Array]:
-        """As numpy arrays by the names of the graph's outputs and in their order, see `cache_names`.
+        """Numpy arrays by the names of the graph's outputs, in their order, see `cache_names`.
 
         Keys and values are [batch, kv_heads, length, head_dim]; states begin with [batch, …].
         """
@@ -27,7 +27,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """The likeliest tokens, likeliest first, as the graph itself chose them.
+    """The most likely tokens, most likely first, as the graph itself chose them.
 
     Attributes:
         tokens: int64 [batch, new tokens, K].
@@ -43,10 +43,10 @@ class Step:
     """The outputs of one call.
 
     Attributes:
-        logits: [batch, new tokens, vocabulary] (one row when the graph gives the last logits only); of no use where
-            there are `choices`.
-        present: the cache, past and new tokens together; the next call's `past`.
-        choices: what the graph gives instead of logits; None where it gives logits.
+        logits: [batch, new tokens, vocabulary], or [batch, 1, vocabulary] if the graph returns the last logits only;
+            empty if there are `choices`.
+        present: the cache of past and new tokens together; the `past` of the next call.
+        choices: what the graph returns instead of logits; None if it returns logits.
     """
 
     logits: Array
@@ -55,26 +55,52 @@ class Step:
 
 
 class Runner(Protocol):
-    """A model that continues a cache by any number of tokens."""
+    """A model that continues a cache by any number of tokens; subclass it to inherit the defaults of the properties."""
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Maximum number of sequences per call; None for no limit."""
+        return None
+
+    @property
+    def cache_capacity(self) -> int | None:
+        """Maximum number of tokens in the cache, virtual tokens not counted; None for no limit."""
+        return None
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of virtual tokens (of a tuned prefix) that precede every prompt in the cache."""
+        return 0
+
+    def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
+        """Whether `prefill` can continue a past without splitting the new tokens into several runs.
+
+        Args:
+            batch: number of sequences.
+            past: tokens in the cache, virtual ones not counted.
+            new: new tokens per sequence.
+        """
+        return True
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt.
 
         Args:
             input_ids: [batch, new tokens] int64.
-            attention_mask: [batch, past + new tokens] int64, 0 where a token is padding.
-            position_ids: [batch, new tokens] int64; ignored by models that take none.
-            past: the cache to continue, None for an empty one.
+            attention_mask: [batch, past + new tokens] int64, 0 for padding.
+            position_ids: [batch, new tokens] int64; ignored by models without such an input.
+            past: the cache to continue; None for an empty one. It remains unchanged.
         """
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs a step of the generation; same arguments as `prefill`."""
+        """Runs one step of the generation; arguments, and the default, as `prefill`."""
+        return self.prefill(input_ids, attention_mask, position_ids, past)
 
 
 def default_positions(attention_mask: Array, new_tokens: int) -> Array:
-    """Positions of the last `new_tokens` tokens, counting those that are not padding; int64 [batch, new_tokens].
+    """Positions of the last `new_tokens` tokens, padding not counted; int64 [batch, new_tokens].
 
-    The rule of transformers' `generate`: cumulative sum of the mask, less one.
+    The rule of transformers' `generate`: cumulative sum of the mask, minus one.
     """
     positions: Array = np.maximum(attention_mask.cumsum(axis=1, dtype=np.int64) - 1, 0)
     return positions[:, positions.shape[1] - new_tokens :]

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder, and what it makes of prompts."""
+"""Loads the tokenizer of a folder; encodes prompts and decodes tokens."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
 from llmconv.files.pointer_files import refuse_git_lfs
-from llmconv.runtime.custom_code import TRUST, blaming, own_tokenizer, tokenizer_reference
+from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 
 HEAD = 64
-"""Bytes by which a pointer of Git LFS is told."""
+"""Number of first bytes that identify a Git LFS pointer."""
 
 PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-"""Classes that are tokenizer.json and nothing else. `AutoTokenizer`, which would choose them, imports torch."""
+"""Classes defined by tokenizer.json alone; opened directly, because `AutoTokenizer` imports torch."""
 
-OTHERS_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
-"""In the names of model types for which transformers looks for other files before tokenizer.json."""
+OTHER_FILES_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
+"""Parts of model types for which transformers prefers other files to tokenizer.json."""
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer; its own code runs only if it is trusted.
+    """The folder's tokenizer; custom code runs only if it is trusted.
 
     Raises:
-        InputRefused: there is none, or transformers cannot read it.
+        InputRefused: the folder has no tokenizer, or transformers cannot read it.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputRefused(
@@ -41,47 +41,47 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
                 refuse_git_lfs(file.read(HEAD), name)
-    own = own_tokenizer(folder, trust_remote_code)
+    own = custom_tokenizer_class(folder, trust_remote_code)
     try:
-        with blaming(folder if own else None):
+        with custom_code_errors(folder if own else None):
             found = (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(found.model_max_length, int | float):
             raise ValueError("`model_max_length` is not a number")
         return found
     except LlmconvError:
         raise
-    except Exception as error:  # those of the tokenizers library are of no class of their own
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
-            hint=TRUST
+            hint=TRUST_HINT
             if tokenizer_reference(folder)
             else "copy the tokenizer files of the original model into the folder",
         ) from error
 
 
 def _class_of(folder: Path) -> Any:
-    """What `AutoTokenizer` would choose, or it itself."""
+    """The class that `AutoTokenizer` would choose if that is known, else `AutoTokenizer`."""
     transformers = importlib.import_module("transformers")
     if not (folder / "tokenizer.json").is_file() or not (folder / "tokenizer_config.json").is_file():
         return transformers.AutoTokenizer
-    said = read_json(folder / "tokenizer_config.json")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    is_plain = said.get("tokenizer_class") in PLAIN and "auto_map" not in said
-    if is_plain and not any(name in str(config.get("model_type")) for name in OTHERS_FIRST):
+    is_plain = tokenizer_config.get("tokenizer_class") in PLAIN and "auto_map" not in tokenizer_config
+    if is_plain and not any(name in str(config.get("model_type")) for name in OTHER_FILES_FIRST):
         return transformers.PreTrainedTokenizerFast
     return transformers.AutoTokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer adds; an empty one becomes the start token.
+    """Token ids of a prompt, with the special tokens that the tokenizer adds; the start token for an empty prompt.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         prompt: a text.
-        start: the start token where the tokenizer names none.
+        start: start token if the tokenizer declares no `bos_token`.
 
     Raises:
-        InputRefused: no token at all, or no text.
+        InputRefused: the prompt has no tokens, or is not valid text.
     """
     require_text(prompt)
     ids = token_ids(tokenizer, prompt)
@@ -94,14 +94,14 @@ def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """What a tokenizer makes of a text.
+    """Token ids of a text; `options` are passed to the tokenizer.
 
     Raises:
-        InputRefused: it fails.
+        InputRefused: the tokenizer fails.
     """
     try:
         ids: list[int] = tokenizer(text, **options)["input_ids"]
-    except BaseException as error:  # a panic of a library in Rust is not an Exception
+    except BaseException as error:  # a panic in Rust code is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         raise InputRefused(
@@ -111,19 +111,19 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def require_text(text: str) -> None:
-    """Refuses what arrived as bytes that are no UTF-8: Python keeps those as lone surrogates.
+    """Checks that a text is valid Unicode: Python represents bytes that are not UTF-8 as lone surrogates.
 
     Raises:
-        InputRefused: there are some.
+        InputRefused: the text contains such bytes.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputRefused("the prompt is no text in UTF-8", hint="convert it, for example with `iconv`") from error
+        raise InputRefused("the prompt is not UTF-8 text", hint="convert it, for example with `iconv`") from error
 
 
-class Decoder:
-    """Tokens to text without special tokens, as the pieces of a text need it: spaces stay as they are."""
+class TokenDecoder:
+    """Decodes tokens to text without special tokens; spaces are kept, so that pieces of a text can be joined."""
 
     def __init__(self, tokenizer: Any) -> None:
         fast = _backend(tokenizer)
@@ -135,11 +135,13 @@ class Decoder:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """What a fast tokenizer asks in the end, where its class adds nothing to that: once per token the way counts."""
+    """The `tokenizers` object of a fast tokenizer whose class does not change decoding: it is faster per token."""
     if "transformers" not in sys.modules:
         return None
     plain = sys.modules["transformers"].PreTrainedTokenizerFast
     if not isinstance(tokenizer, plain):
         return None
-    own = type(tokenizer)
-    return tokenizer.backend_tokenizer if (own.decode, own._decode) == (plain.decode, plain._decode) else None
+    classes = type(tokenizer).__mro__
+    subclasses = classes[: classes.index(plain)]
+    decodes_otherwise = any("decode" in name for each in subclasses for name in vars(each))
+    return None if decodes_otherwise else tokenizer.backend_tokenizer

@@ -1,4 +1,4 @@
-"""Serving a model folder on localhost: OpenAI's endpoints and a chat page."""
+"""A web server for a model folder on localhost: OpenAI's endpoints and a chat page."""
 
 from __future__ import annotations
 

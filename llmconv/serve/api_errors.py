@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: OpenAI's error object, never a traceback."""
+"""Errors for clients, as OpenAI's error object and never with a traceback."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ KINDS = {
     500: "server_error",
     503: "server_error",
 }
-"""HTTP status to OpenAI's `type`; of all others it is `invalid_request_error`."""
+"""HTTP status to OpenAI's error `type`; all others are `invalid_request_error`."""
 
 
 class ApiError(Exception):
-    """A request that gets no answer.
+    """A failed request.
 
     Attributes:
-        status: of HTTP.
-        message: one or two sentences for the person behind the client.
-        parameter: the field at fault, such as `messages[0].role`.
-        code: what a program looks at, such as `context_length_exceeded`.
-        headers: of the response.
+        status: HTTP status.
+        message: one or two sentences for a person.
+        parameter: the invalid field, such as `messages[0].role`.
+        code: error code for programs, such as `context_length_exceeded`.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the response, or of an event in a stream."""
+        """The JSON object for the response or for an event of a stream."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
 
 
 def _encodable(text: str) -> str:
-    """The text with half surrogate pairs, which JSON may hold and UTF-8 may not, spelled out."""
+    """The text with lone surrogates escaped: JSON allows them, UTF-8 does not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client may know of any error: ours in full, a defect by no more than that it is one."""
+    """The error for the client: llmconv's errors with message and hint, a bug without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LlmconvError):
         return ApiError(f"{error.message} ({error.hint})")
-    return ApiError("the server failed to answer; its log says why", status=500, code="internal_error")
+    return ApiError("internal server error; see the log of the server", status=500, code="internal_error")

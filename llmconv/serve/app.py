@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's endpoints, `/health`, and the page."""
+"""The ASGI app: OpenAI's endpoints, `/health`, and the chat page."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from llmconv.errors import LlmconvError
-from llmconv.serve.answering import Answering, Delta
 from llmconv.serve.api_errors import ApiError, as_api_error
-from llmconv.serve.openai_responses import WAITING, Reply, event
-from llmconv.serve.openai_schema import Request, chat_request, completion_request, parse_json
+from llmconv.serve.openai_responses import KEEP_ALIVE, ResponseBuilder, event
+from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
 from llmconv.serve.page import page_response
-from llmconv.serve.request_origin import Access, Guard
+from llmconv.serve.request_origin import AccessGuard, AccessRules
 from llmconv.serve.scheduler import Job, Scheduler
+from llmconv.serve.served_model import ChoiceDelta, ServedModel
 
 log = logging.getLogger("llmconv.serve")
 
-MOST_BODY = 4 << 20
-"""Bytes of a request: a million tokens of text."""
+MAX_BODY_BYTES = 4 << 20
+"""Maximum size of a request: about a million tokens of text."""
 BODY_SECONDS = 30
-"""So long a client may take to send one."""
-QUIET_SECONDS = 15
-"""After so long without a piece a stream gets a comment."""
+"""Maximum time to receive a request."""
+KEEP_ALIVE_SECONDS = 15
+"""A stream without new text for this long gets a comment, to keep the connection alive."""
 
 
 @dataclass
 class Endpoints:
-    """What the routes need: the model, who runs it, and since when."""
+    """The handlers of all routes, over one model and its scheduler."""
 
-    answering: Answering
+    served: ServedModel
     scheduler: Scheduler
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -52,9 +52,9 @@ class Endpoints:
         return page_response()
 
     async def health(self, request: HttpRequest) -> Response:
-        """`GET /health`: 200 while requests are taken."""
-        told = {"status": "ok", "model": self.answering.name, "chat": self.answering.chats, **self.scheduler.load()}
-        return JSONResponse(told)
+        """`GET /health`: 200 while requests are accepted."""
+        status = {"status": "ok", "model": self.served.name, "chat": self.served.chats, **self.scheduler.load()}
+        return JSONResponse(status)
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`."""
@@ -63,7 +63,7 @@ class Endpoints:
     async def model(self, request: HttpRequest) -> Response:
         """`GET /v1/models/{name}`."""
         name = request.path_params["name"]
-        if name != self.answering.name:
+        if name != self.served.name:
             raise ApiError(f"the model `{name[:80]}` does not exist", status=404, code="model_not_found")
         return JSONResponse(self._model())
 
@@ -76,20 +76,20 @@ class Endpoints:
         return await self._answer(request, completion_request)
 
     def _model(self) -> dict[str, Any]:
-        context = self.answering.model.context_length
+        context = self.served.model.context_length
         return {
-            "id": self.answering.name,
+            "id": self.served.name,
             "object": "model",
             "created": self.created,
             "owned_by": "llmconv",
             "context_length": context,
         }
 
-    async def _answer(self, http: HttpRequest, parse: Callable[[Any], Request]) -> Response:
+    async def _answer(self, http: HttpRequest, parse: Callable[[Any], CompletionRequest]) -> Response:
         request = parse(parse_json(await read_body(http)))
-        choices = await self.scheduler.call(lambda: self.answering.choices(request))
-        reply = Reply(request, self.answering.name, choices)
-        job = self.scheduler.submit(self.answering.steps(choices))
+        choices = await self.scheduler.call(lambda: self.served.choices(request))
+        reply = ResponseBuilder(request, self.served.name, choices)
+        job = self.scheduler.submit(self.served.steps(choices))
         if request.stream:
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
             return StreamingResponse(events(job, reply), media_type="text/event-stream", headers=headers)
@@ -101,32 +101,32 @@ async def read_body(http: HttpRequest) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is no JSON by its type, it is too large, or it takes too long.
+        ApiError: the content type is not JSON, or the body is too large or too slow.
     """
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a form of any other site's page can be of three other types
+    if kind != "application/json":  # HTML forms of other sites cannot send this type
         raise ApiError("send `Content-Type: application/json`", status=415, code="unsupported_media_type")
-    too_large = ApiError(f"the body is larger than {MOST_BODY} bytes", status=413, code="request_too_large")
+    too_large = ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
     length = http.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length[:20]) > MOST_BODY:
+    if not length.isdecimal() or int(length[:20]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in http.stream():
                 body += part
-                if len(body) > MOST_BODY:
+                if len(body) > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError:
-        raise ApiError("the body took too long", status=408, code="timeout") from None
+        raise ApiError("timeout while reading the body", status=408, code="timeout") from None
     return bytes(body)
 
 
-async def collect(http: HttpRequest, job: Job[Delta], reply: Reply) -> None:
-    """Waits for the whole answer, or for the client to hang up.
+async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuilder) -> None:
+    """Waits for the whole answer, or until the client disconnects.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client disconnected first.
     """
 
     async def gather() -> None:
@@ -134,30 +134,30 @@ async def collect(http: HttpRequest, job: Job[Delta], reply: Reply) -> None:
             if delta is not None:
                 reply.add(delta)
 
-    answer, gone = asyncio.create_task(gather()), asyncio.create_task(_hung_up(http))
+    answer, disconnected = asyncio.create_task(gather()), asyncio.create_task(_wait_for_disconnect(http))
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ClientDisconnect
         answer.result()
     finally:
         job.cancel()
         answer.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
-async def _hung_up(http: HttpRequest) -> None:
+async def _wait_for_disconnect(http: HttpRequest) -> None:
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await http.receive()
 
 
-async def events(job: Job[Delta], reply: Reply) -> AsyncIterator[bytes]:
-    """The stream of an answer; it is cancelled when the client hangs up, and then gives its place back."""
+async def events(job: Job[ChoiceDelta], reply: ResponseBuilder) -> AsyncIterator[bytes]:
+    """The event stream of an answer; the job is cancelled when the client disconnects."""
     try:
-        async for delta in job.items(every=QUIET_SECONDS):
+        async for delta in job.items(every=KEEP_ALIVE_SECONDS):
             if delta is None:
-                yield WAITING
+                yield KEEP_ALIVE
                 continue
             for chunk in reply.chunks(delta):
                 yield chunk
@@ -170,30 +170,36 @@ async def events(job: Job[Delta], reply: Reply) -> AsyncIterator[bytes]:
 
 
 async def on_api_error(request: HttpRequest, error: Exception) -> Response:
-    """OpenAI's error object; of a defect no more than that it is one."""
+    """The response to any error, see `as_api_error`; bugs are logged."""
     if not isinstance(error, ApiError | LlmconvError):
         log.error("a request failed", exc_info=error)
-    told = as_api_error(error)
-    return JSONResponse(told.body(), told.status, told.headers)
+    answer = as_api_error(error)
+    return JSONResponse(answer.body(), answer.status, answer.headers)
 
 
 async def on_http_error(request: HttpRequest, error: Exception) -> Response:
-    """An unknown path or method, in the form of every other error."""
+    """The response to an unknown path or method, in the same form as every other error."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
-    told = ApiError(f"no such endpoint: {request.method} {request.url.path[:200]}", status=status, headers=headers)
-    return JSONResponse(told.body(), told.status, told.headers)
+    answer = ApiError(f"no such endpoint: {request.method} {request.url.path[:200]}", status=status, headers=headers)
+    return JSONResponse(answer.body(), answer.status, answer.headers)
 
 
 async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
-    """Nobody reads it; 499 is what servers log of a client that left."""
+    """Status 499, which servers log for a client that disconnected; nobody receives it."""
     return Response(status_code=499)
 
 
-def make_app(answering: Answering, scheduler: Scheduler, access: Access | None = None) -> Starlette:
-    """The app; its lifespan is that of the scheduler's thread."""
-    access = access or Access()
-    endpoints = Endpoints(answering, scheduler)
+def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | None = None) -> Starlette:
+    """The app, which starts and stops the scheduler's thread.
+
+    Args:
+        served: the model and its name.
+        scheduler: runs the model.
+        access: hosts, origins and API key; default: local requests only.
+    """
+    access = access or AccessRules()
+    endpoints = Endpoints(served, scheduler)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -201,7 +207,7 @@ def make_app(answering: Answering, scheduler: Scheduler, access: Access | None =
         yield
         await asyncio.to_thread(scheduler.stop)
 
-    middleware = [Middleware(Guard, access=access)]
+    middleware = [Middleware(AccessGuard, access=access)]
     if access.origins:
         shared = Middleware(
             CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]

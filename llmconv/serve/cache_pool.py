@@ -1,4 +1,4 @@
-"""The caches of answers that have ended: a chat's next turn runs only what is new."""
+"""The caches of finished answers: the next turn of a chat runs only its new tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from llmconv.generation import Conversation
 from llmconv.runtime import Runner
 
 
-class Conversations:
-    """The latest conversations, each taken by one answer at a time; for one thread.
+class ConversationPool:
+    """The latest conversations, each used by one answer at a time; not thread-safe.
 
     Args:
-        most: how many are kept; 0 for none.
-        runner: whose caches they hold.
+        most: maximum number of conversations to keep; 0 for none.
+        runner: runs their model.
     """
 
     def __init__(self, most: int, runner: Runner) -> None:
@@ -21,9 +21,9 @@ class Conversations:
         self._kept: list[Conversation] = []
 
     def take(self, prompt: Sequence[int]) -> Conversation:
-        """The conversation with which most of `prompt` is done, or a new one; nobody else gets it until it is back.
+        """Removes and returns the conversation that shares most tokens with `prompt`, or a new one.
 
-        One that shares less than half of its tokens stays: it is another chat, which may go on.
+        A conversation that shares less than half of its tokens is not used: it is another chat, which may continue.
         """
         shared = [(self._shared(kept, prompt), at) for at, kept in enumerate(self._kept)]
         tokens, at = max(shared, default=(0, 0))
@@ -34,7 +34,7 @@ class Conversations:
         return past.tokens if past and 2 * past.tokens >= len(kept.ids) else 0
 
     def give_back(self, conversation: Conversation) -> None:
-        """Keeps it, and forgets the one that lies there longest."""
+        """Puts a conversation back, and drops the oldest ones beyond the maximum."""
         if conversation.ids:
             self._kept.append(conversation)
         del self._kept[: max(len(self._kept) - self._most, 0)]

@@ -1,4 +1,4 @@
-"""The fields of a JSON object, taken one by one, so that what nobody took is known."""
+"""Reads the fields of a JSON object one by one, and refuses the fields that nobody read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str |
 
 
 class Fields:
-    """The fields of one object; null is a field that is not there.
+    """The fields of one object; null counts as missing.
 
     Args:
-        content: what the JSON holds.
-        prefix: of the names in messages.
+        content: the parsed JSON.
+        prefix: prepended to field names in error messages.
 
     Raises:
-        ApiError: it is no object.
+        ApiError: `content` is not an object.
     """
 
     def __init__(self, content: Any, prefix: str = "") -> None:
@@ -29,21 +29,21 @@ class Fields:
         self._left, self._prefix = dict(content), prefix
 
     def take(self, name: str, kind: type | UnionType) -> Any:
-        """A field of a kind, None where it is not there.
+        """Removes and returns a field of type `kind`; None if it is missing.
 
         Raises:
-            ApiError: it is of another kind.
+            ApiError: it has another type.
         """
         value = self._left.pop(name, None)
         if value is None or isinstance(value, kind):
             return value
-        raise self._wrong(name, NAMES.get(kind, "of another kind"))
+        raise self._wrong(name, NAMES.get(kind, "of another type"))
 
     def flag(self, name: str) -> bool:
-        """A true or false field, false where it is not there.
+        """Removes and returns a boolean field; False if it is missing.
 
         Raises:
-            ApiError: it is of another kind.
+            ApiError: it has another type.
         """
         value = self._left.pop(name, None)
         if value is None or isinstance(value, bool):
@@ -53,15 +53,21 @@ class Fields:
     def number(
         self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
     ) -> Number | None:
-        """A number, None where it is not there; a whole one may be written with `.0`.
+        """Removes and returns a number; None if it is missing. An integer may be written with `.0`.
+
+        Args:
+            name: of the field.
+            kind: int or float.
+            least: minimum; None for none.
+            most: maximum; None for none.
 
         Raises:
-            ApiError: it is none, not whole where `kind` is int, or out of its range.
+            ApiError: it is not a number of this type, or out of range.
         """
         value = self._left.pop(name, None)
         if value is None:
             return None
-        words = "a whole number" if kind is int else "a number"
+        words = "an integer" if kind is int else "a number"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, words)
         if kind is int and isinstance(value, float) and not value.is_integer():
@@ -75,10 +81,10 @@ class Fields:
             raise self._wrong(name, words) from None
 
     def nothing_else(self, ignored: frozenset[str]) -> None:
-        """Sees that nothing is left but fields without effect.
+        """Refuses remaining fields that are not `ignored`.
 
         Raises:
-            ApiError: something is: a misspelt field would change nothing in silence.
+            ApiError: there is one: a misspelled field would silently have no effect.
         """
         for name in sorted(self._left.keys() - ignored):
             shown = f"{self._prefix}{name[:80]}"

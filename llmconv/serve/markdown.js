@@ -1,4 +1,4 @@
-/* Markdown as models write it, made into elements. Text only ever enters as textContent: nothing in it is markup. */
+/* Renders the Markdown of models as DOM elements. All text is set as textContent, so HTML in it is never parsed. */
 const SCHEMES = /^(https?:\/\/|mailto:)[^\s]+$/i;
 const DEEPEST = 8;
 const LONGEST = 2000;
@@ -16,7 +16,7 @@ function element(tag, className, content) {
   return made;
 }
 
-/* Shows `text` in `place`; blocks that are there already stay as they are, so that a selection survives. */
+/* Renders `text` in `place`; unchanged blocks are kept, so that a selection survives. */
 function showMarkdown(place, text) {
   const now = blocks(text.split("\n"));
   const before = place.blocks || [];
@@ -27,7 +27,7 @@ function showMarkdown(place, text) {
   place.blocks = now.map(block => block.source);
 }
 
-/* The blocks of some lines: where each comes from, and how it is made. */
+/* The blocks of some lines: the source of each, and a function that renders it. */
 function blocks(lines, depth = 0) {
   const found = [];
   let at = 0;
@@ -43,7 +43,7 @@ function blocks(lines, depth = 0) {
   return found;
 }
 
-/* A match; a very long line is text, and no pattern is tried on it. */
+/* A match; a very long line is plain text, without a pattern search. */
 function match(line, pattern) {
   return line.length < LONGEST ? line.match(pattern) : null;
 }
@@ -70,7 +70,7 @@ function starts(lines, at, depth) {
   return depth < DEEPEST && [QUOTE, ITEM].some(pattern => match(line, pattern));
 }
 
-/* Code up to a fence as long as the first one; up to the end where there is none yet. */
+/* Code up to a fence as long as the first one; up to the end if there is none yet. */
 function fenced(lines, at, [, marks, language]) {
   const closing = new RegExp("^ {0,3}" + marks[0] + "{" + marks.length + ",}\\s*$");
   let end = at + 1;
@@ -109,7 +109,7 @@ function around(parent, lines, depth) {
   return parent;
 }
 
-/* Items at one indentation; what is indented further belongs to the item before it. */
+/* Items at one indentation; lines with more indentation belong to the item before them. */
 function listed(lines, at, depth) {
   const [, indent, mark] = lines[at].match(ITEM);
   const ordered = /\d/.test(mark);
@@ -127,7 +127,7 @@ function listed(lines, at, depth) {
   return [end, () => list(items, ordered ? parseInt(mark, 10) : 0, depth)];
 }
 
-/* Whether what follows empty lines still is the list. */
+/* Whether the list continues after empty lines. */
 function nextIsOfList(lines, at, indent, ordered) {
   while (at < lines.length && !lines[at].trim()) at++;
   if (at === lines.length) return false;
@@ -191,7 +191,7 @@ function filled(tag, text) {
   return made;
 }
 
-/* Code, links, bold, italic and struck text; whatever has no end is shown as it was written. */
+/* Code, links, bold, italic and strikethrough; a marker without an end is plain text. */
 function inline(parent, text, depth = 0) {
   const endless = new Set();
   let plain = "";
@@ -209,7 +209,7 @@ function inline(parent, text, depth = 0) {
   parent.append(plain);
 }
 
-/* What begins at a place: its length and its element, or no element where it is plain text. */
+/* The inline element that begins at a position, with its length; no element for plain text. */
 function span(text, at, depth, endless) {
   const mark = text[at];
   if (mark === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] || "")) return [2, null];
@@ -220,7 +220,7 @@ function span(text, at, depth, endless) {
   return [1, null];
 }
 
-/* The place of `needle` behind `from`; a search that failed is not made again. */
+/* The position of `needle` after `from`; a failed search is not repeated. */
 function find(text, needle, from, endless) {
   if (endless.has(needle)) return -1;
   const found = text.indexOf(needle, from);
@@ -240,7 +240,7 @@ function codeSpan(text, at, endless) {
   return [end + marks.length - at, element("code", "", code)];
 }
 
-/* `[text](address)`; the address of a picture becomes a link, too, for nothing is loaded from elsewhere. */
+/* `[text](address)`; an image also becomes a link, since the page loads nothing from other servers. */
 function link(text, at, depth, endless) {
   const start = text[at] === "!" ? at + 2 : at + 1;
   const middle = find(text, "](", start, endless);

@@ -1,4 +1,4 @@
-"""OpenAI's responses: whole ones, and the chunks of a stream."""
+"""OpenAI's responses: complete ones, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.serve.answering import Choice, Delta
-from llmconv.serve.openai_schema import Request
+from llmconv.serve.openai_schema import CompletionRequest
+from llmconv.serve.served_model import ChoiceDelta, CompletionChoice
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"
-"""A comment, so that nobody between here and the client takes a quiet connection for a dead one."""
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, so that no proxy closes a connection without traffic."""
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -23,18 +23,18 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 @dataclass
-class Reply:
-    """The answers to one request, as they grow.
+class ResponseBuilder:
+    """Builds the response to one request while its answers grow.
 
     Args:
-        request: what was asked.
-        model: the name that clients know.
-        choices: what is being answered.
+        request: the request.
+        model: public name of the model.
+        choices: the answers that are being generated.
     """
 
-    request: Request
+    request: CompletionRequest
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[CompletionChoice]
     completion_tokens: int = 0
     cached_tokens: int = 0
     texts: dict[int, list[str]] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Reply:
             self._head["object"] = "chat.completion.chunk"
         self._begun: set[int] = set()
 
-    def add(self, delta: Delta) -> None:
-        """Takes what a step gave."""
+    def add(self, delta: ChoiceDelta) -> None:
+        """Adds the result of a step."""
         self.completion_tokens += delta.tokens
         self.cached_tokens += delta.cached
         self.texts.setdefault(delta.choice, []).append(delta.text)
@@ -61,15 +61,15 @@ class Reply:
             self.finishes[delta.choice] = delta.finish
 
     def whole(self) -> dict[str, Any]:
-        """The response to a request without `stream`."""
+        """The complete response, for a request without `stream`."""
         return {
             **self._head,
             "choices": [self._choice(index) for index in range(len(self.choices))],
             "usage": self.usage(),
         }
 
-    def chunks(self, delta: Delta) -> Iterator[bytes]:
-        """The events of one step: the role before the first text, the text, and why it ended."""
+    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The events of one step: the role before the first text, the text, and the finish reason."""
         self.add(delta)
         if self.request.is_chat and delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -80,13 +80,13 @@ class Reply:
             yield self._chunk(delta.choice, {}, delta.finish)
 
     def last(self) -> Iterator[bytes]:
-        """The end of a stream: the counts where they are wanted."""
+        """The events at the end of a stream: token counts if the request asks for them."""
         if self.request.include_usage:
             yield event({**self._head, "choices": [], "usage": self.usage()})
         yield DONE
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once, however many answers it gets."""
+        """Token counts so far; a prompt with several answers counts once."""
         prompts = self.choices[:: self.request.sampling.choices]
         count = sum(len(choice.ids) for choice in prompts)
         return {

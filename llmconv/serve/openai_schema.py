@@ -1,4 +1,4 @@
-"""OpenAI's requests, read strictly: what cannot be honoured is refused by name, what changes nothing is let by.
+"""OpenAI's requests, parsed strictly: unsupported fields are refused by name, fields without effect are ignored.
 
 Source of the fields: OpenAI's API reference, "Create chat completion" and "Create completion".
 """
@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.files.strict_json import Slip, parse_strictly
+from llmconv.files.strict_json import StrictJsonError, parse_strictly
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.json_fields import Fields
 
-MOST_CHOICES = 4
-MOST_PROMPTS = 16
-MOST_STOPS = 4
-MOST_TOKENS = 1_000_000
+MAX_CHOICES = 4
+MAX_PROMPTS = 16
+MAX_STOPS = 4
+MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; a chat answer has none."""
+"""OpenAI's default of `max_tokens` for completions; chat answers have none."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Role of a message to the one that chat templates know."""
+"""Role of a message to the role in chat templates."""
 
 WITHOUT_EFFECT = frozenset(
-    {
+    [
         "metadata",
         "moderation",
         "modalities",
@@ -38,20 +38,20 @@ WITHOUT_EFFECT = frozenset(
         "store",
         "user",
         "verbosity",
-    }
+    ]
 )
-"""Fields that a program may send to any server: none says what the text should be."""
+"""Fields that clients may send to any server, and that do not change the text."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the text is wanted; None is left to the model's own defaults.
+class SamplingOptions:
+    """Sampling fields of a request; None for the model's default.
 
     Attributes:
-        max_tokens: at most so many new ones per choice.
+        max_tokens: maximum number of new tokens per choice.
         choices: answers per prompt, 1 to 4.
         stop: texts that end an answer.
-        top_k, min_p, repetition_penalty: not OpenAI's, as other servers of open models have them.
+        top_k, min_p, repetition_penalty: not OpenAI's fields, but common in other servers of open models.
     """
 
     max_tokens: int | None
@@ -66,52 +66,52 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What both endpoints share.
+class CompletionRequest:
+    """A request to either endpoint.
 
     Attributes:
-        model: as asked for; None where the request names none.
+        model: model name; None if the request has none.
         messages: role and content of a chat; empty for a completion.
         prompts: texts or token ids of a completion; empty for a chat.
-        stream: answer in pieces.
-        include_usage: end the stream with the counts.
+        stream: send the answer in pieces.
+        include_usage: end the stream with token counts.
         echo: begin a completion with its prompt.
     """
 
     model: str | None
     messages: tuple[Mapping[str, str], ...]
     prompts: tuple[str | tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: SamplingOptions
     stream: bool
     include_usage: bool
     echo: bool = False
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat, not a completion."""
+        """Whether this is a chat request, not a completion request."""
         return bool(self.messages)
 
 
 def parse_json(body: bytes) -> Any:
-    """A request's JSON.
+    """The parsed JSON of a request.
 
     Raises:
-        ApiError: it is none, it is nested too deep, a key is there twice, or a number is not finite or has thousands of
+        ApiError: invalid JSON, nested too deeply, a duplicate key, or a number that is not finite or has thousands of
             digits.
     """
     try:
         return parse_strictly(body)
-    except Slip as slip:
-        raise ApiError(f"in the body {slip}", code="invalid_json") from None
+    except StrictJsonError as slip:
+        raise ApiError(f"in the body: {slip}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
-def chat_request(content: Any) -> Request:
-    """The body of `/v1/chat/completions`.
+def chat_request(content: Any) -> CompletionRequest:
+    """Parses the body of `/v1/chat/completions`.
 
     Raises:
-        ApiError: a field is missing, of the wrong kind, or asks for what is not there.
+        ApiError: a field is missing, has the wrong type, or asks for an unsupported feature.
     """
     fields = Fields(content)
     messages = fields.take("messages", list)
@@ -120,9 +120,9 @@ def chat_request(content: Any) -> Request:
     _refuse_tools(fields)
     for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
         if wanted:
-            raise ApiError(f"log probabilities are not available: leave `{name}` out", parameter=name)
-    most = fields.number("max_completion_tokens", int, 1, MOST_TOKENS)
-    deprecated = fields.number("max_tokens", int, 1, MOST_TOKENS)
+            raise ApiError(f"log probabilities are not supported: leave `{name}` out", parameter=name)
+    most = fields.number("max_completion_tokens", int, 1, MAX_TOKENS)
+    deprecated = fields.number("max_tokens", int, 1, MAX_TOKENS)
     return _request(
         fields,
         most if most is not None else deprecated,
@@ -130,21 +130,21 @@ def chat_request(content: Any) -> Request:
     )
 
 
-def completion_request(content: Any) -> Request:
-    """The body of `/v1/completions`.
+def completion_request(content: Any) -> CompletionRequest:
+    """Parses the body of `/v1/completions`.
 
     Raises:
-        ApiError: a field is missing, of the wrong kind, or asks for what is not there.
+        ApiError: a field is missing, has the wrong type, or asks for an unsupported feature.
     """
     fields = Fields(content)
     prompts = _prompts(fields.take("prompt", str | list))
     if fields.number("logprobs", int) is not None:
-        raise ApiError("log probabilities are not available: leave `logprobs` out", parameter="logprobs")
+        raise ApiError("log probabilities are not supported: leave `logprobs` out", parameter="logprobs")
     if fields.take("suffix", str):
-        raise ApiError("`suffix` is not available", parameter="suffix")
+        raise ApiError("`suffix` is not supported", parameter="suffix")
     if fields.number("best_of", int, 1) not in (None, 1):
         raise ApiError("`best_of` must be 1", parameter="best_of")
-    most = fields.number("max_tokens", int, 1, MOST_TOKENS)
+    most = fields.number("max_tokens", int, 1, MAX_TOKENS)
     return _request(fields, COMPLETION_TOKENS if most is None else most, prompts=prompts, echo=fields.flag("echo"))
 
 
@@ -154,24 +154,24 @@ def _request(
     messages: tuple[Mapping[str, str], ...] = (),
     prompts: tuple[str | tuple[int, ...], ...] = (),
     echo: bool = False,
-) -> Request:
+) -> CompletionRequest:
     for name in ("presence_penalty", "frequency_penalty"):
         if fields.number(name, float):
-            raise ApiError(f"`{name}` must be 0: use `repetition_penalty`, as transformers has it", parameter=name)
+            raise ApiError(f"`{name}` must be 0: use `repetition_penalty`, as in transformers", parameter=name)
     if fields.take("logit_bias", dict):
-        raise ApiError("`logit_bias` is not available", parameter="logit_bias")
+        raise ApiError("`logit_bias` is not supported", parameter="logit_bias")
     options = Fields(fields.take("stream_options", dict) or {}, "stream_options.")
     include_usage = options.flag("include_usage")
     options.flag("include_obfuscation")
     options.nothing_else(frozenset())
     sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
     fields.nothing_else(WITHOUT_EFFECT)
-    return Request(model, messages, prompts, sampling, stream, include_usage, echo)
+    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo)
 
 
-def _sampling(fields: Fields, max_tokens: int | None) -> Sampling:
-    choices = fields.number("n", int, 1, MOST_CHOICES)
-    return Sampling(
+def _sampling(fields: Fields, max_tokens: int | None) -> SamplingOptions:
+    choices = fields.number("n", int, 1, MAX_CHOICES)
+    return SamplingOptions(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", float, 0, 2),
         top_p=fields.number("top_p", float, 0, 1),
@@ -186,24 +186,24 @@ def _sampling(fields: Fields, max_tokens: int | None) -> Sampling:
 
 def _stops(value: str | list[Any] | None) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
-    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(f"`stop` must be one to {MOST_STOPS} texts that are not empty", parameter="stop")
+    if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(f"`stop` must be one to {MAX_STOPS} texts that are not empty", parameter="stop")
     return tuple(_text(stop, "stop") for stop in stops)
 
 
 def _refuse_tools(fields: Fields) -> None:
     for name in ("tools", "functions"):
         if fields.take(name, list):
-            raise ApiError(f"`{name}` is not available: this server answers with text alone", parameter=name)
+            raise ApiError(f"`{name}` is not supported: this server returns only text", parameter=name)
     for name in ("tool_choice", "function_call"):
         if fields.take(name, str | dict) not in (None, "none", "auto"):
-            raise ApiError(f"`{name}` is not available", parameter=name)
+            raise ApiError(f"`{name}` is not supported", parameter=name)
     wanted = fields.take("response_format", dict)
     if wanted and wanted.get("type") != "text":
         raise ApiError('`response_format` must be {"type": "text"}', parameter="response_format")
     for name in ("audio", "web_search_options"):
         if fields.take(name, dict):
-            raise ApiError(f"`{name}` is not available", parameter=name)
+            raise ApiError(f"`{name}` is not supported", parameter=name)
 
 
 def _message(message: Any, where: str) -> Mapping[str, str]:
@@ -214,10 +214,10 @@ def _message(message: Any, where: str) -> Mapping[str, str]:
         known = ", ".join(f"'{name}'" for name in ROLES)
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
     if message.get("tool_calls") or message.get("function_call"):
-        raise ApiError(f"`{where}.tool_calls` is not available", parameter=f"{where}.tool_calls")
+        raise ApiError(f"`{where}.tool_calls` is not supported", parameter=f"{where}.tool_calls")
     if message.get("content") is None:
         found = "is null" if "content" in message else "is missing"
-        problem = f"`{where}.content` {found} and must be a text: calls of tools, which need none, are not available"
+        problem = f"`{where}.content` {found} but must be a text: tool calls, which need none, are not supported"
         raise ApiError(problem, parameter=f"{where}.content")
     return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content")}
 
@@ -238,9 +238,9 @@ def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...
         return (_text(prompt, "prompt"),)
     if prompt and all(map(_is_token, prompt)):
         return (tuple(prompt),)
-    if not prompt or len(prompt) > MOST_PROMPTS:
+    if not prompt or len(prompt) > MAX_PROMPTS:
         raise ApiError(
-            f"`prompt` must be a text, token ids, or a list of one to {MOST_PROMPTS} of either", parameter="prompt"
+            f"`prompt` must be a text, token ids, or a list of one to {MAX_PROMPTS} of either", parameter="prompt"
         )
     return tuple(_prompt(one, f"prompt[{at}]") for at, one in enumerate(prompt))
 
@@ -260,6 +260,6 @@ def _is_token(value: Any) -> bool:
 def _text(text: str, where: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can hold one half of a surrogate pair, which no tokenizer takes
-        raise ApiError(f"`{where}` holds half of a surrogate pair", parameter=where) from None
+    except UnicodeEncodeError:  # JSON allows half of a surrogate pair, tokenizers do not
+        raise ApiError(f"`{where}` contains half of a surrogate pair", parameter=where) from None
     return text

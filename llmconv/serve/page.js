@@ -1,6 +1,6 @@
 const at = id => document.getElementById(id);
 const log = at("log"), text = at("text"), scroll = at("scroll");
-const CONTINUED = 64; /* tokens of a continuation where no number is given: the API's own default is 16 */
+const CONTINUED = 64; /* default number of tokens of a continuation; the API's own default is 16 */
 let messages = [];
 let running = null;
 
@@ -40,7 +40,7 @@ function showUser(content) {
   return made;
 }
 
-/* What a model wrote: as Markdown, or as it came. A text that is continued keeps its spaces and lines. */
+/* An answer, as Markdown or as plain text. A continued text keeps its spaces and lines. */
 function paint(made) {
   const place = made.querySelector(".text");
   const asMarkdown = made.given === undefined && at("markdown").checked;
@@ -55,7 +55,7 @@ function paint(made) {
   if (made.given) place.prepend(element("span", "given", made.given));
 }
 
-/* Repaints at most once a frame, however fast the pieces come. */
+/* Repaints at most once per frame. */
 function paintSoon(made) {
   made.frame ||= requestAnimationFrame(() => {
     const follow = atEnd();
@@ -160,7 +160,7 @@ async function goOn(content) {
   await run(made, "v1/completions", body, content, () => {}, () => offerMore(made), () => made.isConnected);
 }
 
-/* A button that continues where the text ends. */
+/* A button that continues the text. */
 function offerMore(made) {
   const more = element("button", "go", "Continue");
   more.type = "button";
@@ -171,7 +171,7 @@ function offerMore(made) {
   made.lastChild.append(more);
 }
 
-/* One request: `undo` takes back what never began, `keep` notes what came, `current` says whether it is still shown. */
+/* One request: `undo` reverts a request that never began, `keep` stores the answer, `current` is whether it is shown. */
 async function run(made, path, body, content, undo, keep, current) {
   const controller = new AbortController();
   made.classList.add("growing");
@@ -195,7 +195,7 @@ async function run(made, path, body, content, undo, keep, current) {
   }
 }
 
-/* What was stopped or broke off stays as far as it came; what never began goes back to where it was written. */
+/* A stopped or failed answer keeps its text so far; a message that was never sent goes back to the input field. */
 function broken(error, made, content, undo) {
   const stopped = error.name === "AbortError";
   if (made.shown) return element("div", stopped ? "note" : "error", stopped ? "stopped" : error.message);
@@ -239,7 +239,7 @@ function reset() {
   text.focus();
 }
 
-/* A chat, or text that the model goes on with. */
+/* A chat, or a text that the model continues. */
 function setMode() {
   const chat = isChat();
   const name = chat ? "Message" : "Text to continue";

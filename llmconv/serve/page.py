@@ -1,4 +1,4 @@
-"""The chat page: one document without a network dependency, under a policy that lets nothing else run."""
+"""The chat page: one HTML document without network dependencies, and its content security policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 from starlette.responses import HTMLResponse
 
 PARTS = {"style": ("page.css",), "script": ("markdown.js", "page.js")}
-"""Elements of page.html, which are empty there, and the files that fill them."""
+"""Empty elements of page.html, and the files whose content goes there."""
 
 
 def page_response() -> HTMLResponse:
@@ -34,7 +34,7 @@ def _part(name: str) -> str:
 
 
 def content_security_policy(html: str) -> str:
-    """Lets the page's own script and style, known by their hashes, ask their own server; nothing else."""
+    """A policy that allows only the page's own script and style, by their hashes, and requests to the same server."""
     sources = {"script": "script-src", "style": "style-src"}
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
     for tag, rule in sources.items():

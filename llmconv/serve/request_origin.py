@@ -1,8 +1,7 @@
-"""Who may ask: programs of this machine and the page itself, not pages of other sites that a browser has open.
+"""Access rules: programs of this machine and the chat page may send requests, pages of other sites may not.
 
-A page elsewhere can make a browser post to localhost (cross-site request forgery), and can make its own name point to
-127.0.0.1 to be taken for this server (DNS rebinding). The browser tells both: the former in `Origin`, the latter in
-`Host`.
+A page of another site can make a browser post to localhost (cross-site request forgery), and can make its own host name
+point to 127.0.0.1 (DNS rebinding). The browser reveals the first in the header `Origin`, the second in `Host`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from llmconv.errors import UsageProblem
 from llmconv.serve.api_errors import ApiError
 
 PUBLIC = frozenset({"/", "/health"})
-"""Paths that need no key: the page asks for it, and a monitor has none."""
+"""Paths without API key: the page asks the user for the key, and a monitor has none."""
 
 ORIGIN = re.compile(r"https?://[^/\s]+", re.IGNORECASE)
 
@@ -36,16 +35,16 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Access:
-    """What the server lets in.
+class AccessRules:
+    """Which requests the server accepts.
 
     Attributes:
-        hosts: names under which it is known beside `localhost` and addresses.
-        origins: of other sites whose pages may ask, such as `https://chat.example`.
-        api_key: that every request must bear; empty for none.
+        hosts: host names of this server, in addition to `localhost` and IP addresses.
+        origins: other sites whose pages may send requests, such as `https://chat.example`.
+        api_key: key that every request must have; empty for none.
 
     Raises:
-        UsageProblem: an origin that no browser sends.
+        UsageProblem: an invalid origin.
     """
 
     hosts: Sequence[str] = ()
@@ -56,19 +55,19 @@ class Access:
         for origin in self.origins:
             if not ORIGIN.fullmatch(origin):
                 raise UsageProblem(
-                    f"`{origin}` is no origin", hint="scheme and host alone, such as https://chat.example"
+                    f"`{origin}` is not an origin", hint="give scheme and host only, such as https://chat.example"
                 )
 
     def check(self, path: str, headers: Headers) -> None:
-        """Lets a request pass.
+        """Checks a request.
 
         Raises:
-            ApiError: 403, host or origin is foreign; 401, the key is missing or wrong.
+            ApiError: 403 for an unknown host or origin; 401 for a missing or wrong key.
         """
         host = headers.get("host", "")
         if not self._known(host):
             raise ApiError(
-                f"the host `{host[:80]}` is none of this server's: start it with `--allow-host` for it",
+                f"unknown host `{host[:80]}`: it needs the server option `--allow-host`",
                 status=403,
                 code="unknown_host",
             )
@@ -76,7 +75,7 @@ class Access:
         own = (f"http://{host}", f"https://{host}")
         if origin is not None and origin.lower() not in map(str.lower, (*own, *self.origins)):
             raise ApiError(
-                f"pages of `{origin[:80]}` may not ask this server: start it with `--allow-origin` for them",
+                f"requests from pages of `{origin[:80]}` need the server option `--allow-origin`",
                 status=403,
                 code="foreign_origin",
             )
@@ -84,7 +83,7 @@ class Access:
             self._check_key(headers.get("authorization", ""))
 
     def _known(self, host: str) -> bool:
-        """Whether a browser under that name was not led astray: an address cannot be rebound."""
+        """Whether `host` is a name of this server or an IP address, which DNS rebinding cannot fake."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -101,18 +100,18 @@ class Access:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
             return
-        problem = "the API key is wrong" if key else "give the API key: `Authorization: Bearer KEY`"
+        problem = "wrong API key" if key else "give the API key: `Authorization: Bearer KEY`"
         raise ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-class Guard:
-    """Checks every request before the app sees it, and adds headers to every response."""
+class AccessGuard:
+    """ASGI middleware that checks every request and adds security headers to every response."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI call."""
+        """See the ASGI specification."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""One thread that owns the model and takes turns, a step each, between the answers that are under way."""
+"""Scheduler: one thread that owns the model and runs the active answers in turn, one step each."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Result = TypeVar("Result")
 
 log = logging.getLogger("llmconv.serve")
 
-LONGEST_WAIT = 60
-"""Seconds: the most that `Retry-After` says."""
-LAST_STEP = 10
-"""Seconds that the last step gets when everything ends."""
+MAX_RETRY_AFTER = 60
+"""Maximum of `Retry-After`, in seconds."""
+LAST_STEP_SECONDS = 10
+"""Time for the last step when the server stops."""
 
 
-class Closing(ApiError):
-    """The server is ending."""
+class ShuttingDown(ApiError):
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down", status=503, code="shutting_down")
 
 
 class Job(Generic[Item]):
-    """An answer under way: its steps run in the worker's thread, its items arrive in the event loop's.
+    """A request in progress: its steps run in the worker thread, its items arrive in the event loop.
 
     Args:
-        steps: every `next()` is one turn.
+        steps: each `next()` is one turn.
     """
 
     def __init__(self, steps: Iterator[Item]) -> None:
@@ -47,19 +47,19 @@ class Job(Generic[Item]):
         self._arrived: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Gives the place back at the next turn; from any thread."""
+        """Ends the job at its next turn; callable from any thread."""
         self.cancelled = True
 
     def deliver(self, item: Item | BaseException | None) -> None:
-        """An item, the error that ended the answer, or None for its end; from the worker's thread."""
-        with suppress(RuntimeError):  # the loop has ended: nobody listens
+        """Sends an item, the error that ended the job, or None for its end; called in the worker thread."""
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
 
     async def items(self, every: float | None = None) -> AsyncIterator[Item | None]:
-        """The items as they arrive; None where nothing came for `every` seconds.
+        """The items as they arrive; None when nothing came for `every` seconds.
 
         Raises:
-            BaseException: what the steps raised.
+            BaseException: the error that the steps raised.
         """
         while True:
             try:
@@ -76,11 +76,11 @@ class Job(Generic[Item]):
 
 
 class Scheduler:
-    """Runs jobs, so many side by side and so many waiting.
+    """Runs a limited number of jobs in turn, and lets a limited number wait.
 
     Args:
-        active: answers that take turns; each has a cache of its own.
-        waiting: further ones that wait for a place; one more is refused.
+        active: maximum number of jobs that take turns; each has its own cache.
+        waiting: maximum number of jobs in the queue; further ones are refused.
     """
 
     def __init__(self, active: int, waiting: int) -> None:
@@ -95,19 +95,19 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="llmconv-model", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the worker thread."""
         self._thread.start()
 
     def submit(self, steps: Iterator[Item]) -> Job[Item]:
-        """Gives the steps a place, in the event loop's thread.
+        """Adds a job; called in the event loop.
 
         Raises:
-            ApiError: 429, every place is taken; 503, the server is ending.
+            ApiError: 429 if the queue is full; 503 if the server is shutting down.
         """
         job = Job(steps)
         with self._change:
             if self._deadline is not None:
-                raise Closing
+                raise ShuttingDown
             self._forget_cancelled()
             if len(self._active) + len(self._waiting) >= self._most_active + self._most_waiting:
                 raise self._full()
@@ -117,11 +117,11 @@ class Scheduler:
         return job
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """What `function` gives in the worker's thread, between two steps: the tokenizer is of that thread too.
+        """Calls `function` in the worker thread between two steps, since the tokenizer is not thread-safe.
 
         Raises:
-            ApiError: 503, the server is ending.
-            BaseException: what the function raised.
+            ApiError: 503 if the server is shutting down.
+            BaseException: the error that the function raised.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
@@ -145,37 +145,37 @@ class Scheduler:
 
         with self._change:
             if self._ended:
-                raise Closing
+                raise ShuttingDown
             self._calls.append(run)
             self._change.notify()
         return await future
 
     def load(self) -> dict[str, int]:
-        """How many answers are under way and how many wait."""
+        """The number of active and of waiting jobs."""
         with self._change:
             self._forget_cancelled()
             return {"active": len(self._active), "waiting": len(self._waiting)}
 
     def drain(self, grace: float) -> None:
-        """Takes nothing new, refuses what waits, and ends what runs after `grace` seconds; from any thread but ours.
+        """Refuses new and waiting jobs, and ends active ones after `grace` seconds.
 
-        It is called from a signal handler, so it takes no lock that the interrupted thread may hold.
+        It is called from a signal handler, so it must not take a lock that the interrupted thread may hold.
         """
         self._deadline = time.monotonic() + grace
         threading.Thread(target=self._wake, daemon=True).start()
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the worker thread runs."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends everything now and waits for the step that is under way."""
+        """Ends all jobs now and waits for the current step."""
         self.drain(0)
         with self._change:
             self._ended = True
             self._change.notify()
-        self._thread.join(timeout=LAST_STEP)
+        self._thread.join(timeout=LAST_STEP_SECONDS)
 
     def _wake(self) -> None:
         with self._change:
@@ -195,10 +195,10 @@ class Scheduler:
             if job:
                 self._turn(job)
         for job in (*self._active, *self._waiting):
-            job.deliver(Closing())
+            job.deliver(ShuttingDown())
 
     def _next_job(self) -> Job[Any] | None:
-        """Whose turn it is; with the lock held. What was cancelled or is out of time leaves."""
+        """The job whose turn it is; with the lock held. After the deadline all jobs are ended."""
         if self._deadline is not None:
             self._refuse(self._waiting)
             if time.monotonic() >= self._deadline:
@@ -207,7 +207,7 @@ class Scheduler:
         return self._active[0] if self._active else None
 
     def _admit(self) -> None:
-        """Who waits takes the free places; with the lock held."""
+        """Moves waiting jobs to free places; with the lock held."""
         while self._waiting and len(self._active) < self._most_active:
             job = self._waiting.popleft()
             job.started = time.monotonic()
@@ -216,11 +216,11 @@ class Scheduler:
     def _refuse(self, jobs: deque[Job[Any]]) -> None:
         for job in jobs:
             _close(job)
-            job.deliver(Closing())
+            job.deliver(ShuttingDown())
         jobs.clear()
 
     def _turn(self, job: Job[Any]) -> None:
-        """One step of a job, which then stands at the end of the row."""
+        """Runs one step of a job, which then goes to the end of the queue."""
         going = False
         try:
             if not job.cancelled:
@@ -242,23 +242,23 @@ class Scheduler:
                 self._mean_seconds += (time.monotonic() - job.started - self._mean_seconds) / 4
 
     def _forget_cancelled(self) -> None:
-        """Clients that hung up while they waited make room; with the lock held."""
+        """Removes waiting jobs whose clients disconnected; with the lock held."""
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
 
     def _full(self) -> ApiError:
         seconds = self._mean_seconds * (len(self._waiting) + 1) / self._most_active
         return ApiError(
-            f"all {self._most_active} places and the queue of {self._most_waiting} are taken: try again later",
+            f"the server is busy ({self._most_active} active, queue of {self._most_waiting} is full): try again later",
             status=429,
             code="queue_full",
-            headers={"Retry-After": str(min(max(round(seconds), 1), LONGEST_WAIT))},
+            headers={"Retry-After": str(min(max(round(seconds), 1), MAX_RETRY_AFTER))},
         )
 
 
 def _close(job: Job[Any]) -> None:
-    """Frees what the steps hold."""
+    """Closes the steps of a job."""
     try:
         getattr(job.steps, "close", lambda: None)()
-    except Exception:  # or the thread would end, and with it every other answer
+    except Exception:  # an error must not end the thread
         log.exception("an answer could not be closed")

@@ -1,4 +1,4 @@
-"""serve: a model folder on a port, until SIGINT or SIGTERM."""
+"""serve: runs the server for a model folder until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.progress import warn
-from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
-from llmconv.serve.request_origin import Access
+from llmconv.serve.request_origin import AccessRules
 from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 
-MOST_CONNECTIONS = 900
-"""Below the 1024 open files that a process may have by default."""
+MAX_CONNECTIONS = 900
+"""Below the default limit of 1024 open files per process."""
 SLACK = 5
-"""Seconds after the grace in which connections may still close by themselves."""
+"""Seconds after the grace period in which connections may still close by themselves."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class ServerSettings:
 
     Attributes:
         host: address to listen on.
-        port: 0 takes a free one.
-        name: of the model for clients; empty for the folder's name.
-        parallel: answers that take turns.
-        queue: further requests that may wait.
-        max_new_tokens: of answers to requests that set no limit; None for the model's own.
-        template: of chats.
-        system: message of chats that begin without one.
-        grace: seconds that running answers get when the server is told to end.
-        allow_hosts, allow_origins, api_key: who may ask, see `Access`.
+        port: TCP port; 0 for any free one.
+        name: model name for clients; default: the folder's name.
+        parallel: maximum number of answers that are generated in turn.
+        queue: maximum number of further requests that wait.
+        max_new_tokens: limit for requests that set none; default: the model's own.
+        template: chat template.
+        system: system message of chats that have none.
+        grace: seconds that running answers get when the server stops.
+        allow_hosts, allow_origins, api_key: see `AccessRules`.
     """
 
     host: str = "127.0.0.1"
@@ -68,23 +68,23 @@ def serve(
     settings: ServerSettings | None = None,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM: running answers get a short grace, then everything ends.
+    """Serves until SIGINT or SIGTERM; running answers then get a short grace period.
 
     Args:
-        open_model: called once the port is ours: a port that is taken is reported before a model is loaded. Or the
-            model itself, or its folder.
-        settings: where, and for whom.
-        on_ready: called with the address and the name of the model when requests are taken.
+        open_model: opens the model, called after the port is open, so that a port in use is reported before a model
+            is loaded; or the model itself, or its folder.
+        settings: address, limits and access rules.
+        on_ready: called with the address and the model name when requests are accepted.
 
     Raises:
-        OutputFailed: the port cannot be listened on.
-        InputRefused: the folder cannot be run.
+        OutputFailed: the port cannot be opened.
+        InputRefused: the model cannot be run.
     """
     settings = settings or ServerSettings()
-    access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
+    access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
         model = _opened(open_model)
-        answering = Answering(
+        served = ServedModel(
             model,
             settings.name or model.folder.resolve().name,
             template=settings.template,
@@ -92,14 +92,14 @@ def serve(
             max_new_tokens=settings.max_new_tokens,
             kept=settings.parallel,
         )
-        if not answering.chats:
-            warn("the tokenizer has no chat template: texts are continued, chats refused unless `--template` names one")
+        if not served.chats:
+            warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")
         scheduler = Scheduler(settings.parallel, settings.queue)
-        server = _Server(make_app(answering, scheduler, access), scheduler, settings.grace)
-        server.ready = lambda: on_ready(_address(listener), answering.name) if on_ready else None
-        with suppress(KeyboardInterrupt):  # what uvicorn raises again once it has ended in order
+        server = _Server(make_app(served, scheduler, access), scheduler, settings.grace)
+        server.ready = lambda: on_ready(_address(listener), served.name) if on_ready else None
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
             server.run([listener])
-    if scheduler.is_running:  # a step that takes longer than anybody wants to wait: its thread cannot be ended
+    if scheduler.is_running:  # a step takes too long, and its thread cannot be stopped
         sys.stdout.flush()
         remove_downloads()
         os._exit(0)
@@ -112,10 +112,10 @@ def _opened(model: Callable[[], TextModel] | TextModel | str | Path) -> TextMode
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on an address.
+    """A listening socket.
 
     Raises:
-        OutputFailed: the address is not ours, or the port is taken.
+        OutputFailed: the address is not available, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -133,7 +133,7 @@ def _address(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which tells the scheduler at once that the end has come."""
+    """uvicorn's server, which stops the scheduler as soon as a signal arrives."""
 
     ready: Callable[[], None]
 
@@ -149,20 +149,20 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=MOST_CONNECTIONS,
+                limit_concurrency=MAX_CONNECTIONS,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(grace) + SLACK,
             )
         )
         self._scheduler, self._grace = scheduler, grace
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # ours says what there is to say
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # llmconv has its own messages
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then somebody may want to know."""
+        """As uvicorn's, and then calls `ready`."""
         await super().startup(sockets)
         self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal gives running answers their grace, a second one ends them."""
+        """The first signal gives running answers the grace period, a second one ends them."""
         self._scheduler.drain(0 if self.should_exit else self._grace)
         super().handle_exit(sig, frame)

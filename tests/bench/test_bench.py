@@ -1,4 +1,4 @@
-"""llmconv bench: candidates in turn, what they gave and whether it is the same."""
+"""llmconv bench: candidates in turn, their figures, and whether their tokens agree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from benchmarks import environments
-from llmconv.bench import Candidate, Cell, Comparison, bench
+from llmconv.bench import BenchCandidate, BenchResult, Measurement, bench
 from llmconv.bench.bench import lengths_within, random_prompts
+from llmconv.bench.measurement import first_difference
 from llmconv.bench.plot import write_plot
-from llmconv.bench.result import first_difference
 from llmconv.bench.table import table, write_csv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
@@ -27,18 +27,18 @@ from llmconv.export import export
 ROOT = Path(__file__).parents[2]
 
 
-def cell(name: str, length: int, factor: float = 1.0) -> Cell:
+def cell(name: str, length: int, factor: float = 1.0) -> Measurement:
     """A prompt of 0.5 s and steps of 10, 20 and 40 ms, times a factor."""
-    made = Cell(name, 2, length)
+    made = Measurement(name, 2, length)
     for step in (0.01, 0.02, 0.04):
         times = [factor * (0.5 + step * number) for number in range(5)]
         made.take({"times": times, "peak": 7_000_000})
     return made
 
 
-def comparison(*cells: Cell) -> Comparison:
+def comparison(*cells: Measurement) -> BenchResult:
     names = list(dict.fromkeys(made.candidate for made in cells))
-    return Comparison(names, {name: {"onnxruntime": "1.31"} for name in names}, list(cells), 5, 3, 2)
+    return BenchResult(names, {name: {"onnxruntime": "1.31"} for name in names}, list(cells), 5, 3, 2)
 
 
 def test_speeds_count_all_rows_and_leave_the_first_token_out_of_the_steps() -> None:
@@ -50,14 +50,14 @@ def test_speeds_count_all_rows_and_leave_the_first_token_out_of_the_steps() -> N
     assert figures["decode_tokens_per_second_max"] == pytest.approx(2 / 0.01)
 
 
-def test_the_earliest_different_token_of_all_rows_is_told() -> None:
+def test_the_earliest_different_token_of_all_rows_is_reported() -> None:
     assert first_difference([[1, 2, 3], [4, 5, 6]], [[1, 2, 9], [4, 8, 6]]) == (1, 1)
     assert first_difference([[1, 2]], [[1, 2]]) is None
     assert first_difference([[1, 2]], [[1]]) == (0, 1)
 
 
-def test_the_table_compares_with_the_first_and_tells_what_differs() -> None:
-    slow, broken = cell("slow", 128, 2), Cell("broken", 2, 128, error="no room")
+def test_the_table_compares_with_the_first_candidate_and_reports_differences() -> None:
+    slow, broken = cell("slow", 128, 2), Measurement("broken", 2, 128, error="no room")
     slow.differs = (1, 3)
 
     text = table(comparison(cell("fast", 128), slow, broken))
@@ -66,15 +66,15 @@ def test_the_table_compares_with_the_first_and_tells_what_differs() -> None:
     assert "0.50" in line
     assert line.endswith("differ from 3 on")
     assert "failed: no room" in text
-    assert "NOT THE SAME TOKENS: slow at batch 2, length 128: row 1" in text
+    assert "DIFFERENT TOKENS: slow at batch 2, length 128: row 1" in text
 
 
 def test_a_candidate_is_a_folder_or_a_runtime_with_or_without_one(tmp_path: Path) -> None:
-    assert Candidate.parse(str(tmp_path), None).name == str(tmp_path)
-    assert Candidate.parse("torch", tmp_path) == Candidate("torch", tmp_path)
-    assert Candidate.parse(f"genai:{tmp_path}", None, {"genai": "/py"}).interpreter == "/py"
+    assert BenchCandidate.parse(str(tmp_path), None).name == str(tmp_path)
+    assert BenchCandidate.parse("torch", tmp_path) == BenchCandidate("torch", tmp_path)
+    assert BenchCandidate.parse(f"genai:{tmp_path}", None, {"genai": "/py"}).interpreter == "/py"
     with pytest.raises(UsageProblem, match="no/such/folder"):
-        Candidate.parse("optimum:no/such/folder", tmp_path)
+        BenchCandidate.parse("optimum:no/such/folder", tmp_path)
 
 
 def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
@@ -83,7 +83,7 @@ def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
         lengths_within(talking, (97,), 32)
 
 
-def test_without_lengths_a_short_context_is_filled(talking: Path) -> None:
+def test_without_lengths_a_short_context_is_used_in_full(talking: Path) -> None:
     assert lengths_within(talking, (), 32) == [96]
     with pytest.raises(UsageProblem, match="128 tokens and a prompt are more than the model's context of 128"):
         lengths_within(talking, (), 128)
@@ -93,7 +93,7 @@ def test_prompts_are_the_same_every_time() -> None:
     assert random_prompts(range(9), 2, 5) == random_prompts(range(9), 2, 5)
 
 
-def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path) -> None:
+def test_an_unsupported_picture_format_is_refused_before_anything_runs(talking: Path) -> None:
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.txt"])
 
     assert result.exit_code == 2
@@ -101,13 +101,13 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path
 
 
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
-def test_a_file_in_no_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
+def test_a_file_in_a_missing_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
     result = CliRunner().invoke(main, ["bench", str(talking), option, str(tmp_path / "none" / "curves.svg")])
     assert result.exit_code == 4
-    assert "lies in no folder" in result.stderr
+    assert "does not exist" in result.stderr
 
 
-def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_hint_has_its_package(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.png"])
 
@@ -116,7 +116,7 @@ def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytes
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Cell("b", 2, 512, error="no room"))
+    result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Measurement("b", 2, 512, error="no room"))
 
     for kind, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         write_plot(result, tmp_path / f"curves{kind}")
@@ -124,8 +124,8 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "write"), [("b.csv", write_csv), ("b.svg", write_plot), ("b.png", write_plot)])
-def test_another_name_of_the_old_file_keeps_its_content(
-    tmp_path: Path, name: str, write: Callable[[Comparison, Path], None]
+def test_a_hard_link_of_the_old_file_keeps_its_content(
+    tmp_path: Path, name: str, write: Callable[[BenchResult, Path], None]
 ) -> None:
     (tmp_path / "other name").write_text("dear")
     os.link(tmp_path / "other name", tmp_path / name)
@@ -151,7 +151,7 @@ def test_graphs_packed_or_not_and_the_eager_model_give_the_same_tokens(talking: 
 
 
 @pytest.mark.slow
-def test_other_weights_are_told_and_give_exit_code_1(talking: Path, tmp_path: Path) -> None:
+def test_different_tokens_are_reported_with_exit_code_1(talking: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(talking)
     with torch.no_grad():
@@ -162,11 +162,11 @@ def test_other_weights_are_told_and_give_exit_code_1(talking: Path, tmp_path: Pa
     result = CliRunner().invoke(main, ["bench", str(talking), *arguments])
 
     assert result.exit_code == 1
-    assert f"NOT THE SAME TOKENS: torch:{other}" in result.stdout
+    assert f"DIFFERENT TOKENS: torch:{other}" in result.stdout
 
 
 @pytest.mark.slow
-def test_a_folder_that_does_not_open_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_a_folder_that_cannot_be_opened_is_refused(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(InputRefused, match="holds no graphs"):
         bench(tiny("llama"), lengths=(8,), new_tokens=4)
 
@@ -182,7 +182,7 @@ def test_another_runtime_in_an_environment_of_its_own(runtime: str, talking: Pat
 
     result = bench(
         folder,
-        against=[Candidate(runtime, folder, str(home / "bin/python"))],
+        against=[BenchCandidate(runtime, folder, str(home / "bin/python"))],
         lengths=(8, 20),
         batch_sizes=(1, 2),
         new_tokens=6,

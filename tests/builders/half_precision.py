@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALVES
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.other_exporters.half_precision.rounded_reference import NUMPY
 
 IN_FLOAT32 = re.compile(r"norm|rotary_emb")
@@ -43,7 +43,7 @@ class _Conversion:
     """One graph: every float value is either half, or float32 where a node of `IN_FLOAT32` made it."""
 
     def __init__(self, model: onnx.ModelProto, dtype: str) -> None:
-        self._model, self._dtype, self._half = model, dtype, HALVES[dtype]
+        self._model, self._dtype, self._half = model, dtype, HALF_PRECISION[dtype]
         graph = shape_inference.infer_shapes(model).graph
         ports = [*graph.input, *graph.output, *graph.value_info]
         self._floats = {port.name for port in ports if port.type.tensor_type.elem_type == TensorProto.FLOAT}

@@ -17,7 +17,7 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput
-from llmconv.files import safetensors_file as safetensors_io
+from llmconv.files import safetensors_file
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {
@@ -150,13 +150,13 @@ def test_gigabytes_are_told_in_a_moment_without_reading_them(tmp_path: Path, mon
     params = {"dim": WIDTH, "n_layers": 1, "n_heads": 32, "norm_eps": 1e-5, "multiple_of": 256}
     (tmp_path / "params.json").write_text(json.dumps(params))
     read: list[int] = []
-    genuine = safetensors_io.read_exactly
+    genuine = safetensors_file.read_exactly
 
     def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         read.append(len(buffer))
         genuine(fd, buffer, offset, path)
 
-    monkeypatch.setattr(safetensors_io, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
     began = time.process_time()
     found = inspect(tmp_path)
     assert found.nbytes > 2 << 30 and found.config["vocab_size"] == WORDS
@@ -167,7 +167,7 @@ def test_weights_that_would_not_pass_their_checksum_are_told_all_the_same(tmp_pa
     path = shutil.copy(FIXTURES / "composer/llama_full/ep0-ba2-rank0.pt", tmp_path / "x.pt")
     data = bytearray(Path(path).read_bytes())
     tensor = next(iter(inspect(path).tensors.values()))
-    assert isinstance(tensor, safetensors_io.FileTensor)
+    assert isinstance(tensor, safetensors_file.FileTensor)
     data[tensor.offset] ^= 1
     Path(path).write_bytes(data)
     assert inspect(path).format == "composer"

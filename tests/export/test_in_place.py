@@ -72,7 +72,7 @@ def test_a_manifest_that_names_a_file_elsewhere_removes_nothing(model: Path, vic
     name = "../elsewhere/victim"
     manifest = {"files": {name: {"bytes": 4}}, "graphs": {"decode": {"file": name}}}
     (model / "llmconv.json").write_text(json.dumps(manifest))
-    with pytest.raises(MalformedInput, match="is not a manifest of llmconv"):
+    with pytest.raises(MalformedInput, match="is not a valid manifest"):
         export(model, incremental=True, overwrite=True)
     require_untouched(victim)
 
@@ -116,7 +116,7 @@ def test_resume_of_a_complete_new_folder_reports_it(
     assert "is complete: nothing to resume" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     assert made.sizes and again.sizes and (again.sizes.graphs, again.sizes.copied) == (made.sizes.graphs, 0)
-    with pytest.raises(InputRefused, match="is complete, and it was made of another input or with other options"):
+    with pytest.raises(InputRefused, match="is complete, but it was made from another input or with other options"):
         export(model, tmp_path / "out", incremental=True, resume=True, last_logits=True)
 
 
@@ -125,7 +125,7 @@ def test_resume_of_a_new_folder_whose_model_has_another_config_is_refused(model:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     os.utime(model / "config.json", (0, 0))
-    with pytest.raises(InputRefused, match="is complete, and it was made of another input"):
+    with pytest.raises(InputRefused, match="is complete, but it was made from another input"):
         export(model, tmp_path / "out", incremental=True, resume=True)
 
 

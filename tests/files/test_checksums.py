@@ -1,4 +1,4 @@
-"""Checksums of records: combined from parts read in any order and by any thread, and never left half compared."""
+"""Checksums of records: combined from parts read in any order and by any thread, and always compared completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import slice_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.errors import MalformedInput
-from llmconv.files.checksums import Record, checked_reading, combine
+from llmconv.files.checksums import ChecksummedRange, checked_reading, combine
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
@@ -35,7 +35,7 @@ def test_the_checksum_of_two_parts_is_that_of_the_whole(first: bytes, second: by
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), max_size=30), st.booleans())
 def test_reads_in_any_order_and_overlapping_find_a_changed_byte(spans: list[tuple[int, int]], damaged: bool) -> None:
     data = bytes(range(100))
-    record = Record(Path("x.pt"), "data/0", 0, 100, zlib.crc32(data) ^ damaged)
+    record = ChecksummedRange(Path("x.pt"), "data/0", 0, 100, zlib.crc32(data) ^ damaged)
     found = False
     with checked_reading() as checks:
         try:
@@ -50,7 +50,7 @@ def test_reads_in_any_order_and_overlapping_find_a_changed_byte(spans: list[tupl
 def test_threads_that_read_blocks_find_a_changed_byte() -> None:
     data = os.urandom(1 << 20)
     for damage in (0, 1):
-        record = Record(Path("x.pt"), "data/0", 0, len(data), zlib.crc32(data) ^ damage)
+        record = ChecksummedRange(Path("x.pt"), "data/0", 0, len(data), zlib.crc32(data) ^ damage)
         with checked_reading() as checks, ThreadPoolExecutor(8) as pool:
             reads = [
                 pool.submit(copy_context().run, record.was_read, start, memoryview(data[start : start + 1024]))
@@ -61,7 +61,7 @@ def test_threads_that_read_blocks_find_a_changed_byte() -> None:
 
 
 def test_nothing_is_counted_outside_a_checked_reading(tmp_path: Path) -> None:
-    Record(tmp_path / "absent", "data/0", 0, 3, 0).was_read(0, memoryview(b"abc"))
+    ChecksummedRange(tmp_path / "absent", "data/0", 0, 3, 0).was_read(0, memoryview(b"abc"))
     with checked_reading() as checks:
         checks.finish()
 
@@ -105,12 +105,12 @@ def test_a_changed_byte_anywhere_in_a_record_that_is_used_is_refused(
     torch.save({"a": SAVED[saved]}, path)
     convert(path, tmp_path / "good", VIEWS[view])
     flip(path, position)
-    with pytest.raises(MalformedInput, match="`data/0` does not have the CRC-32"):
+    with pytest.raises(MalformedInput, match="CRC-32 mismatch in `data/0`"):
         convert(path, tmp_path / "bad", VIEWS[view])
     assert {entry.name for entry in tmp_path.iterdir()} == {"x.pt", "good"}
 
 
-def test_a_record_that_nobody_reads_may_be_damaged(tmp_path: Path) -> None:
+def test_an_unread_record_may_be_damaged(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"unused": torch.ones(100), "a": MATRIX}, path)
     flip(path, 5)
@@ -137,5 +137,5 @@ def test_one_record_without_a_checksum_among_others_is_refused(tmp_path: Path) -
     torch.save({"a": MATRIX}, path)
     crc = zlib.crc32(MATRIX.numpy().tobytes()).to_bytes(4, "little")
     path.write_bytes(path.read_bytes().replace(crc, bytes(4)))
-    with pytest.raises(MalformedInput, match="does not have the CRC-32"):
+    with pytest.raises(MalformedInput, match="CRC-32 mismatch"):
         convert(path, tmp_path / "out", lambda tensor: tensor)

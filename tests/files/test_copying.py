@@ -1,4 +1,4 @@
-"""A file copied as it is: the bytes, the sha256, what happens where the kernel cannot, and clones on XFS."""
+"""Copying a file: the bytes, the sha256, the fallback where the kernel cannot, and clones on XFS."""
 
 from __future__ import annotations
 

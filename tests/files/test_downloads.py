@@ -1,4 +1,4 @@
-"""What a URI names is fetched into a temporary folder, which is gone when nothing needs it any more."""
+"""URIs are fetched into a temporary folder, which is removed when nothing needs it any more."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, t
 
 @pytest.mark.parametrize("model", ["memory://llmconv/base", "file:///nowhere", "org/name"])
 def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, model: str) -> None:
-    with pytest.raises(InputRefused, match="not a local folder that graphs could be written into") as caught:
+    with pytest.raises(InputRefused, match="not a local folder, so graphs cannot be written into it") as caught:
         export(model)
     assert "-o OUT`" in caught.value.hint
 
@@ -133,7 +133,7 @@ def test_an_open_model_keeps_its_files_for_as_long_as_it_lives(temporary: Path, 
     assert not folder.exists()
 
 
-def test_what_inspect_returns_can_be_read_for_as_long_as_it_lives(temporary: Path) -> None:
+def test_the_result_of_inspect_is_readable_as_long_as_it_is_alive(temporary: Path) -> None:
     found = inspect(uri(CHECKPOINT))
     assert found.file_bytes == CHECKPOINT.stat().st_size
     assert next(iter(found.tensors.values())).read().size
@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_is_told_to_end_leaves_nothing(temporary: Path, chatting: Path, number: int) -> None:
+def test_a_terminated_process_leaves_nothing(temporary: Path, chatting: Path, number: int) -> None:
     command = [sys.executable, "-m", "llmconv", "chat", uri(chatting), "--json", "--max-new-tokens", "1"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ)
@@ -180,14 +180,14 @@ def test_a_process_that_is_told_to_end_leaves_nothing(temporary: Path, chatting:
     assert not [*temporary.glob("llmconv-*")]
 
 
-def test_what_is_fetched_outside_of_a_call_goes_when_all_goes(temporary: Path) -> None:
+def test_downloads_outside_of_a_call_are_removed_with_all(temporary: Path) -> None:
     path = local_path(uri(CHECKPOINT))
     assert path.is_file()
     remove_downloads()
     assert not path.exists()
 
 
-def test_an_inner_call_does_not_take_what_an_outer_one_needs(temporary: Path) -> None:
+def test_an_inner_call_keeps_the_downloads_of_an_outer_one(temporary: Path) -> None:
     with fetching():
         outer = local_path(uri(CHECKPOINT))
         with fetching():
@@ -208,6 +208,6 @@ def test_an_address_never_means_a_local_folder_of_that_name(
     (tmp_path / "memory:/b").mkdir(parents=True)
     with pytest.raises(InputRefused, match="cannot fetch"):
         local_path("memory://b/x/y")
-    with pytest.raises(InputRefused, match="give a URI as text|not a whole|nor a whole"):
+    with pytest.raises(InputRefused, match="give a URI as text|nor a complete URI"):
         local_path(Path("memory://b"))
     assert local_path("./memory:/b").is_dir()

@@ -1,4 +1,4 @@
-"""The hub: bare names, what is downloaded of a repository, and what is said where there is no network."""
+"""The hub: bare names, the files downloaded of a repository, and the messages without a network."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_adapter_and_its_base_come_by_their_names(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_without_network_and_cache_the_message_says_so(tmp_path: Path) -> None:
+def test_the_message_without_network_and_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = run(environment, "inspect", "gpt2")
     assert done.returncode == 3
@@ -210,7 +210,7 @@ FILES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("listed", "wanted"), FILES.values(), ids=FILES.keys())
-def test_only_what_a_model_needs_is_wanted(listed: list[str], wanted: list[str]) -> None:
+def test_only_the_files_that_a_model_needs_are_downloaded(listed: list[str], wanted: list[str]) -> None:
     assert needed(listed) == wanted
 
 
@@ -225,11 +225,11 @@ def llmconv(*arguments: object) -> Result:
 def test_graphs_are_not_written_next_to_weights_from_elsewhere(name: str) -> None:
     done = llmconv("export", name)
     assert done.exit_code == 3
-    assert "is not a local folder that graphs could be written into" in done.stderr
+    assert "is not a local folder, so graphs cannot be written into it" in done.stderr
     assert f"llmconv export {name} -o OUT" in done.stderr
 
 
-def test_verify_of_a_name_says_to_export_it_first() -> None:
+def test_the_error_of_verify_for_a_name_is_to_export_it_first() -> None:
     done = llmconv("verify", "org/name")
     assert done.exit_code == 3 and "llmconv export org/name -o OUT" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What is written lies on this machine: an address is refused wherever a place to write is given."""
+"""Outputs are local: a URI is refused for every option and parameter that is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import llmconv.bench
 import llmconv.convert
 import llmconv.export
 import llmconv.verify
+from llmconv.bench.measurement import BenchResult
 from llmconv.bench.plot import write_plot
-from llmconv.bench.result import Comparison
 from llmconv.bench.table import write_csv
 from llmconv.cli import main
 from llmconv.cli.options import Output
@@ -32,7 +32,7 @@ STORES = ["s3", "gs", "az", "abfs", "hf", "oci", "http", "https", "memory", "fil
 FORMS = ["{}://bucket/x", "{}:/bucket/x", " {}://bucket/x"]
 
 READ = {"prefix", "adapter", "session_config", "graphs", "text", "tokenizer"}
-"""Options of click's own type for paths; they name what is read."""
+"""Options of click's own type for paths; they are inputs."""
 
 COMMANDS = {
     "to-hf": ["to-hf", "missing", "-o"],
@@ -49,7 +49,7 @@ COMMANDS = {
 }
 """Command lines that end before the place to write; nothing that they name exists, so that is not looked at first."""
 
-NOTHING = Comparison([], {}, [], 0, 0, 0)
+NOTHING = BenchResult([], {}, [], 0, 0, 0)
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "to_hf": lambda out: llmconv.convert.to_hf("missing", out),
@@ -77,7 +77,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("store", STORES)
-def test_an_address_is_no_place_to_write(store: str, form: str) -> None:
+def test_a_uri_is_refused_as_an_output(store: str, form: str) -> None:
     with pytest.raises(InputRefused, match="not on this machine") as caught:
         output_path(form.format(store))
     assert caught.value.exit_code == 3
@@ -106,12 +106,12 @@ def test_a_local_folder_that_looks_like_an_address_is_given_with_a_dot(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["out", "/a/b", "a:b", "C:/x", "a/s3:/b", "../x", "out.jsonl"])
-def test_other_names_stay_what_they_are(name: str) -> None:
+def test_other_names_are_unchanged(name: str) -> None:
     assert output_path(name) == Path(name)
 
 
 @pytest.mark.parametrize("value", [None, 3, b"x", ["x"], {"x": 1}, "", "a\0b"])
-def test_what_is_not_a_path_is_named(value: Any) -> None:
+def test_the_type_of_a_value_that_is_not_a_path_is_named(value: Any) -> None:
     with pytest.raises(UsageProblem, match="`output` is"):
         path_of(value, "output")
 
@@ -147,7 +147,7 @@ def test_every_function_refuses_an_address_before_anything_else(call: Callable[[
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_option_that_names_a_path_says_whether_it_is_written(name: str) -> None:
+def test_every_path_option_declares_whether_it_is_an_output(name: str) -> None:
     paths = [option for option in command(name).params if isinstance(option.type, click.Path)]
     assert {str(option.name) for option in paths} <= READ
     written = {"output", "report_folder", "minimize", "output_file", "csv_file", "plot_file"}
@@ -155,7 +155,7 @@ def test_every_option_that_names_a_path_says_whether_it_is_written(name: str) ->
 
 
 @pytest.mark.parametrize("room", [llmconv.convert, llmconv.export, llmconv.verify, llmconv.bench])
-def test_every_parameter_that_names_an_output_says_so(room: Any) -> None:
+def test_every_output_parameter_is_declared(room: Any) -> None:
     for name in room.__all__:
         if not inspect.isfunction(getattr(room, name)):
             continue

@@ -1,4 +1,4 @@
-"""Pointer files: followed on the disk and in a bucket, never out of it and never without end."""
+"""Pointer files: followed on the disk and in a bucket, never out of it and never in circles."""
 
 from __future__ import annotations
 
@@ -80,32 +80,32 @@ def test_a_pointer_out_of_the_bucket_is_refused(bucket: Path, text: str) -> None
 
 @pytest.mark.parametrize("text", ["", "a\x00b", "a" * 2000, "\x1b[2J", "a\nb"])
 def test_a_pointer_that_holds_no_name_is_refused(bucket: Path, text: str) -> None:
-    with pytest.raises(MalformedInput, match="is no pointer"):
+    with pytest.raises(MalformedInput, match="is not a pointer"):
         local_path(write(bucket / "x.symlink", text))
 
 
-def test_binary_data_is_no_pointer(tmp_path: Path) -> None:
+def test_binary_data_is_not_a_pointer(tmp_path: Path) -> None:
     (tmp_path / "x.symlink").write_bytes(b"\xff\xfe")
-    with pytest.raises(MalformedInput, match="is no pointer"):
+    with pytest.raises(MalformedInput, match="is not a pointer"):
         local_path(tmp_path / "x.symlink")
 
 
 def test_pointers_in_a_circle_are_refused(bucket: Path) -> None:
     write(bucket / "a.symlink", "b")
     write(bucket / "b.symlink", "a")
-    with pytest.raises(MalformedInput, match="without an end"):
+    with pytest.raises(MalformedInput, match="circle of pointers"):
         local_path(bucket / "a")
 
 
 def test_a_long_chain_of_pointers_is_refused(bucket: Path) -> None:
     for number in range(20):
         write(bucket / f"{number}.symlink", str(number + 1))
-    with pytest.raises(MalformedInput, match="without an end"):
+    with pytest.raises(MalformedInput, match="circle of pointers"):
         local_path(bucket / "0")
 
 
-def test_a_pointer_to_what_is_not_there_says_what_to_fetch(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match=r"points to `run/ep9\.pt`, which is not there") as refusal:
+def test_the_error_for_a_missing_target_names_it(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match=r"points to `run/ep9\.pt`, which does not exist") as refusal:
         local_path(write(tmp_path / "latest.symlink", "run/ep9.pt"))
     assert "name the checkpoint itself" in refusal.value.hint
 
@@ -149,7 +149,9 @@ def test_a_pointer_is_followed_in_the_bucket(remote: str, name: str) -> None:
     assert (found.name, found.read_text()) == ("ep0.pt", "weights")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("broken", "not there"), ("out", "outside"), ("none", "cannot fetch")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("broken", "does not exist"), ("out", "outside"), ("none", "cannot fetch")]
+)
 def test_a_pointer_that_leads_nowhere_in_the_bucket_is_refused(
     remote: str, temporary: Path, name: str, reason: str
 ) -> None:
@@ -162,7 +164,7 @@ def test_a_pointer_on_a_local_file_system_address_is_followed(bucket: Path, temp
     assert local_path(f"file://{bucket}/run/checkpoints/latest.pt").read_text() == "weights"
 
 
-def test_what_was_fetched_is_removed_at_the_end_of_the_process(bucket: Path, temporary: Path) -> None:
+def test_downloads_are_removed_at_the_end_of_the_process(bucket: Path, temporary: Path) -> None:
     code = "import sys; from llmconv.files.sources import local_path as f; f(sys.argv[1])"
     environment = {**os.environ, "TMPDIR": str(temporary)}
     uri = f"file://{bucket}/run/checkpoints/latest.pt"

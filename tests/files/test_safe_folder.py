@@ -1,4 +1,4 @@
-"""Folder: what is written lands in the folder that was opened, whatever lies there already or is put in the way."""
+"""Folder: files are written into the folder that was opened, whatever is there already or is put in the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files import safe_folder as folder_module
+from llmconv.files import safe_folder
 from llmconv.files.named_file import is_inner, replace_file
 from llmconv.files.safe_folder import Folder, Link, temporary_name
 
@@ -44,7 +44,7 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_what_is_in_the_way_is_replaced_and_never_followed(kind: str, home: Path, victim: Path) -> None:
+def test_an_existing_entry_is_replaced_and_never_followed(kind: str, home: Path, victim: Path) -> None:
     PLANTED[kind](home / "decode.onnx", victim)
     with Folder.open(home) as folder:
         folder.write("decode.onnx", b"graph")
@@ -72,8 +72,8 @@ def test_an_inner_folder_that_is_a_link_is_refused(home: Path, victim: Path) -> 
 def test_where_the_platform_cannot_refuse_links_they_are_found_by_comparison(
     home: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "NOFOLLOW", 0)
-    monkeypatch.setattr(folder_module, "READ", os.O_RDONLY)
+    monkeypatch.setattr(safe_folder, "NOFOLLOW", 0)
+    monkeypatch.setattr(safe_folder, "READ", os.O_RDONLY)
     (home / "onnx").symlink_to(victim.parent)
     (home / "journal").symlink_to(victim)
     with Folder.open(home) as folder:
@@ -115,7 +115,7 @@ def test_the_mode_of_a_file_follows_the_umask(home: Path) -> None:
     assert stat.S_IMODE((home / "figures.csv").stat().st_mode) == 0o640
 
 
-def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_stays(home: Path) -> None:
+def test_files_of_a_killed_run_are_removed_and_those_of_a_running_one_stay(home: Path) -> None:
     left, written = home / temporary_name(), home / temporary_name()
     left.write_text("half")
     (home / temporary_name()).symlink_to("/etc/hostname")
@@ -166,7 +166,7 @@ def test_a_larger_file_is_not_read(home: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "x/..", "/etc", "/", "a//b", "a/b/c", "a\0b", "x/", "x" * 300, "é" * 200]
 )
-def test_a_name_that_leads_elsewhere_is_no_inner_one(name: str) -> None:
+def test_a_name_that_leads_elsewhere_is_not_inner(name: str) -> None:
     assert not is_inner(name)
 
 

@@ -1,4 +1,4 @@
-"""Headers that lie are refused, and whatever is accepted the safetensors library accepts too, with the same bytes."""
+"""Invalid headers are refused; the safetensors library reads every accepted file, with the same bytes."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ REFUSED: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_header_that_does_not_add_up_is_refused(case: str, tmp_path: Path) -> None:
+def test_an_inconsistent_header_is_refused(case: str, tmp_path: Path) -> None:
     header, size = REFUSED[case]
     with pytest.raises(MalformedInput, match="`x`"):
         read_header(write(tmp_path / "x", header, bytes(size)))
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, 10**9, 2**62, 2**64 - 1])
-def test_a_length_that_lies_is_refused(length: int, tmp_path: Path) -> None:
+def test_a_wrong_header_length_is_refused(length: int, tmp_path: Path) -> None:
     with pytest.raises(MalformedInput):
         read_header(write(tmp_path / "x", {"a": A}, bytes(8), length=length))
 

@@ -1,4 +1,4 @@
-"""The commands on a Unix without the system calls of Linux: in a child process they are taken away."""
+"""The commands on a Unix without the system calls of Linux: removed in a child process."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class NoRename:
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
 
-def test_paths_are_swapped_in_steps_where_that_is_no_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_swapped_in_steps_without_an_atomic_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", NoRename)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""What transformers itself says, token by token."""
+"""The reference: tokens of transformers' own generate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Expected = Callable[..., list[int]]
 
 @pytest.fixture(scope="session")
 def expected() -> Expected:
-    """`expected(folder, ids, **fields)`: the new tokens of `transformers.generate`, an end token among them."""
+    """`expected(folder, ids, **fields)`: the new tokens of `transformers.generate`, end token included."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""chat: turns over one cache, and a person or a pipe at the other end."""
+"""chat: turns share a cache; input from a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class Counting:
-    """A runner that notes how many tokens every prefill ran."""
+    """A runner that records the number of tokens of every prefill."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.prefills = runner, list[int]()
 
     def prefill(self, input_ids: Any, *others: Any) -> Step:
-        """As the runner's."""
+        """See `Runner`."""
         self.prefills.append(input_ids.shape[1])
         step: Step = self._runner.prefill(input_ids, *others)
         return step
@@ -49,70 +49,70 @@ class Counting:
 
 @pytest.fixture
 def model(chatting: Path) -> TextModel:
-    """The tiny model; its runner counts."""
+    """The tiny model with a counting runner."""
     opened = TextModel.open(chatting)
     return replace(opened, runner=Counting(opened.runner))
 
 
 def settings(model: TextModel, **given: Any) -> GenerationSettings:
-    """Twelve tokens, drawn."""
+    """Twelve sampled tokens."""
     return model.defaults.but(**{"max_new_tokens": 12, "temperature": 1.0, "do_sample": True, "seed": 3, **given})
 
 
-def said(chat: Chat, text: str) -> str:
+def answer(chat: Chat, text: str) -> str:
     """One answer."""
     return "".join(piece.text for piece in chat.ask(text))
 
 
 def afresh(model: TextModel, messages: Sequence[Mapping[str, str]], wanted: GenerationSettings) -> str:
-    """The answer of a model that has run nothing before."""
+    """The answer without any cache."""
     return "".join(piece.text for piece in model.stream([model.encode_chat(messages)], wanted))
 
 
-def test_a_turn_runs_only_what_is_new_and_says_what_a_fresh_run_says(model: TextModel) -> None:
+def test_a_turn_runs_only_new_tokens_and_gives_the_text_of_a_fresh_run(model: TextModel) -> None:
     chat = Chat(model, settings(model), system="Be brief")
-    said(chat, "Hello")
-    second = said(chat, "And?")
+    answer(chat, "Hello")
+    second = answer(chat, "And?")
     assert isinstance(model.runner, Counting)
     new = len("[end][user]And?[end][assistant]")
     assert model.runner.prefills[1] == new + 1  # and the last token of the first answer
-    told = [{"role": "system", "content": "Be brief"}, *chat.messages[:-1]]
-    assert second == afresh(model, told, settings(model)) == chat.messages[-1]["content"]
+    messages = [{"role": "system", "content": "Be brief"}, *chat.messages[:-1]]
+    assert second == afresh(model, messages, settings(model)) == chat.messages[-1]["content"]
 
 
-def test_a_stopped_answer_stays_as_far_as_it_came(model: TextModel) -> None:
+def test_a_stopped_answer_keeps_its_text_so_far(model: TextModel) -> None:
     chat = Chat(model, settings(model))
     pieces = chat.ask("Hello")
     begun = "".join(next(pieces).text for _ in range(4))
     pieces.close()  # type: ignore[attr-defined]
     assert chat.messages[-1] == {"role": "assistant", "content": begun}
-    second = said(chat, "And?")
+    second = answer(chat, "And?")
     assert isinstance(model.runner, Counting)
     assert model.runner.prefills[1] < len("[user]Hello[end]") + len("[end][user]And?[end][assistant]")
     assert second == afresh(model, chat.messages[:-1], settings(model))
 
 
-def test_reset_forgets_and_the_system_message_can_change(model: TextModel) -> None:
+def test_reset_clears_the_chat_and_the_system_message_can_change(model: TextModel) -> None:
     chat = Chat(model, settings(model))
-    first = said(chat, "Hello")
-    said(chat, "And?")
+    first = answer(chat, "Hello")
+    answer(chat, "And?")
     chat.reset()
     assert chat.messages == []
-    assert said(chat, "Hello") == first
+    assert answer(chat, "Hello") == first
     chat.reset()
     chat.system = "Be brief"
-    told = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
-    assert said(chat, "Hello") == afresh(model, told, settings(model)) != first
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    assert answer(chat, "Hello") == afresh(model, messages, settings(model)) != first
 
 
-def test_a_message_without_room_changes_nothing(model: TextModel) -> None:
+def test_a_message_that_is_too_long_changes_nothing(model: TextModel) -> None:
     chat = Chat(model, settings(model))
-    said(chat, "Hello")
+    answer(chat, "Hello")
     before = list(chat.messages)
     with pytest.raises(InputRefused, match=f"context is {CONTEXT}"):
-        said(chat, "a" * CONTEXT)
+        answer(chat, "a" * CONTEXT)
     assert chat.messages == before
-    assert said(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
+    assert answer(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
 
 
 def test_an_answer_is_long_unless_something_sets_a_length() -> None:
@@ -122,7 +122,7 @@ def test_an_answer_is_long_unless_something_sets_a_length() -> None:
     assert (given.max_new_tokens, given.stop_strings) == (5, ("x", "\n###"))
 
 
-def test_an_answer_spelt_with_other_tokens_is_gone_on_with_as_it_was_run() -> None:
+def test_an_answer_with_other_tokens_than_the_tokenizers_is_continued_as_it_ran() -> None:
     words = {1: "a", 2: "b", 3: "ab", 4: "<end>", 5: "c"}
 
     def decode(tokens: Sequence[int]) -> str:
@@ -135,7 +135,7 @@ def test_an_answer_spelt_with_other_tokens_is_gone_on_with_as_it_was_run() -> No
 
 
 @pytest.mark.parametrize("dangerous", ["\x1b[2J", "\x07", "\x9b31m", "\r"])
-def test_what_a_model_writes_gives_no_orders_to_a_terminal(dangerous: str) -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal(dangerous: str) -> None:
     assert visible(f"a{dangerous}b\n\tc") == f"a\N{REPLACEMENT CHARACTER}{dangerous[1:]}b\n\tc"
 
 
@@ -150,7 +150,7 @@ def test_every_line_of_a_pipe_is_a_message(chatting: Path) -> None:
     answers = found.stdout.splitlines()
     assert len(answers) == 3
     assert answers[0] == answers[2]
-    assert "the chat is forgotten" in found.stderr
+    assert "the chat is cleared" in found.stderr
 
 
 def test_answers_can_be_json_lines(chatting: Path) -> None:
@@ -172,13 +172,13 @@ def test_a_message_that_fails_ends_a_pipe(chatting: Path) -> None:
     assert "error: the prompt has" in found.stderr
 
 
-def test_an_unknown_template_is_told_before_the_first_message(chatting: Path) -> None:
+def test_an_unknown_template_is_reported_before_the_first_message(chatting: Path) -> None:
     assert run(chatting, "Hello\n", "--template", "nobody's").exit_code == 2
 
 
-def test_a_slip_in_a_command_is_no_message(chatting: Path) -> None:
+def test_a_misspelled_command_is_not_sent_as_a_message(chatting: Path) -> None:
     found = run(chatting, "/rest\n/2 is half of 4\n", "--max-new-tokens", "3")
-    assert "there is no /rest" in found.stderr
+    assert "unknown command /rest" in found.stderr
     assert len(found.stdout.splitlines()) == 1
 
 
@@ -188,7 +188,7 @@ Reading = Callable[[str], None]
 
 @contextmanager
 def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Typing, Reading]]:
-    """`llmconv chat` on a terminal: the process, what types into it, and what reads until a text comes."""
+    """`llmconv chat` on a terminal: the process, a function that types, and one that reads up to a text."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "llmconv", "chat", str(folder), *options]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
@@ -232,7 +232,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         read_until("> ")
         time.sleep(0.5)  # a signal between Python's last look and its wait for a key shows with the key
         process.send_signal(signal.SIGINT)
-        read_until("Ctrl-D or /quit ends")
+        read_until("Ctrl-D or /quit exits")
         read_until("> ")
         time.sleep(0.5)  # Ctrl-D is no key before the terminal waits for one
         type_in("\x04")

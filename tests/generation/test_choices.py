@@ -1,4 +1,4 @@
-"""Text from graphs that choose tokens themselves is the text from graphs that give logits."""
+"""Graphs that choose tokens themselves give the same text as graphs that return logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sampled_text_is_the_same(talking: Path, choosing: Choosing) -> None:
 
 
 @pytest.mark.parametrize(("postprocess", "top_k"), [("argmax", 0), ("topk:4", 0), ("topk:4", 5)])
-def test_sampling_from_more_tokens_than_there_are_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
+def test_sampling_from_too_many_tokens_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
     with pytest.raises(UsageProblem, match="tokens to sample from"):
         generate(choosing(postprocess), PROMPTS, do_sample=True, top_k=top_k)
 
@@ -59,7 +59,7 @@ def test_what_needs_all_logits_is_refused(choosing: Choosing, fields: dict[str, 
         generate(choosing("topk:4"), PROMPTS, **fields)
 
 
-def test_a_choice_is_that_of_the_logits() -> None:
+def test_a_choice_of_the_graph_equals_that_of_the_logits() -> None:
     rng, settings = np.random.default_rng(0), GenerationSettings(do_sample=True, temperature=1.3, top_k=6, top_p=0.8)
     logits = rng.normal(size=50)
     tokens = np.argsort(-logits)[:6]

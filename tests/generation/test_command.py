@@ -1,4 +1,4 @@
-"""llmconv generate as a person runs it: prompts from everywhere, lines that resume, a reader that leaves."""
+"""llmconv generate on the command line: sources of prompts, continued files, closed pipes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path
     assert chat.exit_code == 0 and chat.stdout == text.stdout
 
 
-def test_a_run_that_was_killed_goes_on_and_gives_the_same_file(talking: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_and_gives_the_same_file(talking: Path, prompts: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     options = ("--prompt-file", prompts, "--max-new-tokens", 5, "--batch-size", 3)
     assert run(talking, *options, "--output-file", whole).exit_code == 0
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same_file(talking: Path, pr
     assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_fields_that_come_with_a_prompt_go_with_its_completion(talking: Path, tmp_path: Path) -> None:
+def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path: Path) -> None:
     out, given = tmp_path / "o.jsonl", '{"id": 7, "prompt": "ab", "text": "kept out"}\n{"prompt": "c"}\n'
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given).exit_code == 0
     first, second = lines(out)
@@ -78,15 +78,15 @@ def test_fields_that_come_with_a_prompt_go_with_its_completion(talking: Path, tm
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given.replace("7", "8")).exit_code == 3
 
 
-def test_a_file_in_no_folder_is_told(talking: Path, tmp_path: Path) -> None:
+def test_a_file_in_a_missing_folder_is_reported(talking: Path, tmp_path: Path) -> None:
     result = run(talking, "ab", "--output-file", tmp_path / "none" / "o.jsonl")
     assert result.exit_code == 4 and f"make the folder `{tmp_path / 'none'}`" in result.stderr
 
 
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
-def test_a_device_is_no_file_to_write_to(talking: Path, device: str, more: tuple[str, ...]) -> None:
+def test_a_device_is_not_accepted_as_an_output_file(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
-    assert result.exit_code == 3 and f"`{device}` is no file" in result.stderr
+    assert result.exit_code == 3 and f"`{device}` is not a file" in result.stderr
     assert Path(device).exists()
     assert not Path(device).with_name(f".{Path(device).name}.options.json").exists()
 
@@ -96,7 +96,7 @@ def test_an_address_of_a_store_is_refused_by_the_name_of_the_option(talking: Pat
     assert result.exit_code == 3 and "`--output-file` takes a local path" in result.stderr
 
 
-def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_finished_file_is_not_changed(talking: Path, prompts: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out.jsonl", ("--prompt-file", prompts, "--max-new-tokens", 2)
     assert run(talking, *options, "--output-file", out).exit_code == 0
     before = out.read_bytes()
@@ -105,9 +105,7 @@ def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("other", [["--max-new-tokens", "3"], ["--temperature", "1"], ["--prompt-prefix", "x"]])
-def test_other_options_are_refused_with_a_way_out(
-    talking: Path, prompts: Path, tmp_path: Path, other: list[str]
-) -> None:
+def test_other_options_are_refused_with_a_hint(talking: Path, prompts: Path, tmp_path: Path, other: list[str]) -> None:
     out = tmp_path / "out.jsonl"
     options = ("--prompt-file", prompts, "--output-file", out)
     assert run(talking, *options, "--max-new-tokens", 2).exit_code == 0
@@ -149,25 +147,25 @@ def test_another_model_in_the_same_place_is_refused(talking: Path, prompts: Path
     assert changed.exit_code == 3 and "or another model" in changed.output
 
 
-def test_the_prompts_are_not_written_over(talking: Path, prompts: Path) -> None:
+def test_the_prompt_file_is_not_overwritten(talking: Path, prompts: Path) -> None:
     before = prompts.read_text()
     refused = run(talking, "--prompt-file", prompts, "--output-file", prompts, "--overwrite")
     assert refused.exit_code == 2 and prompts.read_text() == before
 
 
-def test_a_prompt_of_other_bytes_than_text_is_refused(talking: Path) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(talking: Path) -> None:
     refused = run(talking, "\udcff\udcfe")
-    assert refused.exit_code == 3 and "error: the prompt is no text in UTF-8" in refused.output
+    assert refused.exit_code == 3 and "error: the prompt is not UTF-8 text" in refused.output
 
 
-def test_a_file_of_somebody_else_is_not_touched(talking: Path, tmp_path: Path) -> None:
+def test_a_file_not_written_by_llmconv_is_not_touched(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("my notes\n")
     assert run(talking, "a", "--output-file", tmp_path / "mine.jsonl").exit_code == 3
     assert (tmp_path / "mine.jsonl").read_text() == "my notes\n"
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_stream_quietly(talking: Path) -> None:
+def test_a_closed_pipe_ends_the_stream_quietly(talking: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -188,24 +186,24 @@ def test_a_reader_that_leaves_ends_the_stream_quietly(talking: Path) -> None:
     writer.stderr.close()
 
 
-def test_the_cost_is_told_per_batch_and_in_all(talking: Path) -> None:
+def test_the_cost_is_reported_per_batch_and_in_total(talking: Path) -> None:
     result = run(talking, "a", "bcd", "ef", "--batch-size", 2, "--max-new-tokens", 4, "--json")
-    told = json.loads(result.stdout)
-    assert [(batch["prompts"], batch["prompt_tokens"], batch["new_tokens"]) for batch in told["batches"]] == [
+    result_json = json.loads(result.stdout)
+    assert [(batch["prompts"], batch["prompt_tokens"], batch["new_tokens"]) for batch in result_json["batches"]] == [
         (2, 4, 8),
         (1, 2, 4),
     ]
-    assert (told["prompt_tokens"], told["new_tokens"]) == (6, 12)
-    assert told["time_to_first_token"] > 0 and told["peak_bytes"] > 1e6
+    assert (result_json["prompt_tokens"], result_json["new_tokens"]) == (6, 12)
+    assert result_json["time_to_first_token"] > 0 and result_json["peak_bytes"] > 1e6
     assert result.stderr.count("first token after") == 2 and "prompts took" in result.stderr
 
 
-def test_with_beams_all_tokens_share_all_of_the_time(talking: Path) -> None:
+def test_with_beams_the_rate_is_over_the_whole_time(talking: Path) -> None:
     cost = generate(talking, ["ab"], max_new_tokens=5, num_beams=2).total
     assert cost.first_seconds == cost.seconds and cost.rate == cost.new_tokens / cost.seconds
 
 
-def test_fixed_sizes_of_the_session_are_named_when_a_batch_has_others(talking: Path, tmp_path: Path) -> None:
+def test_fixed_sizes_of_the_session_are_named_when_a_batch_differs(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "s.ini").write_text("[free_dimensions]\nbatch_size = 1\n")
     result = run(talking, "ab", "cd", "--session-config", tmp_path / "s.ini")
     assert result.exit_code == 3 and "free dimensions are fixed to batch_size = 1" in result.stderr
@@ -216,16 +214,16 @@ def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code
     result = run(talking, "a" * length, "--max-new-tokens", 5)
     assert result.exit_code == code
     if code:
-        assert "the prompt has 129 tokens, and the model's context is 128" in result.stderr
+        assert "the prompt has 129 tokens, but the model's context is 128" in result.stderr
 
 
 def test_a_length_that_leaves_no_room_is_refused(talking: Path) -> None:
     result = run(talking, "abcd", "--max-length", 4)
-    assert result.exit_code == 3 and "the prompt has 4 tokens, and max_length is 4" in result.stderr
+    assert result.exit_code == 3 and "the prompt has 4 tokens, but max_length is 4" in result.stderr
     assert "--max-new-tokens" in result.stderr
 
 
-def test_a_text_ends_where_the_context_does(talking: Path) -> None:
+def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
     found = generate(talking, ["a" * 125], max_new_tokens=50).completions[0]
     assert (len(found.tokens), found.finish) == (4, "length")
 
@@ -239,7 +237,7 @@ def test_a_text_ends_where_the_context_does(talking: Path) -> None:
         (["x", "--adapter", "there"], "take no adapter"),
     ],
 )
-def test_options_that_cannot_be_are_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:
+def test_invalid_options_give_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:
     result = run(talking, *options)
     assert result.exit_code == 2 and problem in result.stderr and "hint:" in result.stderr
 
@@ -247,15 +245,15 @@ def test_options_that_cannot_be_are_one_line_and_a_hint(talking: Path, options: 
 @pytest.mark.parametrize(
     ("content", "problem"), [('{"text": "x"}\n', "line 1"), ("{\n", "line 1"), ("\n\n", "no prompt")]
 )
-def test_prompts_that_cannot_be_read_are_told(talking: Path, tmp_path: Path, content: str, problem: str) -> None:
+def test_unreadable_prompts_are_reported(talking: Path, tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     result = run(talking, "--prompt-file", tmp_path / "p.jsonl")
     assert result.exit_code == 3 and problem in result.stderr
 
 
-def test_a_broken_line_behind_an_object_is_no_text(talking: Path) -> None:
+def test_an_invalid_line_after_an_object_is_not_a_text(talking: Path) -> None:
     result = run(talking, stdin='{"prompt": "ab"}\n{"prompt": "hello"\n')
-    assert result.exit_code == 3 and "line 2 of the prompts is no JSON" in result.stderr
+    assert result.exit_code == 3 and "line 2 of the prompts is not valid JSON" in result.stderr
 
 
 def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Path) -> None:
@@ -267,7 +265,7 @@ def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Pat
     assert found.stdout.split() == ["length", "False"]
 
 
-def test_a_folder_without_weights_runs_its_graphs_all_the_same(talking: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_still_runs_its_graphs(talking: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(talking, tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
     assert len(generate(folder, ["a"]).completions[0].tokens) == 3

@@ -1,4 +1,4 @@
-"""What was run is not run again, and changes no token."""
+"""Cached tokens do not run again, and the cache changes no token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BACKENDS = pytest.mark.parametrize("backend", ["onnx", "torch"])
 
 
 class Counting:
-    """A runner that notes how many columns each prefill ran."""
+    """A runner that records the number of columns of every prefill."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.columns = runner, list[int]()
 
     def prefill(self, input_ids: Any, *rest: Any) -> Step:
-        """As the runner's own."""
+        """See `Runner`."""
         self.columns.append(input_ids.shape[1])
         step: Step = self._runner.prefill(input_ids, *rest)
         return step
@@ -35,13 +35,13 @@ class Counting:
 
 
 def counting(folder: Path, backend: str) -> TextModel:
-    """The model, with a runner that counts."""
+    """The model with a counting runner."""
     model = TextModel.open(folder, backend=backend)
     return TextModel(model.tokenizer, Counting(model.runner), model.defaults, model.context_length, backend)
 
 
 def columns(model: TextModel) -> list[int]:
-    """What its runner has counted."""
+    """The columns that its runner has counted."""
     assert isinstance(model.runner, Counting)
     return model.runner.columns
 
@@ -64,7 +64,7 @@ def test_a_prompt_that_runs_in_pieces_gives_the_same_tokens(talking: Path, backe
 
 
 @BACKENDS
-def test_a_prompt_that_is_left_half_way_is_gone_on_with(talking: Path, backend: str) -> None:
+def test_a_prompt_that_stopped_half_way_is_continued(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
     prompt = [20, 30, 40, 50, 60, 21, 31]
     pieces = model.stream([prompt], None, conversation, 3)
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_left_half_way_is_gone_on_with(talking: Path, backend: 
 
 
 @BACKENDS
-def test_a_next_turn_runs_only_what_is_new(talking: Path, backend: str) -> None:
+def test_the_next_turn_runs_only_new_tokens(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
     first = [20, 30, 40, 50, 60]
     turn = [*first, *tokens_of(model, [first], conversation)[0], 33, 44]
@@ -85,7 +85,7 @@ def test_a_next_turn_runs_only_what_is_new(talking: Path, backend: str) -> None:
 
 
 @BACKENDS
-def test_another_end_of_the_conversation_is_run_from_where_it_differs(talking: Path, backend: str) -> None:
+def test_a_changed_conversation_runs_from_the_first_difference(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
     tokens_of(model, [[20, 30, 40, 50, 60]], conversation)
     other = [20, 30, 40, 51, 61, 71]
@@ -94,7 +94,7 @@ def test_another_end_of_the_conversation_is_run_from_where_it_differs(talking: P
 
 
 @BACKENDS
-def test_a_stream_that_is_left_leaves_a_conversation_that_goes_on(talking: Path, backend: str) -> None:
+def test_an_abandoned_stream_leaves_a_conversation_that_continues(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
     stream = model.stream([[20, 30, 40]], model.defaults.but(max_new_tokens=9, eos_token_id=()), conversation)
     tokens = [next(stream).token, next(stream).token]
@@ -125,7 +125,7 @@ def test_a_prefix_of_generate_is_part_of_the_prompts(talking: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_with_states_shares_and_goes_on(tmp_path: Path) -> None:
+def test_a_model_with_states_shares_a_prefix_and_continues(tmp_path: Path) -> None:
     changes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "state_size": 8, "eos_token_id": 2}
     folder = save_letters(save_tiny("mamba", tmp_path / "mamba", **changes))
     export(folder, prefill=True, incremental=True)

@@ -1,4 +1,4 @@
-"""Token for token what transformers generates, alone and in batches, whatever the family."""
+"""The same tokens as transformers, alone and in batches, for several families."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def test_max_length_counts_the_prompt(talking: Path, expected: Expected) -> None
     assert [len(tokens) for tokens in found] == [9, 1]
 
 
-def test_twenty_tokens_follow_where_nothing_says_how_many(talking: Path, expected: Expected) -> None:
+def test_the_default_length_is_twenty_tokens(talking: Path, expected: Expected) -> None:
     found = continued(TextModel.open(talking), [[5, 6, 7]])
     assert found == [expected(talking, [5, 6, 7], do_sample=False, max_new_tokens=20)]

@@ -1,4 +1,4 @@
-"""The genai backend, with onnxruntime-genai itself: from here, or from the environment that `make clients` makes."""
+"""The genai backend, with the real onnxruntime-genai: installed, or from the environment of `make clients`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import environments
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.generation import GenerationSettings, TextModel
-from llmconv.generation.genai import GenaiModel
+from llmconv.generation.genai import GenaiEngine
 from llmconv.runtime import SessionSettings
 
 HOME = Path(__file__).parents[2] / environments.folder("genai")
@@ -24,7 +24,7 @@ PROMPTS = ["Once upon a time", "Why", "To be or not to be, that is the question"
 
 @pytest.fixture(scope="module")
 def library() -> Iterator[None]:
-    """onnxruntime_genai can be imported; skips where it is nowhere."""
+    """Makes onnxruntime_genai importable; skips if it is not installed."""
     if importlib.util.find_spec("onnxruntime_genai") is not None:
         yield
         return
@@ -38,7 +38,7 @@ def library() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The talking model with `model.onnx` for GenAI beside the graphs of prompts and steps."""
+    """The talking model with `model.onnx` for GenAI next to the graphs of prompts and steps."""
     made = tmp_path_factory.mktemp("genai") / "llama"
     shutil.copytree(talking, made)
     export(made, prefill=True, incremental=True, unified=True, layout=["genai"], overwrite=True)
@@ -80,7 +80,7 @@ def test_the_pair_of_graphs_gives_the_same_tokens(
 
 
 @pytest.mark.slow
-def test_a_prompt_draws_the_same_alone_as_beside_others(opened: TextModel) -> None:
+def test_a_prompt_samples_the_same_alone_as_in_a_batch(opened: TextModel) -> None:
     drawing = {"do_sample": True, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": 7, "max_new_tokens": 10}
 
     together = tokens(opened, PROMPTS, **drawing)
@@ -122,7 +122,7 @@ def test_the_context_ends_a_text(opened: TextModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"num_beams": 2}, {"do_sample": True, "min_p": 0.1}, {"suppress_tokens": [3]}])
-def test_what_genai_does_not_know_is_refused(opened: TextModel, fields: dict[str, object]) -> None:
+def test_unsupported_settings_of_genai_are_refused(opened: TextModel, fields: dict[str, object]) -> None:
     with pytest.raises(UsageProblem) as error:
         tokens(opened, PROMPTS[:1], **fields)
 
@@ -136,11 +136,11 @@ def test_a_folder_that_was_not_exported_for_genai_is_refused(talking: Path) -> N
     assert "--layout genai" in error.value.hint
 
 
-def test_without_the_library_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_hint_has_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)  # as if it were not installed
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {}}))
 
     with pytest.raises(InputRefused, match="needs onnxruntime-genai") as error:
-        GenaiModel.load(tmp_path)
+        GenaiEngine.load(tmp_path)
 
     assert "pip install 'onnxruntime-genai" in error.value.hint

@@ -1,4 +1,4 @@
-"""generate: the graphs say what transformers' own generate says; batches say what their prompts say alone."""
+"""generate: the graphs give the same text as transformers' generate, alone and in batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPTS = ("Once upon a time", "a", "The quick brown fox jumps")
 
 
 def run(*arguments: object) -> Result:
-    """`llmconv generate` as a person runs it."""
+    """`llmconv generate` on the command line."""
     return CliRunner().invoke(main, ["generate", *map(str, arguments)])
 
 
 @pytest.mark.parametrize("fields", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=str)
-def test_a_batch_gives_what_its_prompts_give_alone(talking: Path, fields: dict[str, Any]) -> None:
+def test_a_batch_gives_the_same_texts_as_its_prompts_alone(talking: Path, fields: dict[str, Any]) -> None:
     model = TextModel.open(talking)
     together = generate(model, PROMPTS, max_new_tokens=12, **fields)
     alone = [generate(model, [prompt], max_new_tokens=12, **fields).completions[0] for prompt in PROMPTS]
@@ -39,7 +39,7 @@ def test_a_seed_gives_one_text_and_another_seed_another(talking: Path) -> None:
 
 
 def with_end(talking: Path, folder: Path, file: str, end: int | list[int]) -> Path:
-    """A copy of the folder whose `file` names other end tokens."""
+    """A copy of the folder with other end tokens in `file`."""
     shutil.copytree(talking, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     content = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
@@ -73,12 +73,12 @@ def test_a_folder_without_graphs_is_refused_and_export_is_named(talking: Path, t
     folder = Path(shutil.copytree(talking, tmp_path / "bare", ignore=shutil.ignore_patterns("*.onnx", "llmconv.json")))
     result = run(folder, "--prompt", "a")
     assert result.exit_code == 3
-    assert "holds no graphs" in result.stderr
+    assert "has no graphs" in result.stderr
     assert f"llmconv export {folder}" in result.stderr
 
 
 def test_an_unknown_backend_is_a_usage_problem(talking: Path) -> None:
-    with pytest.raises(UsageProblem, match="`tpu` is unknown"):
+    with pytest.raises(UsageProblem, match="unknown backend `tpu`"):
         generate(talking, ["a"], backend="tpu")
 
 

@@ -1,4 +1,4 @@
-"""Whatever the graphs are like, the text is the same."""
+"""All kinds of graphs give the same text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_kind_of_graph_gives_the_same_tokens(talking: Path, tmp_path: Path
         assert tokens_of(model, [ids], conversation) == tokens_of(usual, [ids])
 
 
-def test_a_tuned_prefix_is_before_every_prompt_and_what_is_shared(talking: Path, tmp_path: Path, tiny: Any) -> None:
+def test_a_tuned_prefix_is_before_every_prompt_and_shared_prefix(talking: Path, tmp_path: Path, tiny: Any) -> None:
     adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PrefixTuning")
     model = exported(talking, tmp_path / "model", prefix=adapter)
     alone = [tokens_of(model, [ids])[0] for ids in prompts()]
@@ -70,7 +70,7 @@ def test_a_tuned_prefix_is_before_every_prompt_and_what_is_shared(talking: Path,
     assert alone != tokens_of(TextModel.open(talking), prompts())
 
 
-def test_fixed_buffers_refuse_and_end_what_they_have_no_room_for(talking: Path, tmp_path: Path) -> None:
+def test_fixed_buffers_refuse_long_prompts_and_end_long_texts(talking: Path, tmp_path: Path) -> None:
     model = exported(talking, tmp_path / "model", **KINDS["static"])
     assert (model.context_length, model.sequences) == (96, 4)
     with pytest.raises(InputRefused, match="the prompt has 97 tokens"):

@@ -1,4 +1,4 @@
-"""Position ids as the family's row says, and adapters beside their model."""
+"""Position ids by the family's row, and adapters on the eager model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Late(InputMap):
         return super().positions(attention_mask, new_tokens) + 5
 
 
-def test_positions_come_from_the_registered_row(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_ids_follow_the_registered_row(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmconv.export.input_maps.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("llama", Late())
     ids = [20, 30, 40]
@@ -43,7 +43,7 @@ quiet = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about its
 
 @pytest.fixture
 def adapter(talking: Path, tmp_path: Path) -> Path:
-    """A random LoRA of PEFT."""
+    """A random PEFT LoRA adapter."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(talking), config)
@@ -56,7 +56,7 @@ def adapter(talking: Path, tmp_path: Path) -> Path:
 
 @quiet
 @pytest.mark.slow
-def test_an_adapter_is_put_on_the_eager_model(talking: Path, adapter: Path) -> None:
+def test_an_adapter_is_applied_to_the_eager_model(talking: Path, adapter: Path) -> None:
     tuned = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(talking), adapter).eval()
     ids = torch.tensor([[20, 30, 40]])
     expected = tuned.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
@@ -68,8 +68,8 @@ def test_an_adapter_is_put_on_the_eager_model(talking: Path, adapter: Path) -> N
 
 @quiet
 @pytest.mark.slow
-def test_a_folder_that_is_no_adapter_is_refused(talking: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_adapter_is_refused(talking: Path, adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "pickled")
     (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
-    with pytest.raises(InputRefused, match="is not an adapter of PEFT"):
+    with pytest.raises(InputRefused, match="is not a PEFT adapter"):
         TextModel.open(talking, backend="torch", adapter=tmp_path / "pickled")

@@ -1,4 +1,4 @@
-"""The file of completions: what lies at its name is never followed, and a full disk is told by its path."""
+"""The file of completions: links at its name are never followed, and a full disk is reported with the path."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.generation.completion_file import CompletionFile
+from llmconv.generation.completions import Completion
 from llmconv.generation.prompts import Prompt
-from llmconv.generation.report import Completion
 
 PROMPTS = [Prompt("a"), Prompt("b")]
 
@@ -28,7 +28,7 @@ def test_a_link_at_its_name_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "victim").read_bytes()
 
 
-def test_overwrite_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_overwrite_replaces_a_link_but_not_its_target(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("dear")
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "victim")
     with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}, overwrite=True) as file:
@@ -36,7 +36,7 @@ def test_overwrite_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> N
     assert (tmp_path / "victim").read_text() == "dear" and not (tmp_path / "out.jsonl").is_symlink()
 
 
-def test_nothing_is_made_before_the_first_batch(tmp_path: Path) -> None:
+def test_no_file_is_created_before_the_first_batch(tmp_path: Path) -> None:
     with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}):
         assert not [*tmp_path.iterdir()]
     with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}) as file:
@@ -67,7 +67,7 @@ def test_overwrite_does_not_write_through_a_hard_link(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "dear"
 
 
-def test_half_a_line_stays_until_the_next_batch(tmp_path: Path) -> None:
+def test_an_incomplete_line_stays_until_the_next_batch(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with CompletionFile(path, PROMPTS, {}) as file:
         file.write([completion("a")])
@@ -78,7 +78,7 @@ def test_half_a_line_stays_until_the_next_batch(tmp_path: Path) -> None:
     assert [line[:13] for line in path.read_text().splitlines()] == ['{"prompt": "a', '{"prompt": "b']
 
 
-def test_a_full_disk_leaves_the_old_file_in_spite_of_overwrite(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_even_with_overwrite(small_disk: Path) -> None:
     path = small_disk / "out.jsonl"
     with CompletionFile(path, PROMPTS, {}) as file:
         file.write([completion("a"), completion("b")])
@@ -108,7 +108,7 @@ def test_a_link_at_the_name_of_the_options_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "dear"
 
 
-def test_a_full_disk_is_an_output_failure_after_which_it_goes_on(small_disk: Path) -> None:
+def test_after_a_full_disk_the_run_can_continue(small_disk: Path) -> None:
     path = small_disk / "out.jsonl"
     with CompletionFile(path, PROMPTS, {}) as file:
         file.write([completion("a")])

@@ -1,4 +1,4 @@
-"""llmconv.pipeline returns what transformers.pipeline returns, however the model is given."""
+"""llmconv.pipeline returns what transformers.pipeline returns, for every way to give the model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_beams_give_their_best_sequences_as_in_transformers(both: tuple[Any, Any
     assert len({record["generated_text"] for record in found}) == 3
 
 
-def test_a_setting_that_is_none_is_refused_and_the_near_one_named(both: tuple[Any, Any]) -> None:
-    with pytest.raises(UsageProblem, match="`max_new_token` is not a setting") as caught:
+def test_an_unknown_setting_is_refused_with_the_closest_name(both: tuple[Any, Any]) -> None:
+    with pytest.raises(UsageProblem, match="`max_new_token` is not a generation setting") as caught:
         both[0]("Once", max_new_token=5)
     assert "`max_new_tokens`" in caught.value.hint
     assert both[0]("Once", max_new_tokens=3, do_sample=False, use_cache=True)
@@ -91,14 +91,14 @@ def put_into_cache(folder: Path, hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("model", ["nowhere/at-all", "nowhere", ("a.onnx", "b.onnx")])
-def test_a_model_that_is_not_there_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputRefused):
         llmconv.pipeline(model=model)
 
 
 @pytest.mark.parametrize("inputs", [3, [3], ["a", None]], ids=str)
-def test_what_is_no_text_is_a_usage_problem(both: tuple[Any, Any], inputs: Any) -> None:
+def test_an_input_that_is_not_a_text_is_a_usage_problem(both: tuple[Any, Any], inputs: Any) -> None:
     with pytest.raises(UsageProblem, match="neither a text nor a chat"):
         both[0](inputs)
 

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling.filters import Candidates, keep_top_k, narrowed, penalized, pick_token, softmax
+from llmconv.generation.sampling.filters import TokenCandidates, keep_top_k, narrowed, penalized, pick_token, softmax
 from llmconv.tensors import Array
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))
@@ -58,7 +58,7 @@ def kept_by_transformers(logits: Array, seen: list[int], fields: GenerationSetti
     min_p=st.sampled_from([None, 0.05, 0.4]),
     repetition_penalty=st.sampled_from([0.8, 1.3]),
 )
-def test_what_is_kept_and_how_likely_is_as_in_transformers(seed: int, vocabulary: int, **fields: Any) -> None:
+def test_kept_tokens_and_probabilities_are_as_in_transformers(seed: int, vocabulary: int, **fields: Any) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(scale=3, size=vocabulary)
     seen = rng.integers(0, vocabulary, size=6).tolist()
@@ -66,19 +66,19 @@ def test_what_is_kept_and_how_likely_is_as_in_transformers(seed: int, vocabulary
     expected = kept_by_transformers(logits, seen, chosen)
     changed = penalized(logits, np.array(seen), chosen.repetition_penalty)
     kept = keep_top_k(changed, chosen.top_k)
-    found = narrowed(Candidates(kept, changed[kept] / chosen.temperature), chosen)
+    found = narrowed(TokenCandidates(kept, changed[kept] / chosen.temperature), chosen)
     assert found.tokens.tolist() == np.flatnonzero(np.isfinite(expected)).tolist()
     assert np.allclose(softmax(found.scores), softmax(expected[found.tokens]), rtol=1e-9)
 
 
-def test_without_sampling_the_likeliest_comes_and_nothing_is_drawn() -> None:
+def test_without_sampling_the_likeliest_token_is_picked() -> None:
     generator = np.random.default_rng(0)
     assert pick_token(LOGITS, GenerationSettings(temperature=0.5), generator, None) == 1
     assert pick_token(LOGITS, drawing(temperature=0), generator, None) == 1
     assert generator.random() == np.random.default_rng(0).random()
 
 
-def test_temperature_one_draws_the_distribution() -> None:
+def test_temperature_one_samples_the_distribution() -> None:
     assert np.allclose(draws(drawing()), np.exp(LOGITS), atol=0.03)
 
 
@@ -86,12 +86,12 @@ def test_a_low_temperature_sharpens() -> None:
     assert draws(drawing(temperature=0.1))[1] > 0.98
 
 
-def test_nothing_outside_the_kept_tokens_is_ever_drawn() -> None:
+def test_only_kept_tokens_are_sampled() -> None:
     assert draws(drawing(top_k=3, top_p=0.5))[[0, 2, 4]].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("top_k", [0, 5, 99])
-def test_top_k_of_nothing_or_of_all_keeps_all(top_k: int) -> None:
+def test_top_k_of_0_or_of_all_keeps_all(top_k: int) -> None:
     assert keep_top_k(LOGITS, top_k).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -99,7 +99,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert softmax(np.array([1e4, 1e4])).tolist() == [0.5, 0.5]
 
 
-def test_logits_that_are_no_numbers_are_told() -> None:
+def test_nan_logits_are_reported() -> None:
     with pytest.raises(MalformedInput, match="NaN"):
         pick_token(np.array([1.0, np.nan]), GenerationSettings(), np.random.default_rng(0), None)
 
@@ -107,6 +107,6 @@ def test_logits_that_are_no_numbers_are_told() -> None:
 @pytest.mark.parametrize(
     "fields", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"num_beams": 0}]
 )
-def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageProblem, match="cannot be generated with"):
+def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageProblem, match="invalid "):
         GenerationSettings(**fields)

@@ -43,14 +43,14 @@ def test_a_single_chat_is_one_prompt(model: TextModel) -> None:
     assert len(generate(model, CHAT, max_new_tokens=1).completions) == 1  # type: ignore[arg-type]
 
 
-def test_an_iterator_of_prompts_is_a_list_of_them() -> None:
+def test_an_iterator_of_prompts_is_accepted() -> None:
     assert contents_of(text for text in ("a", "b")) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     "prompts", [b"ab", {"a": 1}, frozenset("a"), Path("a"), None, 3, [1, 2], [[1, 2]], ["a", None], [b"a"], []], ids=str
 )
-def test_what_is_neither_a_text_nor_a_chat_is_refused(prompts: Any) -> None:
+def test_prompts_that_are_neither_texts_nor_chats_are_refused(prompts: Any) -> None:
     with pytest.raises(UsageProblem):
         contents_of(prompts)
 
@@ -58,12 +58,12 @@ def test_what_is_neither_a_text_nor_a_chat_is_refused(prompts: Any) -> None:
 @pytest.mark.parametrize(
     "prompts", ["Once", ["Once"], [3, 4], [[0.5]], [[-1]], {"input_ids": [[1]]}, None, b"a"], ids=str
 )
-def test_what_are_no_lists_of_tokens_is_refused(model: TextModel, prompts: Any) -> None:
+def test_prompts_that_are_not_lists_of_tokens_are_refused(model: TextModel, prompts: Any) -> None:
     with pytest.raises(UsageProblem):
         model.stream(prompts)
 
 
-def test_arrays_of_tokens_are_lists_of_tokens() -> None:
+def test_arrays_of_tokens_are_accepted() -> None:
     assert token_lists(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
 
 
@@ -91,7 +91,7 @@ NAMED: dict[str, Callable[[TextModel, dict[str, Any]], Any]] = {
     ids=str,
 )
 @pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
-def test_a_setting_that_is_none_is_named(
+def test_an_unknown_setting_is_named(
     model: TextModel, call: Callable[[TextModel, dict[str, Any]], Any], options: dict[str, Any], hint: str
 ) -> None:
     with pytest.raises(UsageProblem) as caught:
@@ -115,7 +115,7 @@ def test_a_setting_that_is_none_is_named(
     ids=str,
 )
 @pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
-def test_a_value_of_another_kind_is_named(
+def test_a_value_of_the_wrong_type_is_named(
     model: TextModel, call: Callable[[TextModel, dict[str, Any]], Any], options: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageProblem):
@@ -127,27 +127,27 @@ def test_a_stop_string_is_not_a_list_of_letters() -> None:
     assert GenerationSettings(eos_token_id=2).eos_token_id == {2}  # type: ignore[arg-type]
 
 
-def test_what_generate_does_not_return_is_refused(model: TextModel) -> None:
+def test_outputs_that_generate_does_not_return_are_refused(model: TextModel) -> None:
     with pytest.raises(UsageProblem, match="num_return_sequences") as caught:
         generate(model, "a", num_return_sequences=2)
     assert "pipeline" in caught.value.hint
 
 
-def test_fields_of_a_file_that_mean_nothing_here_are_passed_over(tmp_path: Path) -> None:
+def test_fields_of_a_file_without_effect_are_ignored(tmp_path: Path) -> None:
     content = {"output_scores": True, "_from_model_config": True, "max_new_tokens": 5.0, "anything": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     assert GenerationSettings.of(tmp_path).max_new_tokens == 5
 
 
 @pytest.mark.parametrize("settings", [{"max_new_tokens": 2}, "greedy", 3])
-def test_settings_are_an_object_of_their_own(model: TextModel, settings: Any) -> None:
+def test_settings_must_be_generation_settings(model: TextModel, settings: Any) -> None:
     with pytest.raises(UsageProblem, match="not a `GenerationSettings`"):
         model.stream([[1]], settings)
 
 
-def test_a_message_of_the_system_makes_a_chat_of_a_text(model: TextModel) -> None:
-    plain, told = (generate(model, "a", max_new_tokens=1, wording=Wording(system=text)) for text in ("", "Be brief"))
-    assert told.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
+def test_a_system_message_turns_a_text_into_a_chat(model: TextModel) -> None:
+    plain, briefed = (generate(model, "a", max_new_tokens=1, wording=Wording(system=text)) for text in ("", "Be brief"))
+    assert briefed.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_message_of_the_system_makes_a_chat_of_a_text(model: TextModel) -> Non
         lambda model: llmconv.pipeline(),
     ],
 )
-def test_every_other_slip_is_named_too(model: TextModel, call: Callable[[TextModel], Any]) -> None:
+def test_other_mistakes_are_named_too(model: TextModel, call: Callable[[TextModel], Any]) -> None:
     with pytest.raises(UsageProblem):
         call(model)
 
@@ -186,36 +186,36 @@ def test_settings_of_onnxruntime_are_not_ignored_by_the_eager_model(chatting: Pa
     [
         (["--prefix", "x"], "tuned prefix"),
         (["--stream", "--json"], "both write to stdout"),
-        (["--overwrite"], "`--output-file`, which is not given"),
-        (["--max-length", "9", "--max-new-tokens", "3"], "both say when"),
+        (["--overwrite"], "`--overwrite` needs `--output-file`"),
+        (["--max-length", "9", "--max-new-tokens", "3"], "both set the length"),
         (["--backend", "torch", "--provider", "cuda"], "`--provider` is for onnxruntime"),
         (["--backend", "torch", "--prepack"], "`--prepack` is for onnxruntime"),
         (["--backend", "torch", "--session-config", "x.ini"], "`--session-config` is for onnxruntime"),
         ([str(CHECKPOINT)], "is the name of a file"),
         (["prompts.txt"], "is the name of a file, which does not exist"),
-        (["--prompt-prefix", str(CHECKPOINT)], "is the name of a file"),
+        (["--prompt-prefix", str(CHECKPOINT)], "is a file"),
     ],
     ids=str,
 )
-def test_options_that_would_be_ignored_or_misread_are_refused(options: list[str], problem: str) -> None:
+def test_options_without_effect_or_with_a_double_meaning_are_refused(options: list[str], problem: str) -> None:
     result = run("missing", "a", *options)
     assert result.exit_code == 2
     assert problem in result.stderr
 
 
-def test_a_text_before_every_prompt_has_a_name_of_its_own(chatting: Path) -> None:
+def test_a_text_before_every_prompt_has_its_own_option(chatting: Path) -> None:
     result = run(chatting, "--prompt", "b", "--prompt-prefix", "a", "--max-new-tokens", "1", "--json")
     assert json.loads(result.stdout)["completions"][0]["prompt_tokens"] == 2
 
 
 @pytest.mark.parametrize("call", [lambda path: generate(path, "a"), lambda path: TextModel.open(path)])
-def test_a_training_checkpoint_is_to_be_converted_first(call: Callable[[Path], Any]) -> None:
+def test_a_training_checkpoint_must_be_converted_first(call: Callable[[Path], Any]) -> None:
     with pytest.raises(InputRefused, match="is a torch file, not a Hugging Face model folder") as caught:
         call(CHECKPOINT)
     assert "llmconv to-hf" in caught.value.hint
 
 
-def test_weights_alone_are_given_by_their_folder(chatting: Path) -> None:
+def test_the_hint_for_a_weights_file_is_its_folder(chatting: Path) -> None:
     with pytest.raises(InputRefused) as caught:
         generate(chatting / "model.safetensors", "a")
     assert f"`{chatting}`" in caught.value.hint
@@ -246,7 +246,7 @@ def test_a_file_of_prompts_is_lines_or_json(tmp_path: Path, name: str, text: str
     assert [prompt.content for prompt in read_prompts(str(tmp_path / name))] == found
 
 
-def test_fields_beside_a_prompt_of_an_array_are_kept(tmp_path: Path) -> None:
+def test_other_fields_of_a_prompt_in_an_array_are_kept(tmp_path: Path) -> None:
     (tmp_path / "p").write_text('[{"prompt": "a", "id": 7}]')
     assert read_prompts(tmp_path / "p")[0].fields == {"id": 7}
 
@@ -272,7 +272,7 @@ def test_other_json_is_not_continued_as_text(tmp_path: Path, text: str) -> None:
         read_prompts(tmp_path / "p")
 
 
-DUPLICATE = "the key `{}` is there twice"
+DUPLICATE = "duplicate key `{}`"
 NOT_FINITE = "the number `{}` is not finite"
 HAND_WRITTEN: dict[str, tuple[str, str]] = {
     "a key twice": ('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', f"line 2 .*{DUPLICATE.format('prompt')}"),
@@ -289,11 +289,11 @@ HAND_WRITTEN: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", ["p.txt", "p.json", "p.jsonl"])
 @pytest.mark.parametrize(("text", "problem"), HAND_WRITTEN.values(), ids=HAND_WRITTEN)
-def test_slips_in_json_are_refused_with_their_line(tmp_path: Path, name: str, text: str, problem: str) -> None:
+def test_mistakes_in_json_are_refused_with_their_line(tmp_path: Path, name: str, text: str, problem: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(MalformedInput, match=problem) as caught:
         read_prompts(tmp_path / name)
-    assert caught.value.hint.startswith(("leave one", "write a number"))
+    assert caught.value.hint.startswith(("remove one", "write a float64 number"))
 
 
 NULL = '{"role": "user", "content": null}'
@@ -306,14 +306,14 @@ NULLS = {
 
 
 @pytest.mark.parametrize(("text", "where"), NULLS.values(), ids=NULLS)
-def test_a_content_of_null_is_refused_with_its_place(tmp_path: Path, text: str, where: str) -> None:
+def test_a_null_content_is_refused_with_its_position(tmp_path: Path, text: str, where: str) -> None:
     (tmp_path / "p.jsonl").write_text(text)
-    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, and must be a text"):
+    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, but must be a text"):
         read_prompts(tmp_path / "p.jsonl")
 
 
 @pytest.mark.parametrize("prefix", ["", "Say: "])
-def test_a_content_of_none_is_never_written_down_as_text(model: TextModel, prefix: str) -> None:
+def test_a_content_of_none_never_becomes_text(model: TextModel, prefix: str) -> None:
     chat: Any = [{"role": "user", "content": None}]
     with pytest.raises(InputRefused, match="`content` of message 1 in the chat is null"):
         generate(model, [chat], wording=Wording(prompt_prefix=prefix))

@@ -30,7 +30,7 @@ def test_the_text_ends_before_the_first_stop_string_whatever_the_pieces(
         assert not any(stop in found for stop in stops)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_the_possible_start_of_a_stop_string_is_held_back() -> None:
     stream = StopStrings(["\n###"])
     assert [stream.push(piece) for piece in ("a\n", "##", "b\n#", "##c")] == ["a", "", "\n##b", ""]
     assert stream.found

@@ -20,7 +20,7 @@ def words(tokens: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "🙂🙃 mixed 🙂", "e\u0301\u0301"])
-def test_every_piece_is_whole_characters_and_together_they_are_the_text(text: str) -> None:
+def test_pieces_are_complete_characters_and_add_up_to_the_text(text: str) -> None:
     stream = TextStream(byte_tokens)
     pieces = [stream.push(byte) for byte in text.encode()]
     assert "".join(pieces) + stream.close() == text
@@ -38,7 +38,7 @@ def test_an_incomplete_end_comes_out_on_close() -> None:
     assert stream.close() == INCOMPLETE
 
 
-def test_a_second_close_says_nothing() -> None:
+def test_a_second_close_returns_nothing() -> None:
     stream = TextStream(byte_tokens)
     stream.push(65)
     assert stream.close() == ""

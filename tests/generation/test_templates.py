@@ -37,7 +37,7 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_named_template_is_written_letter_by_letter(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_a_named_template_gives_the_exact_text(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     assert render_chat(tokenizer, TURNS, name) == EXPECTED[name]
 
 
@@ -48,13 +48,13 @@ def test_alpaca_has_an_input(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_system_message_takes_the_place_of_the_usual_one(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_a_system_message_replaces_the_default(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     text = render_chat(tokenizer, [{"role": "system", "content": "Be brief. "}, *HI], name)
     assert text.startswith("Be brief. ") and "polite" not in text
 
 
 @pytest.mark.parametrize("name", [*EXPECTED, "tokenizer"])
-def test_an_answer_that_was_begun_is_gone_on_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_an_unfinished_answer_is_continued(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     tokenizer.chat_template = OWN
     assert render_chat(tokenizer, [*HI, {"role": "assistant", "content": "Well,"}], name).endswith("Well,")
 
@@ -72,11 +72,11 @@ def test_a_content_that_is_not_a_text_is_refused(
     tokenizer: PreTrainedTokenizerFast, name: str, content: object, kind: str
 ) -> None:
     tokenizer.chat_template = OWN
-    with pytest.raises(InputRefused, match=f"the `content` of message 2 in the chat is {kind}, and must be a text"):
+    with pytest.raises(InputRefused, match=f"the `content` of message 2 in the chat is {kind}, but must be a text"):
         render_chat(tokenizer, [*HI, {"role": "assistant", "content": content}, *HI], name)
 
 
-def test_null_beside_calls_of_tools_reaches_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_null_with_tool_calls_reaches_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}.{% endfor %}"
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
     assert render_chat(tokenizer, [*HI, call, *HI]) == "Hi.clock.Hi."
@@ -92,13 +92,13 @@ def test_a_file_is_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 )
 def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     tokenizer.chat_template = text
-    with pytest.raises(InputRefused, match="refuses the messages"):
+    with pytest.raises(InputRefused, match="fails on the messages"):
         render_chat(tokenizer, HI)
 
 
-def test_a_template_that_is_no_jinja_is_told_by_its_line(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_invalid_jinja_is_reported_with_its_line(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("a\n{% if %}")
-    with pytest.raises(InputRefused, match="is not Jinja: line 2"):
+    with pytest.raises(InputRefused, match="is not valid Jinja: line 2"):
         render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))
 
 
@@ -111,10 +111,10 @@ def test_a_template_that_is_no_jinja_is_told_by_its_line(tokenizer: PreTrainedTo
         "{{ 'a' * 10**8 }}",
     ],
 )
-def test_a_template_without_end_is_stopped(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_an_endless_template_is_stopped(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     tokenizer.chat_template = text
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    with pytest.raises(InputRefused, match="takes more time or memory"):
+    with pytest.raises(InputRefused, match="takes too much time or memory"):
         render_chat(tokenizer, HI)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
 

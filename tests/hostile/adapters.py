@@ -55,8 +55,8 @@ def adapter(
     def build(folder: Path) -> Path:
         base(folder, **(config or {}))
         (folder / "adapter").mkdir()
-        told = settings if isinstance(settings, str) else json.dumps({**SETTINGS, **(settings or {})})
-        (folder / "adapter" / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**SETTINGS, **(settings or {})})
+        (folder / "adapter" / "adapter_config.json").write_text(written)
         save(folder / "adapter", {**factors(), **(state or {})}, "adapter_model.bin")
         return folder / "adapter"
 
@@ -114,8 +114,8 @@ def paddle(
         path = folder / "adapter"
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
-        told = settings if isinstance(settings, str) else json.dumps({**LORA_SETTINGS, **(settings or {})})
-        (path / "lora_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**LORA_SETTINGS, **(settings or {})})
+        (path / "lora_config.json").write_text(written)
         pair = {f"{PADDLE}.lora_A": np.ones((4, 2), "f4"), f"{PADDLE}.lora_B": np.ones((2, 4), "f4")}
         (path / name).write_bytes(change(pickle.dumps({**pair, **(arrays or {})}, 4)))
         return path
@@ -138,8 +138,8 @@ def run(refused: str | None, settings: Any = None, options: Mapping[str, Any] | 
         names[f"{query}.base_layer.weight"] = names.pop(f"{query}.weight")
         names |= {f"{query}.lora_{one}.default.weight": factors()[f"{MODULE}.lora_{one}.weight"] for one in "AB"}
         content["state"]["model"] = names
-        told = {**SETTINGS, **settings} if isinstance(settings or {}, dict) and settings else settings or SETTINGS
-        content["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": told}
+        written = {**SETTINGS, **settings} if isinstance(settings or {}, dict) and settings else settings or SETTINGS
+        content["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": written}
         return save(folder, content)
 
     return Case(build, refused, options or {})
@@ -153,10 +153,7 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has"
-NO_FILE = (
-    "no torch file|(not a|no) regular file|no adapter weights|not a PEFT adapter|not of a training format"
-    "|cannot be read"
-)
+NO_FILE = "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}
@@ -164,11 +161,11 @@ CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
     "os.system": more(call("os", "system", text(SHELL)), ATTACK),
     "eval": more(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "another call": more(call("evil", "Evil", text(CANARY)), "no plain state dict"),
-    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "no plain state dict"),
-    "a pickle behind the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
-    "a list": pickled(lambda _: pickle.dumps([1], 2), "no plain state dict"),
-    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|no torch file"),
+    "another call": more(call("evil", "Evil", text(CANARY)), "not a plain state dict"),
+    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not a plain state dict"),
+    "a pickle after the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "a list": pickled(lambda _: pickle.dumps([1], 2), "not a plain state dict"),
+    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|not a torch file"),
     "weights: a pipe": instead("adapter_model.bin", lambda path: os.mkfifo(path), NO_FILE),
     "weights: a link to /dev/zero": instead("adapter_model.bin", lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "weights: a link to /etc/passwd": instead(
@@ -200,22 +197,24 @@ CASES: dict[str, Case] = {
     "rank: a half": adapter(None, {"r": 2.5}),
     "rank pattern: a list": adapter(ODD, {"rank_pattern": ["x"]}),
     "rank pattern: 400 digits": adapter(ODD, {"rank_pattern": {"x": HUGE}}),
-    "rank pattern: no expression": adapter("no regular expression", {"rank_pattern": {"((": 2}}),
+    "rank pattern: no expression": adapter("not a valid regular expression", {"rank_pattern": {"((": 2}}),
     "rank pattern: 100,000 brackets": adapter("together", {"rank_pattern": {"(" * 100_000: 2}}),
-    "rank pattern: 400 brackets": adapter("no regular expression", {"rank_pattern": {"(" * 400: 2}}),
+    "rank pattern: 400 brackets": adapter("not a valid regular expression", {"rank_pattern": {"(" * 400: 2}}),
     "rank pattern: 200 brackets in brackets": adapter(None, {"rank_pattern": {"(" * 200 + "x+" + ")" * 200: 2}}),
-    "rank pattern: a backward reference": adapter("not read", {"rank_pattern": {"(.+)\\1\\1+!": 2}}),
-    "rank pattern: a look ahead": adapter("not read", {"rank_pattern": {"(?=(.+)+!)x": 2}}),
+    "rank pattern: a backward reference": adapter("not supported", {"rank_pattern": {"(.+)\\1\\1+!": 2}}),
+    "rank pattern: a look ahead": adapter("not supported", {"rank_pattern": {"(?=(.+)+!)x": 2}}),
     "rank pattern: 10,000 that are expressions": adapter(
         "together", {"rank_pattern": {f"x{n}+": 2 for n in range(10_000)}}
     ),
-    "rank pattern: a repeat of 2^40": adapter("no regular expression", {"rank_pattern": {"x{1099511627776}": 2}}),
+    "rank pattern: a repeat of 2^40": adapter(
+        "not a valid regular expression", {"rank_pattern": {"x{1099511627776}": 2}}
+    ),
     "rank pattern: exponential": adapter(None, {"rank_pattern": {"((.+)+)+[^j]": 2}}),
     "rank pattern: exponential by choices": adapter(None, {"rank_pattern": {"(.|.|.|.)*!": 2}}),
     "rank pattern: polynomial": adapter(None, {"rank_pattern": {".*" * 12 + "!": 2}}),
     "rank pattern: by optional parts": adapter(None, {"rank_pattern": {".?" * 40 + "." * 60: 2}}),
     "rank pattern: by choices in a row": adapter(None, {"rank_pattern": {"(..|.)" * 40 + "!": 2}}),
-    "rank pattern: an escape sequence": adapter("no regular expression", {"rank_pattern": {"(\x1b[2J\n": 2}}),
+    "rank pattern: an escape sequence": adapter("not a valid regular expression", {"rank_pattern": {"(\x1b[2J\n": 2}}),
     "rank pattern: ten thousand": adapter(None, {"rank_pattern": {f"x{n}": 2 for n in range(10_000)}}),
     "alpha pattern: exponential": adapter(None, {"alpha_pattern": {"(([a-z._0-9]+)*)*!": 2}}),
     "alpha pattern: 400 digits": adapter(ODD, {"alpha_pattern": {".*q_proj": HUGE}}),
@@ -225,7 +224,7 @@ CASES: dict[str, Case] = {
     "modules to save: numbers": adapter(ODD, {"modules_to_save": [1]}),
     "modules to save: a name that leads out": adapter(None, {"modules_to_save": ["../../evil"]}),
     "init: a text of 100,000": adapter("init_lora_weights", {"init_lora_weights": "pissa" + LONG}),
-    "init: not known": adapter("not known", {"init_lora_weights": "subtracts_everything"}),
+    "init: not known": adapter("unknown", {"init_lora_weights": "subtracts_everything"}),
     "init: a list": adapter(ODD, {"init_lora_weights": ["pissa"]}),
     "init: infinite": adapter(ODD, '{"peft_type": "LORA", "r": 2, "init_lora_weights": 1e999}'),
     "replication: 10^9 layers": adapter("names layer", {"layer_replication": [[0, 10**9]]}),
@@ -276,20 +275,24 @@ CASES: dict[str, Case] = {
     "names: a resized original of half a vocabulary": adapter(
         "not both", state={"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(900, 4)}
     ),
-    "names: a buffer of the model": adapter("of shape", state={"base_model.model.model.norm.weight": torch.ones(7)}),
-    "names: a scalar for a weight": adapter(
-        "of shape", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
+    "names: a buffer of the model": adapter(
+        "shape mismatch", state={"base_model.model.model.norm.weight": torch.ones(7)}
     ),
-    "names: a scalar for the head": adapter("of shape", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}),
+    "names: a scalar for a weight": adapter(
+        "mismatch", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
+    ),
+    "names: a scalar for the head": adapter(
+        "shape mismatch", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}
+    ),
     "factors: a scalar": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.tensor(1.0)}),
     "factors: of nothing": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.ones(0, 4)}),
-    "factors: three axes": adapter("no layer that is known", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
+    "factors: three axes": adapter("unsupported kind of layer", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
     "factors: a view of 2^40": adapter(
         "larger than its storage", state={f"{MODULE}.lora_A.weight": torch.ones(1).expand(2, 1 << 40)}
     ),
     "factors: whole numbers": adapter("int64", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4).long()}),
     "factors: not finite": adapter("not finite", state={f"{MODULE}.lora_A.weight": torch.full((2, 4), float("nan"))}),
-    "factors: of another base": adapter("of shape", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
+    "factors: of another base": adapter("mismatch", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
     "factors: a bias that is a scalar": adapter(
         "of shape|does not have|in the base has none", state={f"{MODULE}.lora_B.bias": torch.tensor(1.0)}
     ),
@@ -316,7 +319,7 @@ CASES: dict[str, Case] = {
     "run: targets that are numbers": run(None, {"target_modules": [1, None, []]}),
     "run: modules to save of lists": run("trained|has", {"modules_to_save": [[], {}]}),
     "run: a bias that is a list": run(ODD, {"bias": [1]}),
-    "run: keys that are no texts": run("no JSON", {7: 8, None: 1}),
+    "run: keys that are not strings": run("no JSON", {7: 8, None: 1}),
     "run: code": run(None, {"auto_map": {"AutoModel": "evil.Evil"}}),
     "run: text_config is a text": run(None, text_config="evil", tie_word_embeddings=True),
     "run: apart, alpha of 400 digits": run("over the limit", {"lora_alpha": HUGE}, {"adapter": "split"}),
@@ -325,7 +328,7 @@ CASES: dict[str, Case] = {
     "paddle: eval": paddle(ATTACK, change=evil(call("builtins", "eval", text(PYTHON)))),
     "paddle: another call": paddle(None, change=evil(call("evil", "Evil"))),
     "paddle: cut": paddle("truncated|no arrays", change=lambda data: data[: len(data) // 2]),
-    "paddle: a pickle behind the pickle": paddle("after its end", change=lambda data: data + b"cos\nsystem\n."),
+    "paddle: a pickle after the pickle": paddle("after its end", change=lambda data: data + b"cos\nsystem\n."),
     "paddle: no state dict": paddle("no state dict|no arrays", change=lambda _: pickle.dumps([1], 4)),
     "paddle: nothing": paddle("no arrays|empty", change=lambda _: b""),
     "paddle: settings 100,000 deep": paddle("not valid JSON", "[" * 100_000),
@@ -340,15 +343,17 @@ CASES: dict[str, Case] = {
     "paddle: ranks of 400 digits": paddle("ranks", {"tensor_parallel_degree": HUGE}),
     "paddle: rank 999, stage 999": paddle("ranks", name="lora_model_state.tp999_pp999.pdparams"),
     "paddle: rank in other digits": paddle(None, name="lora_model_state.tp٠٠.pdparams"),
-    "paddle: a scalar": paddle("no rule places", arrays={f"{PADDLE}.lora_A": np.float32(1).reshape(())}),
-    "paddle: a scalar B": paddle("no rule places", arrays={f"{PADDLE}.lora_B": np.float32(1).reshape(())}),
+    "paddle: a scalar": paddle("unexpected keys", arrays={f"{PADDLE}.lora_A": np.float32(1).reshape(())}),
+    "paddle: a scalar B": paddle("unexpected keys", arrays={f"{PADDLE}.lora_B": np.float32(1).reshape(())}),
     "paddle: of nothing": paddle("shape|gathered", arrays={f"{PADDLE}.lora_A": np.ones((4, 0), "f4")}),
     "paddle: three axes": paddle("shape", arrays={f"{PADDLE}.lora_A": np.ones((4, 2, 1), "f4")}),
     "paddle: whole numbers": paddle("int64|dtype", arrays={f"{PADDLE}.lora_A": np.ones((4, 2), "i8")}),
-    "paddle: a name with an escape sequence": paddle("no rule places", arrays={"\x1b[2J\n": np.ones(2)}),
-    "paddle: a name that leads out": paddle("no rule places", arrays={"../../evil": np.ones(2)}),
-    "paddle: a name that is a number": paddle("no rule places", arrays={7: np.ones(2)}),
-    "paddle: half a pair": paddle("no rule places", arrays={"llama.layers.0.self_attn.k_proj.lora_A": np.ones((4, 2))}),
+    "paddle: a name with an escape sequence": paddle("unexpected keys", arrays={"\x1b[2J\n": np.ones(2)}),
+    "paddle: a name that leads out": paddle("unexpected keys", arrays={"../../evil": np.ones(2)}),
+    "paddle: a name that is a number": paddle("unexpected keys", arrays={7: np.ones(2)}),
+    "paddle: half a pair": paddle(
+        "unexpected keys", arrays={"llama.layers.0.self_attn.k_proj.lora_A": np.ones((4, 2))}
+    ),
     "paddle: another family": paddle(
         "model_type|family|no language model|known|not", config={"model_type": "../../evil"}
     ),

@@ -1,4 +1,4 @@
-"""A hostile input: how it is made, and what has to become of it."""
+"""A hostile input: how it is made, and the expected result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Case:
 
     Attributes:
         build: makes it in an empty folder and returns the path to convert.
-        refused: what the refusal of the conversion says (a regular expression); None: converted, without any effect.
+        refused: regular expression for the refusal; None: converted, without any effect.
         options: of the command; a Path, and the names in a list, are of files in the folder.
         command: what converts it: `to-hf`, `from-hf`, `merge-lora` (whose adapter it is), `delta` (whose delta), or
             `extract` (whose tuned model).

@@ -1,4 +1,4 @@
-"""Runs inspect and a conversion on many inputs in one process that writes down everything it does.
+"""Runs inspect and a conversion on many inputs in one process that records everything it does.
 
     python -m tests.hostile.child JOBS.json RESULTS.json
 
@@ -32,7 +32,7 @@ from llmconv.errors import LlmconvError
 
 MEMORY = 1536 << 20
 SECONDS = 30
-"""A hang ends after so many seconds of wall time."""
+"""Seconds of wall time after which a hang ends."""
 
 LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
 MODELS = os.path.join(*importlib.util.find_spec("transformers").submodule_search_locations)  # type: ignore[union-attr,misc]
@@ -80,7 +80,7 @@ class Watch:
         self.seen: list[str] = []
 
     def begin(self, source: Path, output: Path) -> None:
-        """From now on only the folder of `source` may be read, and only beside `output` or in TMPDIR be written."""
+        """From now on only the folder of `source` may be read, and only next to `output` or in TMPDIR be written."""
         self.readable = (str(source.parent), str(output.parent), self.temporary, "/proc/meminfo", *LIBRARIES)
         self.writable = str(output.parent)
         self.seen, self.active = [], True

@@ -1,4 +1,4 @@
-"""Configurations and tokenizers inside a checkpoint or beside it: code, paths, bombs, impossible sizes."""
+"""Configurations and tokenizers inside a checkpoint or next to it: code, paths, bombs, invalid sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_yaml(text: str, refused: str | None) -> Case:
 
 
 def beside(refused: str | None, files: Mapping[str, bytes | str], make: Callable[[Path], Path] = meta) -> Case:
-    """A folder with these files beside the weights."""
+    """A folder with these files next to the weights."""
 
     def build(folder: Path) -> Path:
         source = make(folder)
@@ -72,7 +72,7 @@ def laughs() -> Any:
 
 
 def circle() -> dict[str, Any]:
-    """A dict that holds itself."""
+    """A dict that contains itself."""
     value: dict[str, Any] = {}
     value["self"] = value
     return value
@@ -124,23 +124,23 @@ CASES: dict[str, Case] = {
     "tokenizer: a reserved name of Windows": tokenizer(None, {"CON.json": JSON}),
     "tokenizer: a name that is a number": tokenizer(None, {7: JSON}),
     "tokenizer: a full-width stop": tokenizer(None, {"\uff0e\uff0e/evil".replace("/", "\u2215"): JSON}),
-    "tokenizer: no content": tokenizer("without content|wrong kind", {"tokenizer.json": {"file_extension": ".json"}}),
+    "tokenizer: no content": tokenizer("without content|wrong type", {"tokenizer.json": {"file_extension": ".json"}}),
     "tokenizer: an entry that is a text": tokenizer("without content", {"tokenizer.json": "x"}),
     "tokenizer: an extension that is a number": tokenizer("without content", {"tokenizer": {"file_extension": 7}}),
-    "tokenizer: bytes for JSON": tokenizer("wrong kind", {"tokenizer.json": (".json", b"{}")}),
-    "tokenizer: a number for text": tokenizer("wrong kind", {"vocab.txt": (".txt", 7)}),
-    "tokenizer: lines that are no texts": tokenizer("wrong kind", {"vocab.txt": (".txt", ["a", 7])}),
-    "tokenizer: a tensor in JSON": tokenizer("no JSON", {"tokenizer.json": (".json", {"x": torch.ones(1)})}),
-    "tokenizer: a set in JSON": tokenizer("no JSON", {"tokenizer.json": (".json", {"x": {1}})}),
+    "tokenizer: bytes for JSON": tokenizer("wrong type", {"tokenizer.json": (".json", b"{}")}),
+    "tokenizer: a number for text": tokenizer("wrong type", {"vocab.txt": (".txt", 7)}),
+    "tokenizer: lines that are no texts": tokenizer("wrong type", {"vocab.txt": (".txt", ["a", 7])}),
+    "tokenizer: a tensor in JSON": tokenizer("not JSON", {"tokenizer.json": (".json", {"x": torch.ones(1)})}),
+    "tokenizer: a set in JSON": tokenizer("not JSON", {"tokenizer.json": (".json", {"x": {1}})}),
     "tokenizer: JSON 150 deep": tokenizer("too large or nested", {"tokenizer.json": (".json", nested(150))}),
     "tokenizer: billion laughs": tokenizer("again and again", {"tokenizer.json": (".json", laughs())}),
-    "tokenizer: JSON that holds itself": tokenizer(
-        "a container that holds itself", {"tokenizer.json": (".json", circle())}
+    "tokenizer: JSON that contains itself": tokenizer(
+        "a container that contains itself", {"tokenizer.json": (".json", circle())}
     ),
     "tokenizer: half a surrogate in JSON": tokenizer(
-        "no text|surrogate", {"tokenizer.json": (".json", {"x": "\ud800"})}
+        "invalid text|surrogate", {"tokenizer.json": (".json", {"x": "\ud800"})}
     ),
-    "tokenizer: half a surrogate in lines": tokenizer("no text|surrogate", {"merges.txt": (".txt", ["\ud800"])}),
+    "tokenizer: half a surrogate in lines": tokenizer("invalid text|surrogate", {"merges.txt": (".txt", ["\ud800"])}),
     "tokenizer: not a number": tokenizer(None, {"tokenizer_config.json": (".json", {"x": float("nan")})}),
     "tokenizer: auto_map": tokenizer(
         None,
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
     "config: auto_map below": config(None, text_config={"auto_map": {"AutoModel": "evil.Evil"}}),
     "config: attention from a repository": config(None, _attn_implementation_internal="evil/evil"),
     "config: billion laughs": config("again and again", x=laughs()),
-    "config: holds itself": config("a container that holds itself", x=circle()),
+    "config: contains itself": config("a container that contains itself", x=circle()),
     "config: 150 deep": config("too large or nested", x=nested(150)),
     "config: a command for a model type": config("not a causal language model", model_type="llama; rm -rf /"),
     "config: an escape sequence for a model type": config("not a causal language model", model_type="\x1b[2Jllama"),
@@ -201,7 +201,7 @@ CASES: dict[str, Case] = {
     "params: the same field twice": params(
         SHAPES, '{"dim": 4, "dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5}'
     ),
-    "params: bytes that are no text": beside("not valid JSON", {"params.json": b"\xff\xfe\x00"}),
+    "params: bytes that are not text": beside("not valid JSON", {"params.json": b"\xff\xfe\x00"}),
     "params: empty": beside("not valid JSON", {"params.json": b""}),
     "sentencepiece: no model": beside("no sentencepiece model", {"tokenizer.model": b"\x00\xff\xff\xff"}),
     "sentencepiece: a length beyond the file": beside(
@@ -230,7 +230,9 @@ CASES: dict[str, Case] = {
         "moe", {"config.json": '{"dim": 4, "n_layers": 1, "n_heads": 2, "moe": "x"}'}, accessory_like
     ),
     "paddle config: 100,000 deep": beside("not valid JSON", {"config.json": "[" * 100_000}, paddle),
-    "paddle config: a list for a type": beside("does not know", {"config.json": '{"model_type": ["llama"]}'}, paddle),
+    "paddle config: a list for a type": beside(
+        "unsupported type", {"config.json": '{"model_type": ["llama"]}'}, paddle
+    ),
     "paddle config: a huge degree": beside(
         None,
         {
@@ -248,13 +250,13 @@ CASES: dict[str, Case] = {
     "yaml: python/module": run_yaml("model: !!python/module:antigravity", "not valid YAML"),
     "yaml: an own tag": run_yaml("model: !evil {a: b}", "not valid YAML"),
     "yaml: billion laughs": run_yaml(MERGE, "not valid YAML"),
-    "yaml: an anchor that holds itself": run_yaml("a: &a [*a]", "not valid YAML"),
+    "yaml: an anchor that contains itself": run_yaml("a: &a [*a]", "not valid YAML"),
     "yaml: 10,000 deep": run_yaml("[" * 10_000, "not valid YAML"),
     "yaml: 2 MB": run_yaml("a: " + "x" * (2 << 20), "too large"),
     "yaml: a list": run_yaml("- a\n- b", "not a YAML mapping"),
     "yaml: two documents": run_yaml("a: 1\n---\nb: 2", "not valid YAML"),
     "yaml: an impossible date": run_yaml("a: 2001-99-99", "not valid YAML"),
-    "yaml: bytes that are no text": run_yaml("a: \x00", "not valid YAML"),
+    "yaml: bytes that are not text": run_yaml("a: \x00", "not valid YAML"),
     "yaml: sizes that are texts": run_yaml(
         "model: {model_config: {hidden_size: big, num_layers: 1, num_heads: 2}}", "configuration of"
     ),

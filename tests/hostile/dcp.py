@@ -23,7 +23,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 DATA = "__0_0.distcp"
 ATTACK = "nothing was run"
-NO_ITEM = "something else stands|lists no items|truncated|inconsistent|not of a training format"
+NO_ITEM = "with an invalid|lists no items|truncated|inconsistent|no training format"
 Edit = Callable[[Any], Any]
 
 
@@ -151,7 +151,7 @@ def with_call(opcodes: bytes) -> Callable[[bytes], bytes]:
 
 
 def many_chunks(count: int) -> Edit:
-    """One row in so many chunks of nothing, all of which lie at places of their own."""
+    """One row in this number of empty chunks, each at its own place."""
 
     def edit(content: Any) -> None:
         described = content.state_dict_metadata[f"model.{EMBEDDING}"]
@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
     ),
     "metadata: cut": metadata(lambda data: data[: len(data) // 2], "truncated"),
     "metadata: nothing": metadata(lambda _: b"", "truncated|" + NO_ITEM),
-    "metadata: a pickle behind it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "metadata: a pickle after it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "metadata: another object": metadata(lambda _: pickle.dumps({"torch.distributed.": 1}), NO_ITEM),
     "metadata: 100,000 marks": metadata(lambda data: data[:2] + b"(" * 100_000, "nested deeper|truncated"),
     "metadata: missing": files(instead_of(".metadata", lambda path: None), "no `.metadata`"),
@@ -215,10 +215,12 @@ CASES: dict[str, Case] = {
     "metadata: no items": edited(lambda content: content.state_dict_metadata.clear(), "no language model"),
     "metadata: items that are a list": edited(lambda content: setattr(content, "state_dict_metadata", [1]), NO_ITEM),
     "metadata: no places": edited(lambda content: setattr(content, "storage_data", None), "without `storage_data`"),
-    "metadata: places of nothing": edited(lambda content: content.storage_data.clear(), "nowhere"),
+    "metadata: places of nothing": edited(lambda content: content.storage_data.clear(), "no storage location"),
     "metadata: places by number": edited(lambda content: setattr(content, "storage_data", {1: 2}), NO_ITEM),
     "metadata: an item that is a number": edited(lambda content: content.state_dict_metadata.update(evil=7), NO_ITEM),
-    "metadata: a name that is a number": edited(lambda content: content.state_dict_metadata.update({7: 7}), "no place"),
+    "metadata: a name that is a number": edited(
+        lambda content: content.state_dict_metadata.update({7: 7}), "no valid key"
+    ),
     "place: the parent": place(OUTSIDE, relative_path="../../etc/passwd"),
     "place: absolute": place(OUTSIDE, relative_path="/etc/passwd"),
     "place: of Windows": place(OUTSIDE, relative_path="..\\evil"),
@@ -228,54 +230,56 @@ CASES: dict[str, Case] = {
     "place: a zero": place(OUTSIDE, relative_path="a\0.distcp"),
     "place: a name of 60,000 letters": place("cannot be read|missing|too long", relative_path="a" * 60_000),
     "place: a number": place(OUTSIDE, relative_path=7),
-    "place: `.metadata` itself": place("no torch file|ends at byte", relative_path=".metadata"),
-    "place: `config.json`": place("no torch file|ends at byte", relative_path="config.json", offset=0, length=20),
-    "place: behind the end": place("ends at byte", offset=1 << 50),
+    "place: `.metadata` itself": place("not a torch file|ends at byte", relative_path=".metadata"),
+    "place: `config.json`": place("not a torch file|ends at byte", relative_path="config.json", offset=0, length=20),
+    "place: past the end": place("ends at byte", offset=1 << 50),
     "place: 2^61 bytes": place("overlap|ends at byte", length=1 << 61),
-    "place: 2^70 bytes": place("impossible bytes", length=1 << 70),
-    "place: a negative byte": place("impossible bytes", offset=-1),
-    "place: no number": place("impossible bytes", offset="0"),
+    "place: 2^70 bytes": place("invalid bytes", length=1 << 70),
+    "place: a negative byte": place("invalid bytes", offset=-1),
+    "place: no number": place("invalid bytes", offset="0"),
     "place: in the middle of another": place("overlap", offset=17),
-    "place: no bytes": place("no torch file|truncated|damaged", length=0),
+    "place: no bytes": place("not a torch file|truncated|damaged", length=0),
     "place: transforms": place("extension", transform_descriptors=["\x1b[2Jzstd"]),
     "place: transforms that are none": place("transforms", transform_descriptors=[7]),
     "all places a byte longer": edited(lengths(lambda length: length + 1), "overlap|ends at byte"),
     "all places a byte shorter": edited(lengths(lambda length: length - 1), "truncated|damaged"),
-    "tensor: a shape that overflows": item("overlap|says|impossible", size=torch.Size([1 << 40, 1 << 40])),
-    "tensor: a size of 2^62": item("impossible", size=torch.Size([1 << 62])),
-    "tensor: no shape": item("impossible", size="8"),
-    "tensor: 17 axes": item("impossible", size=torch.Size([1] * 17)),
+    "tensor: a shape that overflows": item("overlap|mismatch|invalid shape", size=torch.Size([1 << 40, 1 << 40])),
+    "tensor: a size of 2^62": item("invalid shape", size=torch.Size([1 << 62])),
+    "tensor: no shape": item("invalid shape", size="8"),
+    "tensor: 17 axes": item("invalid shape", size=torch.Size([1] * 17)),
     "tensor: no chunks": item(OVER, chunks=[]),
-    "tensor: chunks that are a number": item("impossible", chunks=7),
+    "tensor: chunks that are a number": item("invalid shape", chunks=7),
     "tensor: chunks that are numbers": item(NO_ITEM, chunks=[7]),
     "tensor: no properties": item("no element type", properties=7),
     "chunks: twice the same rows": boxes(OVER, ((0, 0), (8, 4)), ((4, 0), (4, 4))),
     "chunks: a gap": boxes(OVER, ((0, 0), (3, 4)), ((4, 0), (4, 4))),
     "chunks: outside": boxes(OVER, ((0, 0), (4, 4)), ((8, 0), (4, 4))),
     "chunks: far outside": boxes(OVER, ((0, 0), (4, 4)), ((1 << 61, 0), (4, 4))),
-    "chunks: too many axes": boxes("impossible shape", ((0, 0, 0), (8, 4, 1))),
-    "chunks: halves that are wholes": boxes("says that a chunk|missing", ((0, 0), (4, 4)), ((4, 0), (4, 4))),
+    "chunks: too many axes": boxes("invalid shape", ((0, 0, 0), (8, 4, 1))),
+    "chunks: halves that are wholes": boxes("shape mismatch for a chunk|missing", ((0, 0), (4, 4)), ((4, 0), (4, 4))),
     "chunks: 20,000 in files that are not there": edited(many_chunks(20_000), "missing"),
     "chunks: on a diagonal": edited(checkerboard, OVER),
-    "tree: a name of no parts": path_of("no place", ()),
-    "tree: a number": path_of("no place", 7),
-    "tree: a key that is a list": path_of("no key", ([],)),
-    "tree: 100 keys": path_of("no place", tuple("x" * 100)),
-    "tree: inside an item": path_of("inside the item|others are inside", ("model", "lm_head.weight", "x")),
-    "tree: where another is": path_of("two items|others are inside", ("model", "lm_head.weight")),
+    "tree: a name of no parts": path_of("no valid key", ()),
+    "tree: a number": path_of("no valid key", 7),
+    "tree: a key that is a list": path_of("invalid key", ([],)),
+    "tree: 100 keys": path_of("no valid key", tuple("x" * 100)),
+    "tree: inside an item": path_of("nested in the item|also contains items", ("model", "lm_head.weight", "x")),
+    "tree: where another is": path_of("duplicate key|also contains items", ("model", "lm_head.weight")),
     "tree: in a list at 2^60": path_of("lacks|missing|no language model|no embedding", ("model", 1 << 60)),
-    "names: one that leads out": named_by("../../evil", "no part of the model"),
-    "names: an escape sequence": named_by("\x1b[2J\nmodel.x", "no part of the model"),
+    "names: one that leads out": named_by("../../evil", "outside the model"),
+    "names: an escape sequence": named_by("\x1b[2J\nmodel.x", "outside the model"),
     "names: a zero": named_by("model.\0", "does not have"),
     "data: a pipe": files(instead(lambda path: os.mkfifo(path)), "missing"),
     "data: a folder": files(instead(Path.mkdir), "missing"),
-    "data: a link to /etc/passwd": files(instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|no torch"),
+    "data: a link to /etc/passwd": files(
+        instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|not a torch"
+    ),
     "data: a link to /dev/zero": files(instead(lambda path: path.symlink_to("/dev/zero")), "missing"),
     "data: a link to itself": files(instead(lambda path: path.symlink_to(path.name)), "missing"),
     "data: nothing": files(lambda folder: (folder / DATA).write_bytes(b""), "ends at byte"),
     "data: cut": files(lambda folder: os.truncate(folder / DATA, (folder / DATA).stat().st_size // 2), "ends at byte"),
     "data: zeros": files(
-        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "no torch file"
+        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "not a torch file"
     ),
     "data: a TB of zeros behind": files(lambda folder: os.truncate(folder / DATA, 1 << 40), None),
     "blob: os.system": blob(with_call(call("os", "system", text(SHELL))), ATTACK, "file_extension"),
@@ -283,6 +287,6 @@ CASES: dict[str, Case] = {
     "blob: a torch file in bytes": blob(lambda _: saved(saved(saved({"x": 1}))), None, "class"),
     "blob: a pickle in bytes": blob(lambda _: saved(b"cos\nsystem\n."), None, "class"),
     "blob: a list a million deep": blob(with_call(b"]" * 1_000_000 + b"a" * 999_999), "nested deeper", "class"),
-    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "no torch file", "class"),
-    "blob: nothing": blob(lambda _: b"", "no torch file|truncated", "class"),
+    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "not a torch file", "class"),
+    "blob: nothing": blob(lambda _: b"", "not a torch file|truncated", "class"),
 }

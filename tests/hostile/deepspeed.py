@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: tags that lead out, files of ranks that lie about each other, universal folders, links."""
+"""DeepSpeed's folders: tags that lead out, files of ranks that contradict each other, universal folders, links."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def moved(folder: Path) -> Path:
 
 
 def latest(content: str, refused: str | None) -> Case:
-    """A save with another `latest`, beside a second one."""
+    """A save with another `latest`, next to a second one."""
 
     def build(folder: Path) -> Path:
         zero_2(folder)
@@ -147,9 +147,9 @@ def shapes_of_universal(more: dict[str, Any], refused: str) -> Case:
     return Case(build, refused)
 
 
-NO_SAVE = "where there is no save"
-NO_FILE = "no torch file|(not a|no) regular file|missing|not of a training format"
-SHAPES = "impossible shape|need|no dict|no list"
+NO_SAVE = "which is not a save"
+NO_FILE = "not a torch file|not a regular file|missing|no training format"
+SHAPES = "invalid shape|need|not a dict|not a list"
 FLAT = torch.zeros(10)
 HONEST = {"zero 2": Case(zero_2, None), "zero 3": Case(zero_3, None), "universal": Case(universal, None)}
 CASES: dict[str, Case] = {
@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "model states: a link to /etc/passwd": replaced(MODEL, lambda path: path.symlink_to("/etc/passwd"), NO_FILE),
     "model states: a link to /dev/zero": replaced(MODEL, lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "model states: nothing": replaced(MODEL, Path.touch, NO_FILE),
-    "model states: a list": replaced(MODEL, lambda path: torch.save([1], path), "no dict"),
+    "model states: a list": replaced(MODEL, lambda path: torch.save([1], path), "not contain a dict"),
     "model states: no fields": replaced(MODEL, lambda path: torch.save({}, path), "no `param_shapes`"),
     "rank 1: a pipe": replaced(RANK.format(1), lambda path: os.mkfifo(path), NO_FILE),
     "rank 1: a link to nothing": replaced(RANK.format(1), lambda path: path.symlink_to("nothing"), NO_FILE),
@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
     "rank 1: a list": replaced(RANK.format(1), lambda path: torch.save([1], path), "no `optimizer_state_dict`"),
     "rank 1: missing": replaced(RANK.format(1), lambda path: None, "missing"),
     "rank 0: missing": replaced(RANK.format(0), lambda path: None, "missing"),
-    "rank 1: twice": replaced("bf16_" + RANK.format(1), lambda path: path.write_bytes(b"x"), "both of rank 1"),
+    "rank 1: twice": replaced("bf16_" + RANK.format(1), lambda path: path.write_bytes(b"x"), "both belong to rank 1"),
     "rank of 200 digits": replaced(RANK.format("9" * 200), lambda path: torch.save({}, path), "ranks|optimizer_state"),
     "rank in other digits": replaced(RANK.format("٣"), lambda path: torch.save({}, path), "ranks|optimizer_state"),
     "a name with an escape sequence": replaced("\x1b[2J\n.pt", lambda path: path.write_bytes(b"x"), None),
@@ -216,7 +216,7 @@ CASES: dict[str, Case] = {
     "weights: a matrix": optimizer("not flat", single_partition_of_fp32_groups=[torch.zeros(2, 2)]),
     "weights: too few": optimizer("elements", single_partition_of_fp32_groups=[FLAT]),
     "weights: of another type": optimizer(
-        "different dtypes|elements in", single_partition_of_fp32_groups=[torch.zeros(150, dtype=torch.int8)]
+        "dtypes differ|elements in", single_partition_of_fp32_groups=[torch.zeros(150, dtype=torch.int8)]
     ),
     "weights: a view repeated to 2^40": optimizer(
         "larger than its storage|elements", single_partition_of_fp32_groups=[torch.zeros(1).expand(1 << 40)]
@@ -269,8 +269,8 @@ CASES: dict[str, Case] = {
     "universal: a folder": weight(Path.mkdir, "lacks the weights"),
     "universal: missing": weight(lambda path: None, "lacks the weights"),
     "universal: a list": weight(lambda path: torch.save([1], path), "no tensor for"),
-    "universal: too few": weight(lambda path: torch.save({"param": FLAT}, path), "of shape"),
-    "universal: a scalar": weight(lambda path: torch.save({"param": torch.tensor(1.0)}, path), "of shape"),
+    "universal: too few": weight(lambda path: torch.save({"param": FLAT}, path), "shape mismatch"),
+    "universal: a scalar": weight(lambda path: torch.save({"param": torch.tensor(1.0)}, path), "shape mismatch"),
     "universal: another type": weight(
         lambda path: torch.save({"param": torch.zeros(8, 4, dtype=torch.complex64)}, path), "stored as"
     ),

@@ -1,4 +1,4 @@
-"""Exact deltas whose frames and indices lie, and models to extract a delta of that are none."""
+"""Exact deltas whose frames and indices lie, and paths that are not models to extract a delta from."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def indexed(content: bytes | Mapping[str, Any], refused: str, before: bytes = b"
 
 def entry(refused: str, before: bytes = b"", name: str = NAME, **fields: Any) -> Case:
     """An exact delta of one tensor that the base does not have, and these bytes of frames."""
-    told = {"dtype": "float32", "shape": [8, 4], "rows": 8, "blocks": [[len(before), 0, 0]], "base": None, **fields}
+    written = {"dtype": "float32", "shape": [8, 4], "rows": 8, "blocks": [[len(before), 0, 0]], "base": None, **fields}
 
     def change(folder: Path) -> None:
-        write_index(folder, before, json.dumps({"tensors": {name: told}}).encode())
+        write_index(folder, before, json.dumps({"tensors": {name: written}}).encode())
         retell(tensors=1)(folder)
 
     return exact(refused, change)
@@ -89,7 +89,7 @@ def told_from(**fields: Any) -> dict[str, Any]:
 
 
 def bomb(size: int) -> bytes:
-    """A frame of so many zeros."""
+    """A frame of this number of zeros."""
     packer = zstandard.ZstdCompressor(level=1).compressobj(size=size)
     step = bytes(1 << 24)
     parts = [packer.compress(step[: min(len(step), size - done)]) for done in range(0, size, len(step))]
@@ -101,11 +101,11 @@ def without_size(size: int) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(size))
 
 
-def lying(size: int, said: int) -> bytes:
-    """The same, whose header says another number of bytes."""
+def lying(size: int, declared: int) -> bytes:
+    """The same, with another number of bytes in its header."""
     frame = bytearray(bomb(size))
     at = bytes(frame).index(size.to_bytes(4, "little"), 4, 16)
-    frame[at : at + 4] = said.to_bytes(4, "little")
+    frame[at : at + 4] = declared.to_bytes(4, "little")
     return bytes(frame)
 
 
@@ -130,7 +130,7 @@ def nested(depth: int) -> bytes:
 
 LAYER, NANS = "model.layers.0", torch.full((4, 4), float("nan"))
 NO_INDEX = "no index at its end"
-NO_FILE = "missing|no index|(not a|no) regular file|cannot be read|damaged"
+NO_FILE = "missing|no index|not a regular file|cannot be read|damaged"
 WRITTEN = {
     "exact": exact(None),
     "one with new tensors": exact(None, more={"new.weight": torch.ones(3, 4)}),
@@ -151,12 +151,12 @@ EXACT: dict[str, Case] = {
     "frames: a bomb of 4 GB": entry("another size", bomb(1 << 32)),
     "frames: a bomb of 4 GB, and the index knows": entry("too large", bomb(1 << 32), shape=[1, 1 << 30], rows=1),
     "frames: a bomb that does not say its size": entry("another size", without_size(1 << 28)),
-    "frames: a bomb that says the right size": entry(
+    "frames: a bomb that declares the right size": entry(
         "damaged frame", lying(1 << 28, 1 << 20), shape=[1 << 18], rows=1 << 18
     ),
-    "frames: one more behind the first": entry("not give the rows", bomb(128) + bomb(128)),
+    "frames: one more after the first": entry("wrong checksum", bomb(128) + bomb(128)),
     "frames: a skippable one": entry("another size|damaged", b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"),
-    "frames: other rows": entry("not give the rows", bomb(128), blocks=[[len(bomb(128)), 7, 0]]),
+    "frames: other rows": entry("wrong checksum", bomb(128), blocks=[[len(bomb(128)), 7, 0]]),
     "frames: none for a tensor of zeros, as large as the disk": entry(
         "no space", shape=[1 << 40], rows=1 << 24, blocks=[[0, 0, 0]] * (1 << 16)
     ),
@@ -172,7 +172,7 @@ EXACT: dict[str, Case] = {
         NO_INDEX, lambda path: frames(path).write_bytes(b"x" * 99 + (1 << 63).to_bytes(8, "little") + b"LLMDELTA")
     ),
     "index: bytes between frames": indexed({"tensors": {}}, "describes 0 bytes", b"hidden"),
-    "name: a path": entry("holds no|does not|not give|lacks|shape", bomb(128), name="../../evil"),
+    "name: a path": entry("holds no|does not|wrong checksum|missing keys|shape", bomb(128), name="../../evil"),
     "name: an escape sequence": entry("impossible entry", name="\x1b[2J\n"),
     "name: nothing": entry("impossible entry", name=""),
     "name: 100,000 letters": entry("impossible entry", name=LONG),
@@ -192,15 +192,17 @@ EXACT: dict[str, Case] = {
     "blocks: of 400 digits": changed("blocks", blocks=[[HUGE, 0, 0]]),
     "blocks: a number": changed("no blocks", blocks=7),
     "blocks: pairs": changed("blocks", blocks=[[0, 0]]),
-    "base: another tensor": changed("another shape or dtype|lacks|other values", base=told_from(name="lm_head.weight")),
-    "base: a path": changed("lacks", base=told_from(name="../../etc/passwd")),
-    "base: an escape sequence": changed("lacks", base=told_from(name="\x1b[2J\n" + LONG)),
+    "base: another tensor": changed(
+        "another shape or dtype|missing|other values", base=told_from(name="lm_head.weight")
+    ),
+    "base: a path": changed("missing keys", base=told_from(name="../../etc/passwd")),
+    "base: an escape sequence": changed("missing keys", base=told_from(name="\x1b[2J\n" + LONG)),
     "base: another shape": changed("another kind", base=told_from(shape=[8, 5])),
     "base: another dtype": changed("another kind", base=told_from(dtype="int8")),
-    "base: a shape that is no list": changed("impossible shape", base=told_from(shape=8)),
-    "base: no sha256": changed("does not say what", base={"name": NAME}),
-    "base: a text": changed("does not say what", base="evil"),
-    "base: none, for what was told from it": changed("not give the rows", base=None),
+    "base: a shape that is not a list": changed("impossible shape", base=told_from(shape=8)),
+    "base: no sha256": changed("invalid base tensor", base={"name": NAME}),
+    "base: a text": changed("invalid base tensor", base="evil"),
+    "base: none, for what was told from it": changed("wrong checksum", base=None),
     "delta.json: 100,000 deep": exact(
         "not valid JSON", lambda path: (path / "delta.json").write_bytes(nested(100_000))
     ),
@@ -216,7 +218,7 @@ EXACT: dict[str, Case] = {
     "delta.json: a file with a zero in its name": exact("does not list|missing", retell(files=["delta.zst\0"])),
     "delta.json: a file of 100,000 letters": exact("does not list|missing|cannot be read", retell(files=[LONG])),
     "delta.json: files that are numbers": exact("does not list", retell(files=[7])),
-    "delta.json: a file ten thousand times": exact("repeats", retell(files=["delta.zst"] * 10_000)),
+    "delta.json: a file ten thousand times": exact("duplicate keys", retell(files=["delta.zst"] * 10_000)),
     "delta.json: a base with an escape sequence": exact(None, retell(base="\x1b[2J\n" + LONG)),
     "delta.json: another number of tensors": exact("holds", retell(tensors=LONG)),
     "config: code": exact(
@@ -228,7 +230,7 @@ EXACT: dict[str, Case] = {
         "leads out", lambda path: (path / "tokenizer.json").symlink_to("/etc/passwd")
     ),
     "tokenizer: a pipe": exact(None, lambda path: os.mkfifo(path / "tokenizer.json")),
-    "code beside it": exact(None, lambda path: (path / "modeling.py").write_text(PYTHON)),
+    "code next to it": exact(None, lambda path: (path / "modeling.py").write_text(PYTHON)),
 }
 EXTRACTED: dict[str, Case] = {
     "extract: weights that are cut": extracted(
@@ -244,7 +246,7 @@ EXTRACTED: dict[str, Case] = {
     "extract: a name with a path": extracted(None, {"../../evil": torch.ones(2)}),
     "rank: names that the base lacks": extracted("only one of the two", {"../../evil": torch.ones(2)}, rank=2),
     "rank: not a number": extracted("not finite", {f"{LAYER}.self_attn.q_proj.weight": NANS}, rank=2),
-    "rank: another shape": extracted("cannot hold", {"model.norm.weight": torch.ones(5)}, rank=2),
-    "rank: whole numbers": extracted("cannot hold", {"model.norm.weight": torch.ones(4).int()}, rank=2),
+    "rank: another shape": extracted("no adapter has", {"model.norm.weight": torch.ones(5)}, rank=2),
+    "rank: whole numbers": extracted("no adapter has", {"model.norm.weight": torch.ones(4).int()}, rank=2),
 }
 CASES: dict[str, Case] = {**{f"honest: {name}": case for name, case in WRITTEN.items()}, **EXACT, **EXTRACTED}

@@ -28,8 +28,8 @@ def lit(refused: str | None, settings: Any = None, config: str | None = None, ca
         place = folder / "lit"
         shutil.copytree(FIXTURES / "litgpt" / case, place)
         file = place / "model_config.yaml"
-        told = yaml.safe_load(file.read_text())
-        file.write_text(settings if isinstance(settings, str) else yaml.safe_dump({**told, **(settings or {})}))
+        written = yaml.safe_load(file.read_text())
+        file.write_text(settings if isinstance(settings, str) else yaml.safe_dump({**written, **(settings or {})}))
         if config:
             (place / "config.json").write_text(config)
         return place
@@ -78,8 +78,8 @@ def tune(refused: str | None, change: Callable[[dict[str, Any]], Any], **config:
         source = FIXTURES / "torchtune" / "llama2"
         content = torch.load(source / "model-00001-of-00001.bin")
         change(content)
-        told = json.loads((source / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**told, **config}))
+        written = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**written, **config}))
         save(folder, content, "model-00001-of-00001.bin")
         return folder
 
@@ -94,7 +94,7 @@ def nanopickle(folder: Path, opcodes: bytes) -> Path:
     )
 
 
-SIZES = "which no model has|not valid|impossible|says"
+SIZES = "is invalid|not valid"
 HONEST = {
     "litgpt": lit(None),
     "nanogpt": nano(None, lambda content: None),
@@ -124,32 +124,36 @@ CASES: dict[str, Case] = {
     "litgpt: a rope base of 400 digits": lit(SIZES + "|rope", {"rope_base": HUGE}),
     "litgpt: a rope base without an end": lit(SIZES + "|rope", {"rope_base": float("inf")}),
     "litgpt: a norm that is not a number": lit(SIZES + "|rms_norm_eps|no JSON", {"norm_eps": float("nan")}),
-    "litgpt: a rotary part without an end": lit(SIZES + "|known", {"rotary_percentage": float("inf")}),
+    "litgpt: a rotary part without an end": lit(SIZES + "|equivalent", {"rotary_percentage": float("inf")}),
     "litgpt: a condensed rope of nothing": lit(SIZES + "|rope", {"rope_condense_ratio": 0}),
     "litgpt: rope adjustments of texts": lit(
-        SIZES + "|rope|known", {"rope_adjustments": {"factor": "x", "low_freq_factor": []}}
+        SIZES + "|rope|equivalent", {"rope_adjustments": {"factor": "x", "low_freq_factor": []}}
     ),
-    "litgpt: rope adjustments of 400 digits": lit(SIZES + "|rope|known", {"rope_adjustments": {"factor": HUGE}}),
+    "litgpt: rope adjustments of 400 digits": lit(SIZES + "|rope|equivalent", {"rope_adjustments": {"factor": HUGE}}),
     "litgpt: a name with an escape sequence": lit(
-        "known|" + SIZES, {"name": "\x1b[2J\n", "latent_attention": {"x": 1}}
+        "equivalent model|" + SIZES, {"name": "\x1b[2J\n", "latent_attention": {"x": 1}}
     ),
     "litgpt: a padding of nothing": lit(SIZES, {"padded_vocab_size": None, "padding_multiple": 0, "vocab_size": 5}),
-    "litgpt: windows by a list": lit(SIZES + "|known", {"sliding_window_size": 4, "sliding_window_layer_placing": [1]}),
+    "litgpt: windows by a list": lit(
+        SIZES + "|equivalent", {"sliding_window_size": 4, "sliding_window_layer_placing": [1]}
+    ),
     "litgpt: windows of a stride of nothing": lit(SIZES, {"sliding_window_size": 4, "sliding_window_layer_stride": 0}),
-    "litgpt: config.json of another function": lit("says|not", config='{"model_type": ["llama"], "hidden_size": [1]}'),
+    "litgpt: config.json of another function": lit(
+        "declares|not", config='{"model_type": ["llama"], "hidden_size": [1]}'
+    ),
     "litgpt: config.json 100,000 deep": lit("not valid JSON", config="[" * 100_000),
     "nanogpt: os.system": Case(
         lambda folder: nanopickle(folder, call("os", "system", text(SHELL))), ATTACK + "|" + UNKNOWN
     ),
     "nanogpt: another call": Case(lambda folder: nanopickle(folder, call("evil", "Evil")), None),
-    "nanogpt: model_args is a list": nano("no usable", lambda content: content.update(model_args=[1])),
-    "nanogpt: 2^30 layers": nano("no usable", args(n_layer=1 << 30)),
-    "nanogpt: layers of 150 digits": nano("no usable", args(n_layer=10**100)),
-    "nanogpt: no heads": nano("no usable", args(n_head=0)),
-    "nanogpt: heads less than none": nano("no usable", args(n_head=-2)),
-    "nanogpt: another width": nano("no place for", args(n_embd=1 << 20)),
-    "nanogpt: a width of a text": nano("no usable", args(n_embd="a" * 100_000)),
-    "nanogpt: another vocabulary": nano("no place for", args(vocab_size=7)),
+    "nanogpt: model_args is a list": nano("no valid", lambda content: content.update(model_args=[1])),
+    "nanogpt: 2^30 layers": nano("no valid", args(n_layer=1 << 30)),
+    "nanogpt: layers of 150 digits": nano("no valid", args(n_layer=10**100)),
+    "nanogpt: no heads": nano("no valid", args(n_head=0)),
+    "nanogpt: heads less than none": nano("no valid", args(n_head=-2)),
+    "nanogpt: another width": nano("unexpected keys or shapes", args(n_embd=1 << 20)),
+    "nanogpt: a width of a text": nano("no valid", args(n_embd="a" * 100_000)),
+    "nanogpt: another vocabulary": nano("unexpected keys or shapes", args(vocab_size=7)),
     "nanogpt: a name that leads out": nano(
         "no|not", lambda content: content["model"].update({"../../evil": torch.zeros(2)})
     ),
@@ -167,18 +171,20 @@ CASES: dict[str, Case] = {
     ),
     "torchtune: a name that leads out": tune("no|not", changed("../../evil", torch.zeros(2))),
     "torchtune: an escape sequence": tune("no|not", changed("\x1b[2J\n", torch.zeros(2))),
-    "torchtune: a scalar for a query": tune("add up|shape", changed("layers.0.attn.q_proj.weight", torch.tensor(1.0))),
+    "torchtune: a scalar for a query": tune(
+        "do not match|shape", changed("layers.0.attn.q_proj.weight", torch.tensor(1.0))
+    ),
     "torchtune: a layer of 5000 digits": tune("no|not", changed(f"layers.{'9' * 5000}.sa_norm.scale", torch.zeros(2))),
     "torchtune: three axes for a query": tune(
-        "add up|shape", changed("layers.0.attn.q_proj.weight", torch.zeros(4, 4, 4))
+        "do not match|shape", changed("layers.0.attn.q_proj.weight", torch.zeros(4, 4, 4))
     ),
-    "torchtune: heads of an odd size": tune("even size|add up|shape", lambda own: None, head_dim=3),
-    "torchtune: heads of 400 digits": tune("even size|add up|shape", lambda own: None, head_dim=HUGE),
+    "torchtune: heads of an odd size": tune("even size|do not match|shape", lambda own: None, head_dim=3),
+    "torchtune: heads of 400 digits": tune("even size|do not match|shape", lambda own: None, head_dim=HUGE),
     "torchtune: heads of nothing": tune(
-        "even size|add up|shape", lambda own: None, num_attention_heads=0, head_dim=None
+        "even size|do not match|shape", lambda own: None, num_attention_heads=0, head_dim=None
     ),
     "torchtune: 2^60 heads": tune(
-        "even size|add up|shape", lambda own: None, num_attention_heads=1 << 60, head_dim=None
+        "even size|do not match|shape", lambda own: None, num_attention_heads=1 << 60, head_dim=None
     ),
-    "torchtune: another family": tune("not known|no causal", lambda own: None, model_type="gpt2"),
+    "torchtune: another family": tune("unknown|no causal", lambda own: None, model_type="gpt2"),
 }

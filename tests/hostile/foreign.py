@@ -45,8 +45,8 @@ def mlx(refused: str | None, settings: Any = None, arrays: Mapping[str, Any] | N
     """An adapter of mlx-lm with more settings, or with this text for them, and more arrays."""
 
     def write(path: Path) -> Path:
-        told = settings if isinstance(settings, str) else json.dumps({**MLX_CONFIG, **(settings or {})})
-        (path / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**MLX_CONFIG, **(settings or {})})
+        (path / "adapter_config.json").write_text(written)
         header: dict[str, Any] = {"__metadata__": None}
         data, ones = b"", np.ones
         for name, array in {
@@ -74,8 +74,8 @@ def tune(
     """An adapter of torchtune with more settings, or with this text for them, and more tensors."""
 
     def write(path: Path) -> Path:
-        told = settings if isinstance(settings, str) else json.dumps({**TUNE_CONFIG, **(settings or {})})
-        (path / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**TUNE_CONFIG, **(settings or {})})
+        (path / "adapter_config.json").write_text(written)
         pair = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, 4)}
         parts = members({**pair, "layers.0.attn.q_proj.lora_b.weight": torch.ones(4, 2), **(state or {})})
         repacked(path, {**parts, "x/data.pkl": change(parts["x/data.pkl"])}, name)
@@ -107,7 +107,7 @@ def lit(
 
 
 def mind(refused: str | None, more: Mapping[str, Any] | None = None, run: str = RUN, cut: int | None = None) -> Case:
-    """LoRA pairs of MindFormers beside the YAML of the run, with more arrays."""
+    """LoRA pairs of MindFormers next to the YAML of the run, with more arrays."""
 
     def write(path: Path) -> Path:
         module, ones = "model.layers.0.attention.wq.mindpet_delta_lora", np.ones
@@ -136,7 +136,7 @@ def shards(refused: str | None, state: Mapping[Any, Any] | None = None, change: 
 
 
 def plain(path: Path) -> Path:
-    """A torch file that is no state dict, under torchtune's name."""
+    """A torch file that is not a state dict, under torchtune's name."""
     save(path, [1, 2], "adapter_0.pt")
     return path
 
@@ -153,7 +153,7 @@ def value(opcodes: bytes) -> Change:
 
 
 SYSTEM, EVAL = value(call("os", "system", text(SHELL))), value(call("builtins", "eval", text(PYTHON)))
-ODD = "the adapter config has"
+ODD = "the adapter config (?:has|is invalid)"
 QUERY = "layers.0.attn.q_proj"
 HONEST = {"mlx": mlx(None), "torchtune": tune(None), "litgpt": lit(None), "mindformers": mind(None)}
 HONEST |= {"accessory": shards(None)}
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
     "mlx: alpha that is a text": mlx(ODD, {"lora_parameters": {"rank": 2, "scale": 1, "alpha": LONG}}),
     "mlx: another kind": mlx("fine_tune_type", {"fine_tune_type": "\x1b[2J" + LONG}),
     "mlx: keys that are no list": mlx(None, {"lora_parameters": {"rank": 2, "scale": 1.0, "keys": {"x": LONG}}}),
-    "mlx: a name that leads out": mlx("no lora", arrays={"../../evil": np.ones(2)}),
+    "mlx: a name that leads out": mlx("unexpected keys", arrays={"../../evil": np.ones(2)}),
     "mlx: a name with an escape sequence": mlx("unprintable", arrays={"\x1b[2J\n": np.ones(2)}),
     "mlx: a module of 100,000 letters": mlx("overlong", arrays={f"{LONG}.lora_a": np.ones((4, 2))}),
     "mlx: a scalar": mlx("shape", arrays={f"{MODULE}.lora_a": np.ones(())}),
@@ -182,15 +182,15 @@ CASES: dict[str, Case] = {
     ),
     "mlx: not finite": mlx("not finite", arrays={f"{MODULE}.lora_a": np.full((4, 2), np.nan)}),
     "mlx: whole weights of another shape": mlx(
-        "no part|of shape|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
+        "no part|shape mismatch|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
     ),
     "mlx: whole weights of another kind of model": mlx("whole weights", {"fine_tune_type": "full"}, model_type="gpt2"),
     "torchtune: os.system": tune(ATTACK, change=SYSTEM),
     "torchtune: eval": tune(ATTACK, change=EVAL),
-    "torchtune: another call": tune("no plain state dict", change=value(call("evil", "Evil"))),
-    "torchtune: a pickle behind the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
-    "torchtune: a list": case(plain, "no plain state dict|no torch file"),
-    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|(not a|no) regular file"),
+    "torchtune: another call": tune("not a plain state dict", change=value(call("evil", "Evil"))),
+    "torchtune: a pickle after the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
+    "torchtune: a list": case(plain, "not a plain state dict|not a torch file"),
+    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|not a regular file"),
     "torchtune: half a pair": tune("lacks B", state={"layers.0.attn.k_proj.lora_a.weight": torch.ones(2, 4)}),
     "torchtune: a view of 2^40": tune(
         "larger than its storage", state={f"{QUERY}.lora_a.weight": torch.ones(1).expand(2, 1 << 40)}
@@ -204,9 +204,9 @@ CASES: dict[str, Case] = {
     "torchtune: alpha of 400 digits": tune(ODD, {"lora_alpha": HUGE}),
     "torchtune: alpha that is a list": tune(ODD, {"lora_alpha": [1]}),
     "torchtune: rank that is a text": tune(ODD, {"r": "2"}),
-    "torchtune: heads of the base that do not add up": tune("add up|sizes", num_attention_heads=3),
+    "torchtune: heads of the base that do not add up": tune("do not match|sizes", num_attention_heads=3),
     "torchtune: heads of the base of 400 digits": tune("sizes", num_attention_heads=HUGE),
-    "torchtune: a head of the base of 2^30": tune("add up|sizes|heads", head_dim=1 << 30),
+    "torchtune: a head of the base of 2^30": tune("do not match|sizes|heads", head_dim=1 << 30),
     "torchtune: a base whose type is a list": tune("order of rows|model_type", model_type=["llama"]),
     "litgpt: os.system": lit(ATTACK, change=SYSTEM),
     "litgpt: eval": lit(ATTACK, change=EVAL),
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     ),
     "litgpt: a scalar": lit("rows", state={"transformer.h.0.attn.qkv.lora_A": torch.tensor(1.0)}),
     "litgpt: a name that leads out": lit("does not have", state={"../../evil": torch.ones(2)}),
-    "mindformers: cut": mind("where 96 are left", cut=-3),
+    "mindformers: cut": mind("where 96 bytes are left", cut=-3),
     "mindformers: a run that builds an object": mind("lora_alpha", run="!!python/object/apply:os.system ['x']"),
     "mindformers: alpha of 400 digits": mind(ODD, run=RUN.replace("lora_alpha: 4", f"lora_alpha: {HUGE}")),
     "mindformers: alpha that is a list": mind(ODD, run=RUN.replace("lora_alpha: 4", "lora_alpha: [1]")),
@@ -234,7 +234,7 @@ CASES: dict[str, Case] = {
     "mindformers: a module that is not there": mind(
         "does not have", {f"model.layers.0.{LONG[:300]}.lora_{one}": np.ones((2, 2), "f4") for one in "ab"}
     ),
-    "mindformers: a tensor beside them that leads out": mind("does not have", {"model.../../evil": np.ones(2, "f4")}),
+    "mindformers: another tensor that leads out": mind("does not have", {"model.../../evil": np.ones(2, "f4")}),
     "accessory: os.system": shards(ATTACK, change=SYSTEM),
     "accessory: eval": shards(ATTACK, change=EVAL),
     "accessory: a list": shards("state dict|no tensors|holds", change=lambda _: pickle.dumps([1], 2)),

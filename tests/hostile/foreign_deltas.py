@@ -54,7 +54,7 @@ def more(value: bytes, refused: str | None) -> Case:
 
 
 def stanford(refused: str | None, checksum: bytes = b"1", rows: int = 9, dtype: torch.dtype = torch.float32) -> Case:
-    """A delta of Stanford, with this checksum beside it, and so many tokens."""
+    """A delta of Stanford, with this checksum next to it, and this number of tokens."""
 
     def build(folder: Path) -> Path:
         model(folder / "base", weights())
@@ -120,17 +120,18 @@ CASES: dict[str, Case] = {
     "fastchat: a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not rebuilt"),
     "fastchat: a list": pickled(lambda _: pickle.dumps([1], 2), "no state dict"),
     "fastchat: cut": difference(
-        "truncated|no torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
+        "truncated|not a torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
     ),
     "fastchat: a pipe": difference(
-        "no delta|no torch|no regular|cannot", change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path))
+        "not a delta|not a torch|not a regular|cannot",
+        change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path)),
     ),
-    "fastchat: another shape": difference("does not fit", {NAME: torch.ones(8, 5).half()}),
-    "fastchat: fewer tokens": difference("does not fit", {NAME: torch.ones(7, 4).half()}),
-    "fastchat: a scalar": difference("does not fit", {NAME: torch.tensor(1.0).half()}),
-    "fastchat: one more tensor": difference("the base lacks", {"../../evil": torch.ones(1)}),
-    "fastchat: a name with an escape sequence": difference("the base lacks", {"\x1b[2J\n": torch.ones(1)}),
-    "fastchat: whole numbers": difference("is of int64", {NAME: torch.ones(8, 4).long()}),
+    "fastchat: another shape": difference("shape mismatch", {NAME: torch.ones(8, 5).half()}),
+    "fastchat: fewer tokens": difference("shape mismatch", {NAME: torch.ones(7, 4).half()}),
+    "fastchat: a scalar": difference("shape mismatch", {NAME: torch.tensor(1.0).half()}),
+    "fastchat: one more tensor": difference("missing keys in the base", {"../../evil": torch.ones(1)}),
+    "fastchat: a name with an escape sequence": difference("missing keys in the base", {"\x1b[2J\n": torch.ones(1)}),
+    "fastchat: whole numbers": difference("unsupported dtype int64", {NAME: torch.ones(8, 4).long()}),
     "fastchat: not a number": difference(None, {NAME: torch.full((8, 4), float("nan")).half()}),
     "fastchat: infinite": difference(None, {NAME: torch.full((8, 4), float("inf")).half()}),
     "fastchat: a view of 2^40": difference("larger than its storage", {NAME: torch.ones(1).half().expand(8, 1 << 40)}),
@@ -139,27 +140,27 @@ CASES: dict[str, Case] = {
     "fastchat: config of another kind": difference(None, text_config="evil", tie_word_embeddings=LONG),
     "stanford: a checksum of 8 GB": stanford(None, b"9" * 1_000_000),
     "stanford: a checksum of 400 digits": stanford(None, b"9" * 90),
-    "stanford: a checksum that is no number": stanford(None, b"\xff\x00evil"),
+    "stanford: a checksum that is not a number": stanford(None, b"\xff\x00evil"),
     "stanford: a checksum with an escape sequence": stanford(None, b"\x1b[2J\n"),
-    "stanford: whole numbers": stanford("is of int32", dtype=torch.int32),
+    "stanford: whole numbers": stanford("unsupported dtype int32", dtype=torch.int32),
     "stanford: 100,000 tokens more": stanford(None, rows=100_000),
     "accessory: os.system": accessory_pickled(call("os", "system", text(SHELL)), ATTACK),
     "accessory: eval": accessory_pickled(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "accessory: cut": accessory("truncated|no torch file", change=lambda path: os.truncate(path / SHARD, 300)),
+    "accessory: cut": accessory("truncated|not a torch file", change=lambda path: os.truncate(path / SHARD, 300)),
     "accessory: a pipe": accessory(
-        "no torch|no regular|cannot|missing", change=instead_of(SHARD, lambda path: os.mkfifo(path))
+        "not a torch|not a regular|cannot|missing", change=instead_of(SHARD, lambda path: os.mkfifo(path))
     ),
-    "accessory: a folder": accessory("no torch|no regular|cannot|missing", change=instead_of(SHARD, Path.mkdir)),
+    "accessory: a folder": accessory("not a torch|not a regular|cannot|missing", change=instead_of(SHARD, Path.mkdir)),
     "accessory: a link to itself": accessory(
-        "no torch|no regular|cannot|missing|not there",
+        "not a torch|not a regular|cannot|missing|does not exist",
         change=instead_of(SHARD, lambda path: path.symlink_to(path.name)),
     ),
     "accessory: no model": accessory("model|state", change=lambda path: save(path, {"evil": 1}, SHARD)),
     "accessory: 99 shards, one there": accessory(
         "mixes shards", change=lambda path: save(path, {"model": {}}, "consolidated.00-of-99.model-diff.pth")
     ),
-    "accessory: another shape": accessory("does not fit", {"llma.norm.weight": torch.ones(7)}),
-    "accessory: a scalar": accessory("does not fit|no rule|axes", {"llma.norm.weight": torch.tensor(1.0)}),
+    "accessory: another shape": accessory("shape mismatch", {"llma.norm.weight": torch.ones(7)}),
+    "accessory: a scalar": accessory("shape mismatch|no rule|axes", {"llma.norm.weight": torch.tensor(1.0)}),
     "accessory: an unknown part": accessory("no rule places", {"llma.evil.weight": torch.ones(2)}),
     "accessory: a name with an escape sequence": accessory("no rule|names", {"\x1b[2J\n": torch.ones(2)}),
     "accessory: a name that is a number": accessory("no rule|names|text|state dict", {7: torch.ones(2)}),

@@ -1,4 +1,4 @@
-"""The inputs before anything is changed in them: the smallest checkpoints of each format, made by torch."""
+"""The unchanged inputs: the smallest checkpoints of each format, made by torch."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def view(key: str, offset: int, size: int, again: tuple[str, int, int] | None = 
 
 
 def sized(count: int) -> Callable[[list[bytes], bytes], bytes]:
-    """The first storage claims so many elements."""
+    """The first storage declares this number of elements."""
     return lambda pickles, storages: b"".join(pickles) + struct.pack("<q", count) + storages[8:]
 
 
@@ -96,12 +96,14 @@ CASES: dict[str, Case] = {
     **{
         f"another call in pickle {number + 1}": legacy(
             joined(number, lambda _: b"\x80\x02" + call("evil", "Evil") + b"."),
-            "protocol|big-endian|no tensor uses|no list|" + UNKNOWN,
+            "protocol|big-endian|unused storage|not a list|no list|" + UNKNOWN,
         )
         for number in (1, 2, 3, 4)
     },
     **{
-        f"pickle {number + 1} is empty": legacy(joined(number, lambda _: b""), "no storage|which no checkpoint needs")
+        f"pickle {number + 1} is empty": legacy(
+            joined(number, lambda _: b""), "not a storage|which checkpoints do not use"
+        )
         for number in (1, 2, 3, 4)
     },
     "a protocol of 400 digits": legacy(joined(1, lambda _: pickle.dumps(10**150, 2)), "protocol|over the limit"),
@@ -110,23 +112,23 @@ CASES: dict[str, Case] = {
         joined(2, lambda _: pickle.dumps({**SYSTEM, "little_endian": False}, 2)), "big-endian"
     ),
     "keys in another order": legacy(
-        joined(4, lambda data: pickle.dumps(pickle.loads(data)[::-1], 2)), "elements, and also|truncated|twice"
+        joined(4, lambda data: pickle.dumps(pickle.loads(data)[::-1], 2)), "declares both|truncated|duplicate"
     ),
-    "a key twice": legacy(joined(4, lambda data: pickle.dumps(pickle.loads(data)[:1] * 12, 2)), "twice"),
-    "no keys": legacy(joined(4, lambda _: pickle.dumps([], 2)), "goes on after|no data for"),
-    "keys that are numbers": legacy(joined(4, lambda _: pickle.dumps([1, []], 2)), "no list of storages"),
-    "a key with an escape sequence": legacy(joined(4, lambda _: pickle.dumps(["\x1b[2J\n"], 2)), "no tensor uses"),
-    "a million keys": legacy(joined(4, lambda _: pickle.dumps([str(n) for n in range(300_000)], 2)), "no tensor uses"),
-    "a storage of 2^61 elements": legacy(sized(1 << 61), "elements, and also"),
-    "a storage of -1 elements": legacy(sized(-1), "elements, and also"),
-    "bytes behind": legacy(lambda pickles, storages: b"".join(pickles) + storages + b"x", "goes on after"),
+    "a key twice": legacy(joined(4, lambda data: pickle.dumps(pickle.loads(data)[:1] * 12, 2)), "duplicate"),
+    "no keys": legacy(joined(4, lambda _: pickle.dumps([], 2)), "continues after|no data for"),
+    "keys that are numbers": legacy(joined(4, lambda _: pickle.dumps([1, []], 2)), "no list of storage keys"),
+    "a key with an escape sequence": legacy(joined(4, lambda _: pickle.dumps(["\x1b[2J\n"], 2)), "unused storage"),
+    "a million keys": legacy(joined(4, lambda _: pickle.dumps([str(n) for n in range(300_000)], 2)), "unused storage"),
+    "a storage of 2^61 elements": legacy(sized(1 << 61), "declares both"),
+    "a storage of -1 elements": legacy(sized(-1), "declares both"),
+    "bytes after the end": legacy(lambda pickles, storages: b"".join(pickles) + storages + b"x", "continues after"),
     "cut": legacy(lambda pickles, storages: b"".join(pickles) + storages[: len(storages) // 2], "truncated"),
     "without storages": legacy(lambda pickles, storages: b"".join(pickles), "truncated"),
     "a view": legacy(view("v", 2, 4), "configuration|lacks|head|layer"),
-    "a view behind the end": legacy(view("v", 6, 4), "outside its storage|" + UNKNOWN),
-    "a view in front": legacy(view("v", -1, 4), "outside its storage|" + UNKNOWN),
+    "a view past the end": legacy(view("v", 6, 4), "outside its storage|" + UNKNOWN),
+    "a view before the start": legacy(view("v", -1, 4), "outside its storage|" + UNKNOWN),
     "a view of 2^62": legacy(view("v", 0, 1 << 62), "outside its storage|" + UNKNOWN),
-    "one view in two ways": legacy(view("v", 0, 4, ("v", 4, 4)), "two ways|" + UNKNOWN),
+    "contradictory descriptions of a view": legacy(view("v", 0, 4, ("v", 4, 4)), "contradictory|" + UNKNOWN),
     "a pickle of a gigabyte of marks": legacy(
         joined(3, lambda data: data[:2] + b"(" * 100_000 + data[2:]), "nested deeper|" + UNKNOWN
     ),

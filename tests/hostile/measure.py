@@ -1,4 +1,4 @@
-"""Runs inspect and a conversion on one input after the other, each in a process of its own, and tells what they cost.
+"""Runs inspect and a conversion on one input after the other, each in a process of its own, and prints their cost.
 
     python -m tests.hostile.measure JOBS.json RESULTS.json
 
@@ -81,10 +81,10 @@ def _forked(run: Callable[[], Any]) -> dict[str, Any]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        told = pipe.read()
+        written = pipe.read()
     _, status = os.waitpid(child, 0)
     ended = {"outcome": "crashed", "message": f"ended by {status}", "seconds": SECONDS, "mebibytes": MEMORY >> 20}
-    return json.loads(told) if told else ended
+    return json.loads(written) if written else ended
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def mpt(refused: str | None, attention: Any = None, **fields: Any) -> Case:
     """A run of LLM Foundry with other settings."""
 
     def build(folder: Path) -> Path:
-        told = {**FOUNDRY["attn_config"], **attention} if isinstance(attention, dict) else attention
-        config = {**FOUNDRY, **({} if attention is None else {"attn_config": told}), **fields}
+        written = {**FOUNDRY["attn_config"], **attention} if isinstance(attention, dict) else attention
+        config = {**FOUNDRY, **({} if attention is None else {"attn_config": written}), **fields}
         content = composer({})
         content["state"]["model"] = {f"model.{name}": tensor for name, tensor in random_state(FOUNDRY).items()}
         content["state"]["integrations"]["huggingface"]["model"]["config"]["content"] = config
@@ -85,7 +85,7 @@ def mpt_tensor(refused: str, name: str, tensor: torch.Tensor) -> Case:
     return Case(build, refused)
 
 
-ODD = "no usable|has .* for|cannot express|impossible|is an MPT|of another shape|says|lacks|head"
+ODD = "no usable|invalid|mismatch|has .* for|cannot express|impossible|is an MPT|of another shape|says|lacks|head"
 HONEST = {f"to {to}": model(None, to) for to in TARGETS} | {"mpt": mpt(None)}
 CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},

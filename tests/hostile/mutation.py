@@ -1,4 +1,4 @@
-"""Side files with one wrong value: each value of a JSON or YAML file in turn, and what may stand in its place."""
+"""Side files with one wrong value: each value of a JSON or YAML file in turn, and its replacements."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "lz4": lz4.frame.compress,
     "zst": zstandard.compress,
 }
-DAMAGED = "cannot be unpacked|is truncated|declares|behind its end|no torch file|damaged|not of a training format"
+DAMAGED = "cannot be unpacked|is truncated|declares|after its end|not a torch file|damaged|no training format"
 
 
 def run_bytes() -> bytes:
@@ -149,7 +149,7 @@ def damaged(data: bytes) -> bytes:
 
 
 def pointers(files: dict[str, str], refused: str | None, start: str = "latest.pt.symlink") -> Case:
-    """Pointer files beside a run `x.pt`; a `None` content is a pipe."""
+    """Pointer files next to a run `x.pt`; a `None` content is a pipe."""
 
     def build(folder: Path) -> Path:
         save(folder, composer())
@@ -173,7 +173,7 @@ def to_what(put: Callable[[Path], object], refused: str) -> Case:
 
 OUT = "leads out of the folder"
 NO_PLAIN = "a link, a device or a sparse file"
-GROWS = "grows more than|no room|bytes are needed"
+GROWS = "grows more than|no space left|bytes are needed"
 HONEST = {kind: packed(pack, None, f"x.pt.{kind}") for kind, pack in COMPRESS.items()}
 HONEST |= {
     "a packed archive": packed(lambda data: gzip.compress(tar((NAME, data, {}))), None),
@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
         if kind not in ("lzma", "lz4")
     },
     **{
-        f"{kind}: a script behind": packed(
+        f"{kind}: a script after the end": packed(
             lambda data, pack=pack: pack(data) + b"#!/bin/sh\necho evil\n",  # type: ignore[misc]
             DAMAGED,
             f"x.pt.{kind}",
@@ -252,7 +252,7 @@ CASES: dict[str, Case] = {
     "lzma: declares 2^47 bytes": packed(lzma_declaring(1 << 47), DAMAGED + "|" + GROWS, "x.pt.lzma"),
     "lzma: a dictionary of 3 GB": packed(lzma_declaring(1000, 3 << 30), DAMAGED, "x.pt.lzma"),
     "xz: declares an exabyte": packed(xz_declaring, DAMAGED + "|" + GROWS, "x.pt.xz"),
-    "zeros behind a gz": Case(lambda folder: padded(folder), None),
+    "zeros after a gz": Case(lambda folder: padded(folder), None),
     "lzop": content(b"\x89LZO\x00\r\n\x1a\n" + bytes(50), "lzop", "x.pt.lzo"),
     "tar: a name that leads out": archive(OUT, "../../" + NAME),
     "tar: an absolute name": archive(OUT, "/etc/cron.d/evil"),
@@ -283,7 +283,7 @@ CASES: dict[str, Case] = {
     "tar: a gz in it": packed(lambda data: tar((NAME, gzip.compress(data), {})), "compressed again", "x.tar"),
     "tar: cut": packed(lambda data: tar((NAME, data, {}))[: len(data) // 2], "truncated", "x.tar"),
     "tar: without an end": packed(lambda data: tar((NAME, data, {}))[: 512 + len(data)], "truncated", "x.tar"),
-    "tar: bytes behind the end": packed(lambda data: tar((NAME, data, {})) + b"x", "behind its end", "x.tar"),
+    "tar: bytes after the end": packed(lambda data: tar((NAME, data, {})) + b"x", "after its end", "x.tar"),
     "tar: a member of 8 GB": packed(sized(b"77777777777\0"), "truncated|" + GROWS, "x.tar"),
     "tar: a member of 2^80 bytes": packed(sized(b"\x80" + b"\x7f" * 11), "truncated|damaged|" + GROWS, "x.tar"),
     "tar: a member of a negative size": packed(
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
     ),
     "tar: a size in pax of 18 digits": packed(pax(b"27 size=999999999999999999\n"), "truncated|" + GROWS, "x.tar"),
     "tar: a size in pax of 5000 digits": packed(pax(b"5011 size=" + b"9" * 5000 + b"\n"), "damaged header", "x.tar"),
-    "tar: a size in pax that is none": packed(pax(b"12 size=-10\n"), "damaged header", "x.tar"),
+    "tar: an invalid size in pax": packed(pax(b"12 size=-10\n"), "damaged header", "x.tar"),
     "tar: a pax record of length 0": packed(pax(b"0 a=b\n"), "damaged header", "x.tar"),
     "tar: a pax record that overruns": packed(pax(b"999 a=b\n"), "damaged header", "x.tar"),
     "tar: digits that int() takes": packed(pax("12 size=٣٣\n".encode()), "damaged header", "x.tar"),
@@ -302,29 +302,29 @@ CASES: dict[str, Case] = {
     "tar: 5000 folders": packed(
         lambda data: tar(*[("x", b"", {"type": tarfile.DIRTYPE})] * 5000, (NAME, data, {})), "far too many", "x.tar"
     ),
-    "pointer: to itself": pointers({"latest.pt.symlink": "latest.pt.symlink"}, "without an end"),
+    "pointer: to itself": pointers({"latest.pt.symlink": "latest.pt.symlink"}, "circle of pointers"),
     "pointer: in a circle": pointers(
-        {"latest.pt.symlink": "b.symlink", "b.symlink": "c", "c.symlink": "latest.pt"}, "without an end"
+        {"latest.pt.symlink": "b.symlink", "b.symlink": "c", "c.symlink": "latest.pt"}, "circle of pointers"
     ),
     "pointer: nine in a row": pointers(
-        {"latest.pt.symlink": "n0", **{f"n{n}.symlink": f"n{n + 1}" for n in range(9)}}, "without an end"
+        {"latest.pt.symlink": "n0", **{f"n{n}.symlink": f"n{n + 1}" for n in range(9)}}, "circle of pointers"
     ),
     "pointer: to the parent": pointers({"latest.pt.symlink": "../../../etc/passwd"}, "outside of its bucket"),
     "pointer: absolute": pointers({"latest.pt.symlink": "/etc/passwd"}, "outside of its bucket"),
-    "pointer: from the root of the disk": pointers({"latest.pt.symlink": "etc/passwd"}, "not there"),
+    "pointer: from the root of the disk": pointers({"latest.pt.symlink": "etc/passwd"}, "does not exist"),
     "pointer: to a service": pointers({"latest.pt.symlink": "http://127.0.0.1:1/x.pt"}, "outside of its bucket"),
     "pointer: to a drive": pointers({"latest.pt.symlink": "C:\\x.pt"}, "outside of its bucket"),
-    "pointer: two lines": pointers({"latest.pt.symlink": "x.pt\ny.pt"}, "no pointer"),
-    "pointer: an escape sequence": pointers({"latest.pt.symlink": "\x1b[2Jx.pt"}, "no pointer"),
-    "pointer: no text": pointers({"latest.pt.symlink": "\udcff\udcfe"}, "no pointer"),
-    "pointer: nothing": pointers({"latest.pt.symlink": ""}, "no pointer"),
+    "pointer: two lines": pointers({"latest.pt.symlink": "x.pt\ny.pt"}, "not a pointer"),
+    "pointer: an escape sequence": pointers({"latest.pt.symlink": "\x1b[2Jx.pt"}, "not a pointer"),
+    "pointer: no text": pointers({"latest.pt.symlink": "\udcff\udcfe"}, "not a pointer"),
+    "pointer: nothing": pointers({"latest.pt.symlink": ""}, "not a pointer"),
     "pointer: a name of 1000 letters": pointers({"latest.pt.symlink": "a" * 1000}, "points to"),
     "pointer: a path of 500 folders": pointers({"latest.pt.symlink": "a/" * 500 + "x.pt"}, None),
-    "pointer: 8 GB": alone(sparse(8 << 30), "no pointer|not of a training format", "x.symlink"),
-    "pointer: to a pipe": to_what(lambda path: os.mkfifo(path), UNKNOWN + "|(not a|no) regular file"),
-    "pointer: to /dev/zero": to_what(lambda path: path.symlink_to("/dev/zero"), UNKNOWN + "|(not a|no) regular file"),
+    "pointer: 8 GB": alone(sparse(8 << 30), "not a pointer|no training format", "x.symlink"),
+    "pointer: to a pipe": to_what(lambda path: os.mkfifo(path), UNKNOWN + "|not a regular file"),
+    "pointer: to /dev/zero": to_what(lambda path: path.symlink_to("/dev/zero"), UNKNOWN + "|not a regular file"),
     "pointer: to a link to /etc/passwd": to_what(lambda path: path.symlink_to("/etc/hostname"), UNKNOWN),
-    "pointer: to a link to itself": to_what(lambda path: path.symlink_to("target"), "not there"),
+    "pointer: to a link to itself": to_what(lambda path: path.symlink_to("target"), "does not exist"),
     "pointer: a pipe": alone(lambda path: os.mkfifo(path), NO_FILE, "x.symlink"),
     "written link: to the parent": pointers({"l.pt": "../../etc/passwd"}, UNKNOWN, "l.pt"),
     "written link: to itself": pointers({"l.pt": "l.pt"}, UNKNOWN, "l.pt"),
@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
 
 
 def padded(folder: Path) -> Path:
-    """A run and zeros behind it, which tapes leave; they take no space."""
+    """A run and zeros after it, which tapes leave; they take no space."""
     path = folder / "x.pt.gz"
     path.write_bytes(gzip.compress(run_bytes()))
     os.truncate(path, 256 << 20)

@@ -15,8 +15,10 @@ from tests.hostile.honest import CONFIG, members, repacked, save, weights
 from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
-UNKNOWN = "not of a training format"
-NO_FILE = "no torch file|(not a|no) regular file|is missing|truncated|damaged|not of a training format|no state dict"
+UNKNOWN = "no training format"
+NO_FILE = (
+    "not a torch file|not a regular file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+)
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,8 +43,8 @@ def index(content: Any, refused: str | None) -> Case:
     def build(folder: Path) -> Path:
         folder_of(folder)
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        told = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
-        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(told))
+        written = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
+        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(written))
         return folder
 
     return Case(build, refused)
@@ -76,8 +78,8 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
     """A file with a state dict after `change`, or with what that returns."""
 
     def build(folder: Path) -> Path:
-        told = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
-        (folder / "config.json").write_text(told)
+        written = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
+        (folder / "config.json").write_text(written)
         own: dict[str, Any] = weights()
         changed = change(own)
         return save(folder, own if changed is None else changed, f"x.{suffix}")
@@ -86,7 +88,7 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
 
 
 def more(value: bytes, refused: str | None, around: Callable[[dict[str, Any]], Any] = dict) -> Case:
-    """A file with one more value beside the weights (or what they lie in), made by these opcodes."""
+    """A file with one more value next to the weights (or their container), made by these opcodes."""
 
     def build(folder: Path) -> Path:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -112,13 +114,13 @@ HONEST = {
 }
 CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
-    "index: a shard outside": index({"x": f"../in/{FIRST}"}, "names the shard"),
-    "index: an absolute shard": index({"x": "/etc/passwd"}, "names the shard"),
-    "index: an absolute shard of its kind": index({"x": "/etc/evil.bin"}, "names the shard"),
-    "index: the parent": index({"x": ".."}, "names the shard"),
+    "index: a shard outside": index({"x": f"../in/{FIRST}"}, "invalid shard name"),
+    "index: an absolute shard": index({"x": "/etc/passwd"}, "invalid shard name"),
+    "index: an absolute shard of its kind": index({"x": "/etc/evil.bin"}, "invalid shard name"),
+    "index: the parent": index({"x": ".."}, "invalid shard name"),
     "index: a shard of Windows": index({"x": "..\\evil.bin"}, "is missing"),
-    "index: a number": index({"x": 7}, "names the shard"),
-    "index: a list": index({"x": [FIRST]}, "names the shard"),
+    "index: a number": index({"x": 7}, "invalid shard name"),
+    "index: a list": index({"x": [FIRST]}, "invalid shard name"),
     "index: a zero": index({"x": "a\0.bin"}, "is missing"),
     "index: an escape sequence": index({"x": "\x1b[2J\n.bin"}, "is missing"),
     "index: no text": index({"x": "\udcff.bin"}, "is missing|cannot be read"),
@@ -127,10 +129,10 @@ CASES: dict[str, Case] = {
     "index: nothing": index("{}", "no `weight_map`"),
     "index: 100,000 deep": index("[" * 100_000, "not valid JSON"),
     "index: no text at all": index('{"weight_map": "\x00"}', "not valid JSON"),
-    "index: a tensor that is not there": index({"x": FIRST}, "disagree about"),
+    "index: a tensor that is not there": index({"x": FIRST}, "differ in"),
     "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "is missing"),
     "index: 8 GB": shard(lambda path: os.truncate(path.touch() or path, 8 << 30), "too large", INDEX),  # type: ignore[func-returns-value]
-    "index: a pipe": shard(lambda path: os.mkfifo(path), "(not a|no) regular file", INDEX),
+    "index: a pipe": shard(lambda path: os.mkfifo(path), "not a regular file", INDEX),
     "index: two": shard(lambda path: path.write_text("{}"), "indices", "\x1b[2J.bin.index.json"),
     "shard: a pipe": shard(lambda path: os.mkfifo(path), NO_FILE),
     "shard: a folder": shard(Path.mkdir, NO_FILE),
@@ -138,7 +140,7 @@ CASES: dict[str, Case] = {
     "shard: a link to /dev/zero": shard(lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "shard: a link to itself": shard(lambda path: path.symlink_to(path.name), NO_FILE),
     "shard: nothing": shard(Path.touch, NO_FILE),
-    "shard: the other one": shard(lambda path: path.symlink_to(FIRST), "disagree about"),
+    "shard: the other one": shard(lambda path: path.symlink_to(FIRST), "differ in"),
     "shard: a list": shard(lambda path: torch.save([1], path), "no state dict"),
     "shards: of 10^11": numbered("is missing", "pytorch_model-00001-of-99999999999.bin"),
     "shards: of 10^100": numbered("is missing", f"pytorch_model-00001-of-{10**100}.bin"),
@@ -153,11 +155,11 @@ CASES: dict[str, Case] = {
     ),
     "state: os.system": more(call("os", "system", text(SHELL)), ATTACK + "|" + UNKNOWN),
     "state: another call": more(call("evil", "Evil"), "not rebuilt"),
-    "state: names that lead out": state("no part of|two models", changed("../../evil", torch.zeros(2))),
-    "state: an escape sequence": state("no part of|two models", changed("\x1b[2J\n.x", torch.zeros(2))),
-    "state: names that are numbers": state("no part of|two models", lambda own: {**own, 7: torch.zeros(2)}),
+    "state: names that lead out": state("outside the model|two models", changed("../../evil", torch.zeros(2))),
+    "state: an escape sequence": state("outside the model|two models", changed("\x1b[2J\n.x", torch.zeros(2))),
+    "state: names that are numbers": state("outside the model|two models", lambda own: {**own, 7: torch.zeros(2)}),
     "state: a name of 100,000 letters": state("no part of|two models|aaa", changed("a" * 100_000, torch.zeros(2))),
-    "state: no part of the model, without dots": state("no part of|two models", changed("", torch.zeros(2))),
+    "state: no part of the model, without dots": state("outside the model|two models", changed("", torch.zeros(2))),
     "state: a scalar for a matrix": state("of another shape", changed(EMBEDDING, torch.tensor(1.0))),
     "state: three axes for a matrix": state("shape", changed(EMBEDDING, torch.zeros(8, 4, 1))),
     "state: 2^40 columns": state("larger than its storage", changed(EMBEDDING, torch.zeros(1).expand(8, 1 << 40))),

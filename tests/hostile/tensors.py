@@ -1,4 +1,4 @@
-"""Tensors that lie about their storage, and views that cost more than they hold."""
+"""Tensors that contradict their storage, and views that cost more than they contain."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ CASES: dict[str, Case] = {
     "a nested shape": forged(((8,),), (1,), refused=LIE),
     "strides of another rank": forged((8, 8), (1,), refused=LIE),
     "a float as offset": forged((8,), (1,), offset=0.5, refused=LIE),
-    "a storage that says it is larger": forged((64,), (1,), numel=65, refused="its record has"),
-    "a storage that says it is of doubles": forged((64,), (1,), kind="DoubleStorage", refused="its record has"),
+    "a storage that declares a larger size": forged((64,), (1,), numel=65, refused="its record has"),
+    "a storage that declares doubles": forged((64,), (1,), kind="DoubleStorage", refused="its record has"),
     "a storage of an unknown type": forged((64,), (1,), kind="EvilStorage", refused="stored as"),
     "a complex storage": forged((64,), (1,), kind="ComplexFloatStorage", refused="stored as"),
-    "a storage whose size is a text": forged((64,), (1,), numel="64", refused="no storage"),
-    "a storage whose size is a bool": forged((1,), (1,), numel=True, refused="its record has|no storage"),
+    "a storage whose size is a text": forged((64,), (1,), numel="64", refused="not a storage"),
+    "a storage whose size is a bool": forged((1,), (1,), numel=True, refused="its record has|not a storage"),
     "a scalar": forged((), (), refused="another shape"),
     "an empty tensor": forged((0, 8), (8, 1), refused="another shape"),
     "an empty tensor outside the storage": forged((0, 8), (8, 1), offset=1 << 50, refused=LIE),

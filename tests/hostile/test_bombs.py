@@ -1,4 +1,4 @@
-"""A few megabytes cost a few seconds and some hundred megabytes, whatever they say; each input in its own process."""
+"""A few megabytes cost a few seconds and some hundred megabytes, whatever they declare; one process per input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.hostile import bombs
 from tests.hostile.test_hostile import HONEST, ROOT, job
 
 SECONDS, MEBIBYTES = 6, 500
-"""3 s on a machine that does nothing else."""
+"""3 s on an idle machine."""
 
 QUICK = re.compile(
     r"name: |yaml: (anchors|a deep flow)|tokenizer: a vocabulary|header: one name|sentencepiece: a long"

@@ -1,4 +1,4 @@
-"""Every hostile input is refused in one clear line or has no effect: proven in a process whose every act is seen."""
+"""Every hostile input is refused in one clear line or has no effect: proven in a process that is audited."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def run(kind: str, folder: Path) -> None:
 
 
 def job(name: str, case: Case, place: Path) -> dict[str, Any]:
-    """What the child is told of a case."""
+    """What the child is written of a case."""
     (place / "in").mkdir(parents=True)
     source = case.build(place / "in")
     options = {key: _in_folder(value, place / "in") for key, value in case.options.items()}
     honest = name.startswith("honest: ")
-    told = {"source": str(source), "place": str(place), "options": options, "command": case.command}
-    return {"name": name, "honest": honest, **told}
+    written = {"source": str(source), "place": str(place), "options": options, "command": case.command}
+    return {"name": name, "honest": honest, **written}
 
 
 def _in_folder(value: Any, folder: Path) -> Any:

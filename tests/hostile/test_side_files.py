@@ -19,7 +19,7 @@ from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.output.manifest import read_manifest
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from tests.hostile.case import Case
@@ -32,7 +32,7 @@ SUFFIXES = (".json", ".yaml", ".yml")
 CASES: dict[str, Case] = HONEST | {
     f"{kind}: {name}": case for kind, module in KINDS.items() for name, case in getattr(module, "HONEST", {}).items()
 }
-"""Inputs of every format and kind of adapter, before anything is changed in them."""
+"""Unchanged inputs of every format and kind of adapter."""
 
 QUICK = 8
 """Mutants of each file in the quick test, drawn anew for each file but the same in every run."""
@@ -53,7 +53,7 @@ def require_clear(case: Case, folder: Path, share: Callable[[str, list[Any]], li
 
 
 def problems_of(case: Case, source: Path, out: Path, options: dict[str, Any]) -> list[str]:
-    """What is raised that is no refusal, and what refusals leave."""
+    """Errors that are not refusals, and leftovers of refusals."""
     runs: list[Callable[[], Any]] = [
         lambda: json.dumps(inspect(source).summary()),
         lambda: COMMANDS[case.command](source, out / "hf", **options),
@@ -123,7 +123,7 @@ def test_a_broken_manifest_is_refused(read: Callable[[Path], object], tmp_path: 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a/b/c", "a\0", "a\nb"])
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "llmconv.json").write_text(json.dumps({"files": {name: {"bytes": 1}}}))
-    with pytest.raises(MalformedInput, match="is not a manifest of llmconv: `files` names"):
+    with pytest.raises(MalformedInput, match="is not a valid manifest: `files` names"):
         read_manifest(tmp_path)
 
 
@@ -148,14 +148,14 @@ def test_a_broken_session_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * DEPTH_LIMIT * 2 + "]" * DEPTH_LIMIT * 2, '{"b":' * 200 + "1" + "}" * 200])
-def test_what_is_nested_deep_is_refused(text: str, tmp_path: Path) -> None:
+def test_deep_nesting_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"a": {text}}}')
     with pytest.raises(MalformedInput, match="nested deeper than 100 levels"):
         read_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "a/../../etc", "..", "é", ""])
-def test_a_model_type_that_is_no_name_has_no_source(name: str) -> None:
+def test_a_model_type_that_is_not_a_name_has_no_source(name: str) -> None:
     assert name == ".." or model_folder(name) is None
 
 

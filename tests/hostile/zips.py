@@ -1,4 +1,4 @@
-"""Zips whose parts lie about each other, and members that are no plain files."""
+"""Zips whose parts contradict each other, and members that are not regular files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAMAGED = "truncated or damaged"
 
 @dataclass(frozen=True)
 class Member:
-    """One member; what is not None is said instead of the truth, in the local header or in the directory."""
+    """One member; fields other than None replace the true values, in the local header or in the directory."""
 
     name: str
     data: bytes
@@ -47,9 +47,9 @@ def encode(parts: Iterable[Member], end: Callable[[int, int, int], bytes] | None
         size = len(part.data) if part.size is None else part.size
         packed = size if part.packed is None else part.packed
         local = (part.local_name or part.name).encode()
-        said = len(part.data) if part.local_size is None else part.local_size
+        shown = len(part.data) if part.local_size is None else part.local_size
         flags = part.flags if part.local_flags is None else part.local_flags
-        header = (20, flags, part.method, 0, 0x21, crc, said, said, len(local), 0)
+        header = (20, flags, part.method, 0, 0x21, crc, shown, shown, len(local), 0)
         body += struct.pack("<4s5H3L2H", b"PK\x03\x04", *header) + local + part.data
         entry = (
             20,
@@ -159,37 +159,41 @@ def zip64_of(size: int) -> bytes:
 
 CASES: dict[str, Case] = {
     "a zip written by hand": written(encode(honest_members()), None),
-    "a compressed pickle": Case(compressed, "compresses or encrypts"),
+    "a compressed pickle": Case(compressed, "compressed or encrypted"),
     "a flipped bit in the pickle": flipped("CRC-32", "x/data.pkl", 40),
-    "a flipped bit at the start of a weight": flipped("`data/0` does not have the CRC-32", WEIGHT, 0),
-    "a flipped bit at the end of a weight": flipped("`data/0` does not have the CRC-32", WEIGHT, 127),
+    "a flipped bit at the start of a weight": flipped("CRC-32 mismatch in `data/0`", WEIGHT, 0),
+    "a flipped bit at the end of a weight": flipped("CRC-32 mismatch in `data/0`", WEIGHT, 127),
     "a wrong checksum of a weight": changed(WEIGHT, "CRC-32", crc=1),
     "a wrong checksum of the byte order": changed("x/byteorder", "CRC-32", crc=1),
     "a big-endian file": changed("x/byteorder", "big-endian", data=b"big"),
-    "an encrypted member": changed(WEIGHT, "compresses or encrypts", flags=1),
-    "strong encryption": changed(WEIGHT, "compresses or encrypts", flags=0x41),
-    "encrypted only in the local header": changed(WEIGHT, "in two ways", local_flags=1),
-    "a masked directory": changed(WEIGHT, "compresses or encrypts", flags=0x2000),
-    "a deflated weight": changed(WEIGHT, "compresses or encrypts", method=8),
-    "an unknown method": changed(WEIGHT, "compresses or encrypts", method=99),
-    "another name in the local header": changed(WEIGHT, "in two ways", local_name="x/data/9"),
-    "another size in the local header": changed(WEIGHT, "in two ways", local_size=4),
-    "no size in the local header": changed(WEIGHT, "in two ways", local_size=0),
+    "an encrypted member": changed(WEIGHT, "compressed or encrypted", flags=1),
+    "strong encryption": changed(WEIGHT, "compressed or encrypted", flags=0x41),
+    "encrypted only in the local header": changed(WEIGHT, "contradictory headers", local_flags=1),
+    "a masked directory": changed(WEIGHT, "compressed or encrypted", flags=0x2000),
+    "a deflated weight": changed(WEIGHT, "compressed or encrypted", method=8),
+    "an unknown method": changed(WEIGHT, "compressed or encrypted", method=99),
+    "another name in the local header": changed(WEIGHT, "contradictory headers", local_name="x/data/9"),
+    "another size in the local header": changed(WEIGHT, "contradictory headers", local_size=4),
+    "no size in the local header": changed(WEIGHT, "contradictory headers", local_size=0),
     "sizes in a descriptor": changed(WEIGHT, None, local_size=0, flags=8),
-    "a size that reaches into the next member": changed(WEIGHT, "in two ways|overlaps", size=400),
-    "a size beyond the file": changed(WEIGHT, "in two ways|ends outside", size=1 << 30, local_size=1 << 30),
+    "a size that reaches into the next member": changed(WEIGHT, "contradictory headers|overlaps", size=400),
+    "a size beyond the file": changed(WEIGHT, "contradictory headers|ends outside", size=1 << 30, local_size=1 << 30),
     "a 64-bit size beyond the file": changed(
-        WEIGHT, "in two ways|ends outside|damaged", size=0xFFFFFFFF, local_size=0xFFFFFFFF, extra=zip64_of(1 << 60)
+        WEIGHT,
+        "contradictory headers|ends outside|damaged",
+        size=0xFFFFFFFF,
+        local_size=0xFFFFFFFF,
+        extra=zip64_of(1 << 60),
     ),
     "a 64-bit field that is too short": changed(
-        WEIGHT, "truncated or damaged|in two ways", size=0xFFFFFFFF, extra=b"\1\0\2\0\0\0"
+        WEIGHT, "truncated or damaged|contradictory headers", size=0xFFFFFFFF, extra=b"\1\0\2\0\0\0"
     ),
-    "packed and unpacked sizes differ": changed(WEIGHT, "in two ways|compresses", packed=64),
-    "two members at one place": changed(WEIGHT, "in two ways|overlaps|without members", offset=0),
-    "a member in the directory": changed(WEIGHT, "in two ways|ends outside|damaged", offset=1 << 16),
+    "packed and unpacked sizes differ": changed(WEIGHT, "contradictory headers|compressed", packed=64),
+    "two members at one place": changed(WEIGHT, "contradictory headers|overlaps|without members", offset=0),
+    "a member in the directory": changed(WEIGHT, "contradictory headers|ends outside|damaged", offset=1 << 16),
     "a member on another disk": changed(WEIGHT, "misplaced", disk=3),
-    "the same member twice": added("doubled", Member(WEIGHT, b"1234")),
-    "the pickle twice": added("doubled", Member("x/data.pkl", b"N.")),
+    "the same member twice": added("duplicate", Member(WEIGHT, b"1234")),
+    "the pickle twice": added("duplicate", Member("x/data.pkl", b"N.")),
     "two pickles in two folders": added("misplaced", Member("y/data.pkl", b"N.")),
     "a symbolic link": added("misplaced", Member("x/data/99", b"/etc/passwd", attributes=(stat.S_IFLNK | 0o777) << 16)),
     "a device": added("misplaced", Member("x/data/99", b"", attributes=(stat.S_IFCHR | 0o666) << 16)),
@@ -198,10 +202,10 @@ CASES: dict[str, Case] = {
     "an absolute name": added("misplaced", Member("/etc/evil", b"")),
     "a name of Windows": added("misplaced", Member("x/..\\..\\evil", b"")),
     "a name with an escape sequence": added("misplaced", Member("x/\x1b[2J", b"")),
-    "a name of 60,000 letters": added("damaged|two ways", Member("x/" + "a" * 60_000, b"")),
+    "a name of 60,000 letters": added("damaged|contradictory headers", Member("x/" + "a" * 60_000, b"")),
     "TorchScript": added("TorchScript", Member("x/code/__torch__.py", b"pass")),
     "TorchScript constants": added("TorchScript", Member("x/constants.pkl", b"N.")),
-    "members nobody asked for": added(None, Member("x/evil.py", b"import os")),
+    "unexpected members": added(None, Member("x/evil.py", b"import os")),
     "a comment": ended(
         DAMAGED, lambda n, size, at: struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n, n, size, at, 4) + b"evil"
     ),
@@ -212,7 +216,7 @@ CASES: dict[str, Case] = {
             + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n, n, size, at, 0)
         ),
     ),
-    "fewer members than the end says": ended(
+    "fewer members than the end record declares": ended(
         DAMAGED, lambda n, size, at: struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n + 1, n + 1, size, at, 0)
     ),
     "several disks": ended(DAMAGED, lambda n, size, at: struct.pack("<4s4H2LH", b"PK\5\6", 1, 0, n, n, size, at, 0)),
@@ -220,17 +224,21 @@ CASES: dict[str, Case] = {
         DAMAGED, lambda n, size, at: struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n, n, size, at + 1000, 0)
     ),
     "a directory of 8 GB": Case(huge_directory, DAMAGED),
-    "bytes in front": written(encode(honest_members(), front=b"PK\x03\x04" + os.urandom(40)), "in front|" + DAMAGED),
-    "a shell script in front": written(
-        encode(honest_members(), front=b"#!/bin/sh\n"), "no torch file|not of a training format"
+    "bytes before the zip": written(
+        encode(honest_members(), front=b"PK\x03\x04" + os.urandom(40)), "bytes before|" + DAMAGED
     ),
-    "a zip in a zip": Case(quine, "no checkpoint needs|damaged|inconsistent|opcode"),
+    "a shell script in front": written(
+        encode(honest_members(), front=b"#!/bin/sh\n"), "not a torch file|no training format"
+    ),
+    "a zip in a zip": Case(quine, "checkpoints do not use|damaged|inconsistent|opcode"),
     "60,000 members": Case(many_members, None),
     "no members": written(encode([]), "without members|not of a training format|damaged"),
     "only a directory entry": written(
         struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0, 0, 0, 0, 0), "without members|damaged"
     ),
-    "a missing pickle": written(encode(honest_members()[1:]), "holds no `data.pkl`|in two ways|no training"),
+    "a missing pickle": written(
+        encode(honest_members()[1:]), "contains no `data.pkl`|contradictory headers|no training"
+    ),
     "a missing weight": written(encode([part for part in honest_members() if part.name != WEIGHT]), "has no data for"),
     "a weight with more bytes": changed(WEIGHT, "its record has", data=bytes(4096)),
 }

@@ -1,4 +1,4 @@
-"""Which tensors share a file when those of the source are kept."""
+"""Distribution of tensors when the source's files are kept."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files import copying as file_copy
+from llmconv.files import copying
 from llmconv.files.copying import copy_file
 from llmconv.output import staging, writer
 from llmconv.output.plan import plan_checkpoint
@@ -117,7 +117,7 @@ def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
 def test_killed_at_any_step_of_copying_out_is_absent_or_whole_and_resume_completes_it(
     after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copy, "COPY_BYTES", 100)
+    monkeypatch.setattr(copying, "COPY_BYTES", 100)
     checkpoint = partly_changed(write_and_path(tmp_path / "base"))
     new = write(tmp_path / "reference", checkpoint)
     for step in range(1, 1000):
@@ -152,7 +152,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
         return copy_file(source, *more)
 
     copied: list[str] = []
-    monkeypatch.setattr(file_copy, "FICLONE", 0)
+    monkeypatch.setattr(copying, "FICLONE", 0)
     checkpoint = partly_changed(write_and_path(tmp_path / "base"))
     broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
     with pytest.raises(OutputFailed):
@@ -252,9 +252,7 @@ def test_an_output_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
-def test_a_complete_output_is_told_as_such_and_nothing_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_output_is_reported_and_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = write(tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert write(tmp_path / "out", resume=True) == files
@@ -280,13 +278,15 @@ def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_pat
         plan = replace(plan, small_files={**plan.small_files, "config.json": b"{}"})
     else:
         os.utime(source, (2**32, 2**32))
-    with pytest.raises(InputRefused, match="is complete, and (it was made of another|`source` has changed)") as caught:
+    with pytest.raises(
+        InputRefused, match="is complete, but (it was made from another|`source` has changed)"
+    ) as caught:
         write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source], resume=True)
     assert "--overwrite" in caught.value.hint
 
 
 @pytest.mark.parametrize("damage", ["a lost file", "a cut file", "no manifest", "a strange manifest", "an open run"])
-def test_what_is_not_complete_is_not_told_to_be(damage: str, tmp_path: Path) -> None:
+def test_an_incomplete_output_is_not_reported_as_complete(damage: str, tmp_path: Path) -> None:
     write(tmp_path / "out")
     shard, manifest = tmp_path / "out/model-00001-of-00003.safetensors", tmp_path / "out/llmconv.json"
     if damage == "a lost file":
@@ -309,12 +309,12 @@ def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path:
     (tmp_path / "in" / "link").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "in" / "link")
     output = tmp_path / place if place.startswith("link") else tmp_path / "in" / place
-    with pytest.raises(InputRefused, match="lies in `.*in`, which is to be read") as caught:
+    with pytest.raises(InputRefused, match="is inside the input `.*in`") as caught:
         staging.require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
     assert "`-o`" in caught.value.hint
 
 
-def test_an_output_beside_an_input_file_is_free(tmp_path: Path) -> None:
+def test_an_output_next_to_an_input_file_is_free(tmp_path: Path) -> None:
     (tmp_path / "x.pt").touch()
     staging.require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
 
@@ -343,9 +343,9 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
         write(tmp_path / "out", overwrite=True)
 
 
-def test_overwrite_keeps_a_folder_that_holds_what_is_read(tmp_path: Path) -> None:
+def test_overwrite_keeps_a_folder_that_contains_an_input(tmp_path: Path) -> None:
     write(tmp_path / "out")
-    with pytest.raises(InputRefused, match="what is to be read"):
+    with pytest.raises(InputRefused, match="contains an input"):
         staging.require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
 
 

@@ -1,4 +1,4 @@
-"""The written folder: layout, bytes, and what it does not depend on."""
+"""The written folder: layout, bytes, and independence of the machine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_tensor_larger_than_the_limit_gets_a_shard_of_its_own(tmp_path: Path) 
     assert [list(shard.tensors) for shard in plan.shards] == [["t0"], ["t1"], ["t2"]]
 
 
-def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+def test_the_library_reads_the_written_files(tmp_path: Path) -> None:
     write(sample(), tmp_path / "out")
     loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(loaded["t1"], torch.arange(6.0).view(3, 2) + 1)
@@ -152,13 +152,13 @@ def test_sizes_are_decimal(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5GiB", "five", "1e9"])
-def test_a_size_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(UsageProblem):
         parse_size(text)
 
 
 def test_a_checkpoint_without_tensors_is_refused() -> None:
-    with pytest.raises(InputRefused, match="holds no tensors"):
+    with pytest.raises(InputRefused, match="contains no tensors"):
         plan_checkpoint(sample(()))
 
 
@@ -222,7 +222,7 @@ def measure_peak() -> Callable[[Callable[[], object]], int]:
     return measure
 
 
-def test_what_an_interrupted_run_holds_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_an_interrupted_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_checkpoint(sample((100, 50)), 10**9)
     usage = shutil.disk_usage(tmp_path)._replace(free=plan.nbytes - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

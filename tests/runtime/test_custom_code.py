@@ -1,4 +1,4 @@
-"""A model's own code: never executed unasked, and where it is asked for, exported and verified like any other."""
+"""Custom code of a model: executed only with consent, then exported and verified like other models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate
-from llmconv.runtime.custom_code import own_classes, runs_own_code
+from llmconv.runtime.custom_code import custom_classes, uses_custom_code
 from llmconv.verify import verify
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text(__name__)\n"
@@ -84,7 +84,7 @@ def executed(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("command", ["export", "verify", "generate --backend torch --prompt a"])
-def test_code_is_not_executed_unasked(with_code: Callable[..., Path], command: str) -> None:
+def test_code_is_not_executed_without_consent(with_code: Callable[..., Path], command: str) -> None:
     folder = with_code("own", OWN)
     name, *options = command.split()
     result = run(name, folder, *options)
@@ -123,7 +123,7 @@ def test_trusted_code_is_exported_verified_and_run(
 
 
 @pytest.mark.slow
-def test_trust_ends_with_the_call(with_code: Callable[..., Path], own_row: None) -> None:
+def test_consent_ends_with_the_call(with_code: Callable[..., Path], own_row: None) -> None:
     folder = with_code("own", OWN)
     export(folder, dry_run=True, trust_remote_code=True)
     with pytest.raises(UnsupportedInput, match="is not executed"):
@@ -140,13 +140,13 @@ def test_a_type_without_a_row_is_refused_before_its_code_runs(with_code: Callabl
 def test_changed_code_is_read_again(with_code: Callable[..., Path]) -> None:
     folder = with_code("llama", NATIVE)
     fields = json.loads((folder / "config.json").read_text())
-    first, same = (own_classes(folder, fields)[1] for _ in range(2))
+    first, same = (custom_classes(folder, fields)[1] for _ in range(2))
     (folder / "own.py").write_text(MODEL.replace("* 2", "* 3"))
-    assert first is same is not own_classes(folder, fields)[1]
+    assert first is same is not custom_classes(folder, fields)[1]
 
 
 @pytest.mark.slow
-def test_a_new_folder_takes_the_code_along(with_code: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_new_folder_contains_the_code(with_code: Callable[..., Path], tmp_path: Path) -> None:
     folder = with_code("llama", NATIVE)
     export(folder, tmp_path / "new", trust_remote_code=True)
     assert (tmp_path / "new" / "own.py").read_text() == MODEL
@@ -156,7 +156,7 @@ def test_a_new_folder_takes_the_code_along(with_code: Callable[..., Path], tmp_p
 OWN_TOKENIZER = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
 
 
-def test_a_tokenizers_code_is_not_executed_unasked(with_code: Callable[..., Path]) -> None:
+def test_a_tokenizers_code_is_not_executed_without_consent(with_code: Callable[..., Path]) -> None:
     folder = with_code("llama", {}, tokenizer=OWN_TOKENIZER)
     with pytest.raises(InputRefused, match="custom code") as refused:
         generate(folder, ["a"])
@@ -180,24 +180,24 @@ def test_code_from_elsewhere_is_refused(with_code: Callable[..., Path], own_row:
 
 @pytest.mark.parametrize("code", ["import flash_attention_of_long_ago", "def", "1 / 0"])
 @pytest.mark.parametrize("command", ["export", "verify"])
-def test_code_that_fails_is_one_line(with_code: Callable[..., Path], own_row: None, code: str, command: str) -> None:
+def test_failing_code_gives_one_line(with_code: Callable[..., Path], own_row: None, code: str, command: str) -> None:
     result = run(command, with_code("own", OWN, code), "--trust-remote-code")
     assert result.exit_code == 3 and "the code in `" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("code", ["x = 1", "Own = OwnConfig = None"])
-def test_a_class_that_is_not_there_is_named(with_code: Callable[..., Path], own_row: None, code: str) -> None:
+def test_a_missing_class_is_named(with_code: Callable[..., Path], own_row: None, code: str) -> None:
     with pytest.raises(MalformedInput, match=r"`own\.Own`, and that module of .* has no such class"):
         export(with_code("own", OWN, code), trust_remote_code=True)
 
 
-def test_code_that_fails_when_it_is_run_is_one_line(with_code: Callable[..., Path], own_row: None) -> None:
+def test_code_that_fails_when_it_runs_gives_a_one_line_error(with_code: Callable[..., Path], own_row: None) -> None:
     folder = with_code("own", OWN, MODEL.replace("super().forward(", "others['no_such']("))
     result = run("verify", folder, "--trust-remote-code")
     assert result.exit_code == 3 and "fails: KeyError: 'no_such'" in result.stderr
 
 
 @pytest.mark.parametrize("auto_map", [[], "own.Own", {"AutoModelForCausalLM": 3}, {"AutoModelForCausalLM": None}])
-def test_an_auto_map_that_is_none_is_passed_over(auto_map: Any) -> None:
-    assert not runs_own_code({"model_type": "llama", "auto_map": auto_map}, trusted=True)
+def test_an_invalid_auto_map_is_ignored(auto_map: Any) -> None:
+    assert not uses_custom_code({"model_type": "llama", "auto_map": auto_map}, trusted=True)

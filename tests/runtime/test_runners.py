@@ -1,4 +1,4 @@
-"""Both runners have the same two methods and say the same; the float64 reference is really float64."""
+"""All runners have the same methods and give the same results; the float64 reference computes in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
-from llmconv.runtime.eager.runner import EagerRunner, KeepDouble
+from llmconv.runtime.eager.runner import EagerRunner, Float64Casts
 from llmconv.tensors import Array
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7))
@@ -32,7 +32,7 @@ def exported(model: Path, folder: Path, **options: Any) -> Path:
 
 def spins(graph: OrtGraph) -> bool:
     """Whether its threads wait for the next run by spinning."""
-    return bool(graph._session.whole.get_session_options().get_session_config_entry(STOP) == "0")
+    return bool(graph._session.last.get_session_options().get_session_config_entry(STOP) == "0")
 
 
 def continue_by_one(runner: Runner) -> tuple[Array, dict[str, Array]]:
@@ -60,7 +60,7 @@ def test_a_cache_from_one_runner_continues_in_another(talking: Path) -> None:
     assert np.allclose(graphs.decode(*inputs).logits, eager.decode(*inputs).logits, atol=1e-5)
 
 
-def test_a_step_leaves_its_past_as_it_was(talking: Path) -> None:
+def test_a_step_does_not_change_its_past(talking: Path) -> None:
     for runner in (EagerRunner(talking), OrtRunner.from_folder(talking)):
         past = runner.prefill(IDS, MASK, default_positions(MASK, 7)).present
         before = past.arrays()["present.0.key"].copy()
@@ -71,12 +71,12 @@ def test_a_step_leaves_its_past_as_it_was(talking: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [SessionSettings(1, True, "disable"), SessionSettings(2, False, "extended")])
-def test_session_settings_do_not_change_what_is_said(talking: Path, settings: SessionSettings) -> None:
+def test_session_settings_do_not_change_the_logits(talking: Path, settings: SessionSettings) -> None:
     logits, _ = continue_by_one(OrtRunner.from_folder(talking, settings))
     assert np.allclose(logits, continue_by_one(OrtRunner.from_folder(talking))[0], atol=1e-5)
 
 
-def test_the_graph_tells_what_it_takes(talking: Path) -> None:
+def test_the_graph_declares_its_inputs(talking: Path) -> None:
     graph = OrtGraph(talking / "decode.onnx")
     assert graph.takes_positions
     assert graph.inputs["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 16]
@@ -91,7 +91,7 @@ def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
 
 def test_casts_to_lower_floats_stay_in_float64() -> None:
     third = torch.tensor(1.0, dtype=torch.float64) / 3
-    with KeepDouble():
+    with Float64Casts():
         assert float(third.float().double()) == float(third)
         assert torch.softmax(third.reshape(1), 0, dtype=torch.float32).dtype is torch.float64
     assert float(third.float().double()) != float(third)
@@ -136,7 +136,7 @@ def test_torch_is_not_imported_for_the_graphs() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputRefused, match="contains no safetensors weights"):
         EagerRunner(tmp_path)

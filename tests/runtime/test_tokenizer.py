@@ -1,4 +1,4 @@
-"""Tokens to text: by the shortest way, and the same text."""
+"""Tokens are decoded in the fastest way, to the same text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmconv.runtime.tokenizer import Decoder, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
 
 
 class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -28,12 +28,12 @@ def ids(chatting: Path) -> list[int]:
     return found
 
 
-def test_text_is_what_transformers_makes_of_the_tokens(chatting: Path, ids: list[int]) -> None:
+def test_decoding_gives_the_text_of_transformers(chatting: Path, ids: list[int]) -> None:
     tokenizer = load_tokenizer(chatting)
     expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert "sea" in expected
-    assert Decoder(tokenizer)(ids) == expected
+    assert TokenDecoder(tokenizer)(ids) == expected
 
 
-def test_a_tokenizer_with_its_own_way_is_asked(chatting: Path, ids: list[int]) -> None:
-    assert "SEA" in Decoder(Shouting.from_pretrained(chatting))(ids)
+def test_a_tokenizer_with_its_own_decoding_is_used(chatting: Path, ids: list[int]) -> None:
+    assert "SEA" in TokenDecoder(Shouting.from_pretrained(chatting))(ids)

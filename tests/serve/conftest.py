@@ -10,10 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
-from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
-from llmconv.serve.request_origin import Access
+from llmconv.serve.request_origin import AccessRules
 from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def clients(model: TextModel) -> Iterator[Clients]:
     opened: list[TestClient] = []
 
     def client(
-        active: int = 2, waiting: int = 4, access: Access | None = None, served: TextModel | None = None
+        active: int = 2, waiting: int = 4, access: AccessRules | None = None, served: TextModel | None = None
     ) -> TestClient:
-        answering = Answering(served or model, "tiny-chat", max_new_tokens=64)
-        app = make_app(answering, Scheduler(active, waiting), access)
+        service = ServedModel(served or model, "tiny-chat", max_new_tokens=64)
+        app = make_app(service, Scheduler(active, waiting), access)
         made = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
         opened.append(made.__enter__())
         return made

@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def ask(client: TestClient, path: str = CHAT, **body: Any) -> Any:
-    """The answer's JSON; a chat says hello unless told otherwise, greedily and shortly."""
+    """The answer's JSON; a chat says hello by default, greedily and shortly."""
     first: dict[str, Any] = {"messages": HELLO} if path == CHAT else {}
     response = client.post(path, json={"max_tokens": 8, "temperature": 0, **first, **body})
     assert response.status_code == 200, response.text
@@ -49,7 +49,7 @@ def test_a_chat_answer_has_the_fields_of_openai(client: TestClient, model: TextM
     }
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: TestClient) -> None:
+def test_a_stream_gives_the_same_text_as_the_whole_answer(client: TestClient) -> None:
     whole = ask(client)["choices"][0]["message"]["content"]
     chunks = events(client, stream_options={"include_usage": True})
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -96,7 +96,7 @@ def test_streamed_completions_have_text_not_deltas(client: TestClient) -> None:
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
 
 
-def test_completions_have_sixteen_tokens_unless_told_otherwise(client: TestClient) -> None:
+def test_completions_have_sixteen_tokens_by_default(client: TestClient) -> None:
     response = client.post("/v1/completions", json={"prompt": "Hello", "temperature": 0})
     assert response.json()["usage"]["completion_tokens"] <= 16
     assert response.json()["choices"][0]["finish_reason"] in ("length", "stop")
@@ -112,7 +112,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_in_it(client: TestClient, stop: 
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_seed_gives_the_same_answers_and_every_choice_is_another(client: TestClient) -> None:
+def test_a_seed_gives_the_same_answers_and_choices_differ(client: TestClient) -> None:
     first, again, other = (
         [c["message"]["content"] for c in ask(client, temperature=1.5, seed=seed, n=2, max_tokens=24)["choices"]]
         for seed in (7, 7, 70)
@@ -126,10 +126,10 @@ def test_without_a_seed_answers_differ(client: TestClient) -> None:
     assert len(answers) > 1
 
 
-def test_a_second_turn_runs_only_what_is_new(client: TestClient) -> None:
+def test_a_second_turn_runs_only_new_tokens(client: TestClient) -> None:
     answer = ask(client)
-    said = answer["choices"][0]["message"]["content"]
-    longer = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    content = answer["choices"][0]["message"]["content"]
+    longer = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
     second = ask(client, messages=longer)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["total_tokens"] - 1
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -149,7 +149,7 @@ def test_content_may_come_in_parts(client: TestClient) -> None:
     assert ask(client, messages=parts)["choices"] == ask(client)["choices"]
 
 
-def test_a_developer_speaks_as_the_system(client: TestClient) -> None:
+def test_a_developer_message_is_a_system_message(client: TestClient) -> None:
     answers = [
         ask(client, messages=[{"role": role, "content": "Be"}, *HELLO])["choices"] for role in ("system", "developer")
     ]
@@ -174,5 +174,5 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
     assert health == {"status": "ok", "model": "tiny-chat", "chat": True, "active": 0, "waiting": 0}
 
 
-def test_no_model_named_is_the_one_there_is(client: TestClient) -> None:
+def test_the_model_may_be_omitted(client: TestClient) -> None:
     assert ask(client)["choices"] == ask(client, model="tiny-chat")["choices"]

@@ -84,7 +84,7 @@ def test_the_stop_button_stops_and_the_place_is_free(page: Page) -> None:
     page.until(lambda: page.browser.execute_script(health)["active"] == 0)
 
 
-def test_new_chat_forgets_even_while_an_answer_grows(page: Page) -> None:
+def test_new_chat_clears_even_while_an_answer_streams(page: Page) -> None:
     page.limit(1900)
     page.send("Hello")
     page.until(lambda: len(page.texts()) == 2 and page.texts()[1])
@@ -97,7 +97,7 @@ def test_new_chat_forgets_even_while_an_answer_grows(page: Page) -> None:
     assert answers(page, "Hello") == first
 
 
-def test_what_is_written_is_text_never_markup(page: Page) -> None:
+def test_messages_are_text_never_markup(page: Page) -> None:
     page.limit(60, temperature=2)  # a random model of printable characters writes < and & by itself
     nasty = "<img src=x onerror=document.title='broken'><b>&amp;</b>"
     shown = answers(page, nasty)
@@ -107,7 +107,7 @@ def test_what_is_written_is_text_never_markup(page: Page) -> None:
     assert page.logged() == []
 
 
-def test_the_policy_stops_what_would_get_in_all_the_same(page: Page) -> None:
+def test_the_policy_blocks_injected_scripts(page: Page) -> None:
     inject = """
         const script = document.createElement("script");
         script.textContent = "document.title = 'broken'";
@@ -119,7 +119,7 @@ def test_the_policy_stops_what_would_get_in_all_the_same(page: Page) -> None:
     assert sum("Content Security Policy" in line for line in page.logged()) >= 2
 
 
-def test_an_error_is_shown_and_the_message_comes_back(page: Page) -> None:
+def test_an_error_is_shown_and_the_message_is_restored(page: Page) -> None:
     page.limit(4000)
     page.send("Hello")
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#log > .error"))
@@ -184,7 +184,7 @@ def test_shift_enter_breaks_the_line(page: Page) -> None:
     assert answers(page, "")[0] == "one\ntwo"
 
 
-def test_the_page_asks_for_the_key_where_one_is_wanted(browser: Chrome, chatting: Path) -> None:
+def test_the_page_asks_for_the_key_if_one_is_needed(browser: Chrome, chatting: Path) -> None:
     with serving(chatting, "--api-key", "secret") as locked:
         page = Page(browser, locked.address)
         assert not page["key"].is_displayed()

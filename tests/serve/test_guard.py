@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.errors import UsageProblem
-from llmconv.serve.request_origin import Access
+from llmconv.serve.request_origin import AccessRules
 from tests.serve.conftest import Clients
 
 CHAT = "/v1/chat/completions"
@@ -16,12 +16,12 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5", "a.localhost"]
 )
-def test_addresses_and_localhost_are_known(client: TestClient, host: str) -> None:
+def test_ip_addresses_and_localhost_are_accepted(client: TestClient, host: str) -> None:
     assert client.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "[", "a b"])
-def test_a_name_that_was_rebound_is_not(client: TestClient, host: str) -> None:
+def test_a_rebound_host_name_is_refused(client: TestClient, host: str) -> None:
     for path in ("/", "/health", "/v1/models"):
         response = client.get(path, headers={"Host": host})
         assert (response.status_code, response.json()["error"]["code"]) == (403, "unknown_host")
@@ -39,18 +39,21 @@ def test_the_own_page_may_post(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("origin", ["foo", "https://a.example/page", "*"])
-def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
-    with pytest.raises(UsageProblem, match="is no origin"):
-        Access(origins=[origin])
+def test_an_invalid_origin_is_refused(origin: str) -> None:
+    with pytest.raises(UsageProblem, match="is not an origin"):
+        AccessRules(origins=[origin])
 
 
-def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:
-    client = clients(access=Access(hosts=["llm.example"], origins=["https://chat.example"]))
+def test_hosts_and_origins_can_be_allowed(clients: Clients) -> None:
+    client = clients(access=AccessRules(hosts=["llm.example"], origins=["https://chat.example"]))
     headers = {"Host": "llm.example", "Origin": "https://chat.example"}
     response = client.post(CHAT, json=BODY, headers=headers)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://chat.example"
-    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     assert client.options(CHAT, headers={**headers, **ask}).status_code == 200
     assert client.post(CHAT, json=BODY, headers={**headers, "Origin": "https://evil.example"}).status_code == 403
 
@@ -58,16 +61,16 @@ def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:
 @pytest.mark.parametrize(
     "authorization", ["", "Bearer", "Bearer wrong", "Basic secret", "Bearer secret2", "Bearer sécret"]
 )
-def test_without_the_key_nothing_is_answered(clients: Clients, authorization: str) -> None:
-    client = clients(access=Access(api_key="secret"))
+def test_requests_without_the_key_are_refused(clients: Clients, authorization: str) -> None:
+    client = clients(access=AccessRules(api_key="secret"))
     headers = {b"Authorization": authorization.encode()}
     for response in (client.post(CHAT, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_with_the_key_it_is_and_the_page_needs_none(clients: Clients) -> None:
-    client = clients(access=Access(api_key="secret"))
+def test_requests_with_the_key_are_answered_and_the_page_needs_none(clients: Clients) -> None:
+    client = clients(access=AccessRules(api_key="secret"))
     assert client.post(CHAT, json=BODY, headers={"Authorization": "Bearer secret"}).status_code == 200
     assert client.get("/").status_code == client.get("/health").status_code == 200
 

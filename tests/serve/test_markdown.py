@@ -1,4 +1,4 @@
-"""Markdown on the chat page: what a model writes becomes elements, and never markup of its own."""
+"""Markdown on the chat page: text of a model becomes elements, but never raw HTML."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ FOREIGN = """
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_that_a_model_writes_is_markup(page: Page, text: str) -> None:
+def test_html_in_an_answer_is_not_markup(page: Page, text: str) -> None:
     shown(page.browser, text)
     assert page.browser.execute_script(FOREIGN) == []
     assert page.logged() == []
@@ -123,7 +123,7 @@ def test_nothing_that_a_model_writes_is_markup(page: Page, text: str) -> None:
     ],
     ids=range(15),
 )
-def test_no_text_holds_up_the_page(page: Page, text: str) -> None:
+def test_no_text_blocks_the_page(page: Page, text: str) -> None:
     start = time.monotonic()
     shown(page.browser, text)
     assert time.monotonic() - start < 10
@@ -140,7 +140,7 @@ def test_blocks_that_are_shown_stay_while_others_come(page: Page) -> None:
     assert page.browser.execute_script(stays) == "<p>one</p><p>two <strong>x</strong></p>"
 
 
-def test_an_answer_can_be_seen_as_it_came(page: Page) -> None:
+def test_an_answer_can_be_shown_as_plain_text(page: Page) -> None:
     page.browser.execute_script("const m = article('assistant', 'Model'); m.shown = '**a**  b'; paint(m);")
     seen = "return document.querySelector('article.assistant .text').innerHTML"
     assert page.browser.execute_script(seen) == "<p><strong>a</strong>  b</p>"

@@ -1,4 +1,4 @@
-"""The page: nothing of it comes from elsewhere, and nothing else may run in it."""
+"""The page: it has no external resources, and its policy allows no other scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage in: an error object of OpenAI's with the status that says whose fault it is, and no place lost."""
+"""Invalid requests get OpenAI's error object and the right status, and free their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.api_errors import ApiError
-from llmconv.serve.app import MOST_BODY
+from llmconv.serve.app import MAX_BODY_BYTES
 from llmconv.serve.openai_schema import chat_request, completion_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
@@ -59,21 +59,21 @@ def no_place_is_lost(client: TestClient) -> Iterator[None]:
     ids=lambda body: body[:12].decode("latin1"),
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_body_that_is_no_json_object_is_refused(client: TestClient, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(client: TestClient, path: str, body: bytes) -> None:
     assert refusal(client, path, body)["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b'{"prompt": "a", "prompt": "b"}', "in the body the key `prompt` is there twice"),
-        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "the key `content` is there twice"),
+        (b'{"prompt": "a", "prompt": "b"}', "in the body: duplicate key `prompt`"),
+        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "duplicate key `content`"),
         (b'{"prompt": "a", "metadata": {"a": 1e400}}', "the number `1e400` is not finite"),
         (b'{"prompt": "a", "metadata": -Infinity}', "the number `-Infinity` is not finite"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_slips_in_the_body_are_refused_by_name(client: TestClient, path: str, body: bytes, problem: str) -> None:
+def test_mistakes_in_the_body_are_refused_by_name(client: TestClient, path: str, body: bytes, problem: str) -> None:
     error = refusal(client, path, body)
     assert problem in error["message"] and error["code"] == "invalid_json"
 
@@ -102,12 +102,12 @@ def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[s
 
 @pytest.mark.parametrize(("message", "found"), [({"content": None}, "is null"), ({}, "is missing")])
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
-def test_a_message_without_a_text_is_told_that_it_must_have_one(
+def test_a_message_without_a_text_is_refused(
     client: TestClient, role: str, message: dict[str, Any], found: str
 ) -> None:
     error = refusal(client, CHAT, {"messages": [{"role": role, **message}]})
     assert error["param"] == "messages[0].content"
-    assert error["message"].startswith(f"`messages[0].content` {found} and must be a text")
+    assert error["message"].startswith(f"`messages[0].content` {found} but must be a text")
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_a_message_without_a_text_is_told_that_it_must_have_one(
         ("model", 7),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(client: TestClient, field: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_by_name(client: TestClient, field: str, value: Any) -> None:
     assert refusal(client, CHAT, {"messages": [USER], field: value})["param"] == field
 
 
-def test_a_misspelt_field_is_refused_as_openai_does(client: TestClient) -> None:
+def test_a_misspelled_field_is_refused_as_by_openai(client: TestClient) -> None:
     error = refusal(client, CHAT, {"messages": [USER], "temprature": 0})
     assert error["message"] == "unrecognized request argument: temprature"
     assert refusal(client, CHAT, {"messages": [USER], "stream_options": {"x": 1}})["param"] == "stream_options.x"
 
 
-def test_fields_without_effect_and_neutral_ones_are_let_by(client: TestClient) -> None:
+def test_fields_without_effect_are_ignored(client: TestClient) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False, "logit_bias": {}, "tools": []}
     others = {"user": "me", "metadata": {}, "store": False, "stop": None, "response_format": {"type": "text"}}
     body = {"messages": [USER], "max_tokens": 2.0, **neutral, **others}
@@ -167,7 +167,7 @@ def test_a_prompt_of_another_form_is_refused(client: TestClient, prompt: Any) ->
 
 
 @pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("best_of", 2), ("suffix", "end"), ("max_tokens", 0)])
-def test_what_completions_lack_is_refused_by_name(client: TestClient, field: str, value: Any) -> None:
+def test_unsupported_fields_of_completions_are_refused_by_name(client: TestClient, field: str, value: Any) -> None:
     assert refusal(client, COMPLETIONS, {"prompt": "a", field: value})["param"] == field
 
 
@@ -182,7 +182,7 @@ def test_another_model_is_not_found(client: TestClient) -> None:
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-def test_messages_that_the_template_refuses_are_refused(client: TestClient) -> None:
+def test_messages_on_which_the_template_fails_are_refused(client: TestClient) -> None:
     assert "bad is refused" in refusal(client, CHAT, {"messages": [{"role": "user", "content": "bad"}]})["message"]
 
 
@@ -193,14 +193,14 @@ def test_a_model_without_a_chat_template_still_completes(clients: Clients, plain
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_what_a_form_of_another_site_could_send_is_refused(client: TestClient, kind: str) -> None:
+def test_content_types_of_html_forms_are_refused(client: TestClient, kind: str) -> None:
     body = json.dumps({"messages": [USER]})
     response = client.post(CHAT, content=body, headers={"Content-Type": kind})
     assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def test_too_large_a_body_is_refused(client: TestClient) -> None:
-    assert refusal(client, CHAT, b" " * (MOST_BODY + 1), 413)["code"] == "request_too_large"
+    assert refusal(client, CHAT, b" " * (MAX_BODY_BYTES + 1), 413)["code"] == "request_too_large"
 
 
 def test_a_body_that_hides_its_size_is_refused_too(client: TestClient) -> None:
@@ -230,7 +230,7 @@ NAMES = st.sampled_from(
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, JSON))
-def test_no_json_makes_the_parser_fail_in_another_way(content: dict[str, Any]) -> None:
+def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any]) -> None:
     for parse in (chat_request, completion_request):
         try:
             parse(content)

@@ -1,4 +1,4 @@
-"""Turns: a step each, so many at once, so many waiting, and an end in order."""
+"""The scheduler: turns of one step, limits of active and waiting jobs, and shutdown."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def running(active: int = 2, waiting: int = 2) -> AsyncIterator[Scheduler]
 
 
 async def drained(job: Job[int]) -> list[int | None]:
-    """Everything a job gives."""
+    """All items of a job."""
     return [item async for item in job.items()]
 
 
 class Endless:
-    """Steps without an end, which know whether they were closed."""
+    """Endless steps that record whether they were closed."""
 
     def __init__(self) -> None:
         self.count, self.closed = 0, threading.Event()
@@ -70,7 +70,7 @@ def test_active_jobs_take_turns() -> None:
     assert "".join(order) == "ababab"
 
 
-def test_one_too_many_is_told_when_to_come_again() -> None:
+def test_a_job_beyond_the_queue_gets_a_retry_time() -> None:
     async def crowd() -> ApiError:
         async with running(active=1, waiting=1) as scheduler:
             kept = [scheduler.submit(Endless()) for _ in range(2)]
@@ -127,7 +127,7 @@ def test_a_call_gives_its_result_or_its_error_between_steps() -> None:
     asyncio.run(call())
 
 
-def test_silence_is_told() -> None:
+def test_none_is_yielded_when_nothing_arrives() -> None:
     def slow() -> Iterator[int]:
         time.sleep(0.15)
         yield 1
@@ -140,7 +140,7 @@ def test_silence_is_told() -> None:
     assert (found[0], found[-1]) == (None, 1)
 
 
-def test_draining_lets_answers_finish_refuses_who_waits_and_ends_the_rest() -> None:
+def test_draining_finishes_active_jobs_refuses_waiting_ones_and_ends_the_rest() -> None:
     async def drain() -> None:
         async with running(active=2, waiting=2) as scheduler:
             endless = Endless()

@@ -1,4 +1,4 @@
-"""The server as a process: OpenAI's own client, many requests at once, signals, clients that hang up."""
+"""The server as a process: OpenAI's own client, parallel requests, signals, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 ENDLESS: dict[str, Any] = {"messages": HELLO, "max_tokens": 1900, "temperature": 0}
-"""Greedy, the tiny model never ends by itself."""
+"""The greedy tiny model never gives an end token."""
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def api(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def load(served: Served) -> dict[str, int]:
-    """How many answers are under way and wait."""
+    """The number of active and of waiting answers."""
     with urllib.request.urlopen(f"{served.address}/health") as response:
         health: dict[str, int] = json.load(response)
     return health
 
 
 def wait_for(served: Served, active: int, seconds: float = 20) -> None:
-    """Waits until so many answers are under way."""
+    """Waits until this number of answers is active."""
     end = time.monotonic() + seconds
     while load(served)["active"] != active:
         assert time.monotonic() < end, load(served)
@@ -57,7 +57,7 @@ def wait_for(served: Served, active: int, seconds: float = 20) -> None:
 
 
 def post(served: Served, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a chat was asked for."""
+    """A connection that has sent a chat request."""
     address = urlsplit(served.address)
     connection = socket.create_connection((address.hostname, address.port), timeout=30)
     content = json.dumps(body).encode()
@@ -67,7 +67,7 @@ def post(served: Served, body: dict[str, Any]) -> socket.socket:
 
 
 def everything(connection: socket.socket) -> str:
-    """What comes until the server closes the connection."""
+    """All data until the server closes the connection."""
     with connection:
         return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
@@ -100,7 +100,7 @@ def test_openais_client_completes_and_lists(api: openai.OpenAI) -> None:
     assert [model.id for model in api.models.list()] == ["tiny-chat"]
 
 
-def test_openais_client_knows_the_errors(api: openai.OpenAI) -> None:
+def test_openais_client_raises_the_right_errors(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         api.chat.completions.create(model="gpt-4o", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -110,7 +110,7 @@ def test_openais_client_knows_the_errors(api: openai.OpenAI) -> None:
         api.chat.completions.create(model="tiny-chat", messages=HELLO, logprobs=True)
 
 
-def test_many_at_once_get_what_each_gets_alone(served: Served, api: openai.OpenAI) -> None:
+def test_parallel_requests_get_the_same_answers_as_alone(served: Served, api: openai.OpenAI) -> None:
     def ask(number: int) -> str:
         stream = api.chat.completions.create(
             model="tiny-chat",
@@ -129,7 +129,7 @@ def test_many_at_once_get_what_each_gets_alone(served: Served, api: openai.OpenA
     wait_for(served, 0)
 
 
-def test_beyond_the_queue_clients_are_told_when_to_come_again(served: Served, api: openai.OpenAI) -> None:
+def test_beyond_the_queue_clients_get_a_retry_time(served: Served, api: openai.OpenAI) -> None:
     connections = [post(served, ENDLESS) for _ in range(10)]
     end = time.monotonic() + 20
     while sum(load(served)[name] for name in ("active", "waiting")) < 10:
@@ -143,14 +143,14 @@ def test_beyond_the_queue_clients_are_told_when_to_come_again(served: Served, ap
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_frees_its_place(served: Served, stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_place(served: Served, stream: bool) -> None:
     connection = post(served, {**ENDLESS, "n": 4, "stream": stream})
     wait_for(served, 1)
     connection.close()
     wait_for(served, 0, 5)
 
 
-def test_a_client_that_sends_nothing_more_holds_up_nobody(served: Served, api: openai.OpenAI) -> None:
+def test_an_idle_client_blocks_nobody(served: Served, api: openai.OpenAI) -> None:
     address = urlsplit(served.address)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
@@ -178,7 +178,7 @@ def test_a_signal_ends_an_idle_server_with_0(chatting: Path, number: int) -> Non
     assert [line for line in served.log if not line.startswith("http://")] == []
 
 
-def test_running_answers_are_finished_in_the_grace(chatting: Path) -> None:
+def test_running_answers_finish_in_the_grace_period(chatting: Path) -> None:
     with serving(chatting) as served:
         connection = post(served, {**ENDLESS, "max_tokens": 60, "stream": True})
         wait_for(served, 1)
@@ -202,22 +202,22 @@ def test_a_second_signal_ends_running_answers_with_an_error(chatting: Path) -> N
         assert served.process.wait(30) == 0
 
 
-def test_a_port_that_is_taken_is_told_at_once(chatting: Path) -> None:
+def test_a_port_in_use_is_reported_at_once(chatting: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start(chatting, "--port", str(taken.getsockname()[1]))
-        _, told = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 4
-    assert told.startswith("error: cannot listen on 127.0.0.1 port")
-    assert "hint: give another `--port`" in told
+    assert stderr.startswith("error: cannot listen on 127.0.0.1 port")
+    assert "hint: give another `--port`" in stderr
 
 
 def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path)
-    _, told = process.communicate(timeout=60)
-    assert (process.returncode, told.splitlines()[0]) == (3, f"error: `{tmp_path}` is an empty folder")
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr.splitlines()[0]) == (3, f"error: `{tmp_path}` is an empty folder")
 
 
-def test_the_key_comes_from_the_environment_and_is_never_told(chatting: Path) -> None:
+def test_the_key_comes_from_the_environment_and_is_never_printed(chatting: Path) -> None:
     with (
         serving(chatting, LLMCONV_API_KEY="secret") as served,
         openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as client,
@@ -228,7 +228,7 @@ def test_the_key_comes_from_the_environment_and_is_never_told(chatting: Path) ->
     assert "secret" not in "".join(served.log)
 
 
-def test_torch_stays_away_from_graphs(chatting: Path) -> None:
+def test_serving_graphs_does_not_import_torch(chatting: Path) -> None:
     """The server starts several times faster without it."""
     with serving(chatting) as served:
         maps = Path(f"/proc/{served.process.pid}/maps")

@@ -21,7 +21,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
 
 
-def test_a_clean_folder_exits_0_and_writes_the_report(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_correct_folder_exits_0_and_writes_the_report(exported: Callable[[str], Path], tmp_path: Path) -> None:
     result = run(exported("llama"), "--report", tmp_path / "report")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -33,7 +33,7 @@ def test_a_clean_folder_exits_0_and_writes_the_report(exported: Callable[[str], 
     assert (tmp_path / "report" / "report.html").is_file()
 
 
-def test_a_mutant_exits_1_and_says_where(broken: Callable[..., Path], exported: Callable[[str], Path]) -> None:
+def test_a_mutant_exits_1_with_the_location(broken: Callable[..., Path], exported: Callable[[str], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     result = run(broken("llama", mutant), "--reference", exported("llama"), "--json")
     content = json.loads(result.stdout)
@@ -50,7 +50,7 @@ def test_a_folder_without_graphs_is_inconclusive(tiny: Callable[[str], Path]) ->
 ONE = ("--scenario", "left padding")
 
 
-def test_quiet_is_the_verdict_s_line_alone(exported: Callable[[str], Path]) -> None:
+def test_quiet_prints_only_the_verdict(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), *ONE, "-q")
     (line,) = result.stdout.splitlines()
     assert line.startswith("PASS: ") and not result.stderr
@@ -64,7 +64,7 @@ def test_verbose_is_a_line_per_graph_and_kind_of_output(exported: Callable[[str]
     ]
 
 
-def test_a_report_without_a_place_is_refused_before_anything_runs(exported: Callable[[str], Path]) -> None:
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), "--report", "/dev/null/report")
     assert result.exit_code == 4
     assert "cannot write the report" in result.stderr and not result.stdout
@@ -84,7 +84,7 @@ def test_a_graph_that_maps_a_file_elsewhere_is_refused(exported: Callable[[str],
     onnx.save(model, folder / "decode.onnx")
     result = run(folder)
     assert result.exit_code == 3
-    assert "which is no plain file name" in result.stderr
+    assert "which is not a plain file name" in result.stderr
 
 
 def test_a_graph_that_does_not_run_is_a_difference(exported: Callable[[str], Path], tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_a_graph_that_does_not_run_is_a_difference(exported: Callable[[str], Pat
     assert "FAILED | structure | decode.onnx | onnxruntime cannot open" in result.stdout
 
 
-def test_a_file_that_is_no_graph_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "noise"
     shutil.copytree(tiny("llama"), folder)
     (folder / "model.onnx").write_bytes(b"\xff" * 100)
     result = run(folder)
     assert result.exit_code == 3
-    assert "`model.onnx` is no ONNX file" in result.stderr
+    assert "`model.onnx` is not an ONNX file" in result.stderr
 
 
 @pytest.mark.parametrize("options", [["--suite", "quickest"], ["--nonsense"]])
@@ -130,7 +130,7 @@ def test_an_unknown_scenario_exits_2(exported: Callable[[str], Path]) -> None:
     assert "left padding" in result.stderr
 
 
-def test_how_often_every_call_was_run_is_recorded(exported: Callable[[str], Path]) -> None:
+def test_the_number_of_runs_is_recorded(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), "--scenario", "left padding", "--repeat", "3", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["settings"]["repeat"] == 3

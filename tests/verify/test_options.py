@@ -89,7 +89,7 @@ def test_stages_in_another_order_are_caught(optioned: Optioned, eager: Callable[
     ("graph", "problem"),
     [
         ({"stages": []}, "as the decode graph"),
-        ({"stages": ["a.onnx"]}, "names no plain files"),
+        ({"stages": ["a.onnx"]}, "does not name plain files"),
         ({"file": "a.onnx", "prefix": {"file": "b"}}, "as the decode graph"),
     ],
     ids=str,

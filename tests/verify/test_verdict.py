@@ -25,7 +25,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_clean_export_passes(model_type: str, exported: Callable[[str], Path], eager: Callable[[str], Eager]) -> None:
+def test_a_correct_export_passes(
+    model_type: str, exported: Callable[[str], Path], eager: Callable[[str], Eager]
+) -> None:
     report = verify(exported(model_type), eager=eager(model_type))
     assert report.verdict == "pass", report.closing_lines()
     assert report.worst and 0.3 < report.worst.sigma < 2, "calibration has moved: see docs/verification.md"

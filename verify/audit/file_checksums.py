@@ -1,4 +1,4 @@
-"""Whether a folder's graphs are those that were exported: their sha256 against the manifest's."""
+"""Compares the graph files of a folder with the sha256 that the manifest recorded at the export."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.verify.results.report import Check
 
 NAME = "graph file"
-"""What the check is called in reports."""
+"""Name of the check in reports."""
 
-UNLISTED = "is in the folder but not one of its graphs; it was not verified"
+UNLISTED = "is in the folder but not listed as one of its graphs; it was not verified"
 
-WAY_OUT = "export again, or pass `--allow-changed` to judge it as it is"
+WAY_OUT = "export again, or pass `--allow-changed` to verify it as it is"
 
 
 def audit_graph_files(
@@ -28,15 +28,14 @@ def audit_graph_files(
     """Compares every graph file with the manifest.
 
     Args:
-        folder: of the graphs.
-        entries: the graphs; all of their files are read once.
-        models: says whether there is an embedding table beside them.
-        allow_changed: another content is a note and no failure.
+        folder: the folder of the graphs.
+        entries: the graphs.
+        models: the graphs by name; contains the graph of the embedding table if there is one.
+        allow_changed: a changed file is a note instead of a failure.
 
     Returns:
-        A check for every graph whose files have a sha256 in the manifest, a skipped one for every other graph in the
-        folder, and notes: graphs that were changed, where
-        that is allowed, and files that the manifest cannot vouch for.
+        A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
+        allowed changes and on files without a sha256.
     """
     table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
@@ -44,18 +43,20 @@ def audit_graph_files(
     unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
     skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
     if not (folder / MANIFEST).is_file():
-        return skipped, [f"no `{MANIFEST}`: whether the graphs are those that were exported is unknown"]
+        return skipped, [f"no `{MANIFEST}`: changes of the graphs after their export cannot be detected"]
     recorded = read_manifest(folder).files
     checks: list[Check] = []
     notes: list[str] = []
     for graph, paths in files.items():
         changed = [path.name for path in paths if _is_changed(path, recorded)]
         unknown = [path.name for path in paths if not _sha256(path, recorded)]
-        notes += [f"`{name}` has no sha256 in `{MANIFEST}`: it may be another than was exported" for name in unknown]
+        notes += [
+            f"`{name}` has no sha256 in `{MANIFEST}`: a change after its export cannot be detected" for name in unknown
+        ]
         if changed and allow_changed:
-            notes += [f"graph changed: {_told(changed)}; allowed"]
+            notes += [f"graph changed: {_text(changed)}; allowed"]
         elif changed:
-            checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_told(changed)}; {WAY_OUT}"))
+            checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_text(changed)}; {WAY_OUT}"))
         elif not unknown:
             checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
     return [*checks, *skipped], notes
@@ -70,12 +71,12 @@ def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _sha256(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the manifest says; empty where it says nothing."""
+    """The recorded sha256; empty if there is none."""
     entry = recorded.get(path.name, {})
     return str(entry.get("sha256") or "") if isinstance(entry, dict) else ""
 
 
-def _told(names: Iterable[str]) -> str:
+def _text(names: Iterable[str]) -> str:
     quoted = [f"`{name}`" for name in names]
     if len(quoted) == 1:
         return f"{quoted[0]} is not the graph that was exported (its sha256 differs)"

@@ -1,4 +1,4 @@
-"""What `verify` is given, before anything is run: a folder with graphs, and a model that they can be compared with."""
+"""Validates the inputs of `verify`: a folder with graphs, and a model to compare them with."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 
 
 def require_folder(name: str | Path) -> Path:
-    """The local folder at a path, or a copy of what a URI names.
+    """The local folder at a path, or a local copy of a URI.
 
     Raises:
-        InputRefused: it is something else; says what, and what to give.
+        InputRefused: it is not a folder.
     """
     folder = local_path(name) if is_address(name) else Path(name)
     if folder.is_dir():
         return folder
     if folder.suffix == ".onnx" and folder.is_file():
         raise InputRefused(
-            f"`{folder}` is a graph, not a folder", hint=f"give it as `--graph {folder} --reference HF_FOLDER`"
+            f"`{folder}` is a graph, not a folder", hint=f"pass it as `--graph {folder} --reference HF_FOLDER`"
         )
     if is_remote(name):
         raise InputRefused(
-            f"`{name}` is not a local folder; what is verified are the graphs of a local one",
+            f"`{name}` is not a local folder; `verify` needs the graphs of a local one",
             hint=f"export it first: `llmconv export {name} -o OUT`, then `llmconv verify OUT`",
         )
     raise (
@@ -40,30 +40,29 @@ def require_folder(name: str | Path) -> Path:
 
 
 def require_model(folder: Path) -> Path:
-    """A folder without graphs of llmconv's, refused where it could not have any; a model's folder is let pass."""
+    """A model folder without graphs of llmconv; refuses other folders with InputRefused."""
     if others := sorted(graph for pattern in ("*.onnx", "onnx/*.onnx") for graph in folder.glob(pattern)):
         raise InputRefused(
             f"`{folder}` contains graphs that llmconv did not export (`{others[0].relative_to(folder)}`)",
-            hint=f"compare them with the model that they are of: `llmconv verify --graph {others[0]} --reference "
-            "HF_FOLDER`",
+            hint=f"compare them with their model: `llmconv verify --graph {others[0]} --reference HF_FOLDER`",
         )
     require_causal_folder(folder)
     has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    if not has_weights or not (folder / "config.json").is_file():  # a delta and an adapter have llmconv's manifest, too
+    if not has_weights or not (folder / "config.json").is_file():  # deltas and adapters have a manifest, too
         raise refused_model(folder)
     return folder
 
 
 def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> Path:
-    """The folder of the model that graphs are compared with, which has to have weights.
+    """The folder of the model that the graphs are compared with.
 
     Args:
-        folder: of the graphs.
-        entry: one of them.
-        reference: the model: a folder, or its URI or hub id.
+        folder: the folder of the graphs.
+        entry: one of the graphs.
+        reference: the model: a folder, a URI or a hub id.
 
     Raises:
-        InputRefused: it has none, as folders of other exporters: nothing says which model their graphs are of.
+        InputRefused: it has no weights.
     """
     reference = local_path(reference)
     if any((reference / name).is_file() for name in (SINGLE, INDEX)):
@@ -73,5 +72,5 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
     graph = folder / entry.files[0]
     raise InputRefused(
         f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
-        hint=f"compare them with the model that they are of: `llmconv verify --graph {graph} --reference HF_FOLDER`",
+        hint=f"compare them with their model: `llmconv verify --graph {graph} --reference HF_FOLDER`",
     )

@@ -1,6 +1,6 @@
-"""Weights that say nothing: NaN and infinity, and matrices of zeros.
+"""Notes on weights that hide differences: NaN, infinity, and matrices of zeros.
 
-A graph and the eager model agree on them, so they are told apart from a verdict that means something.
+A graph and the eager model agree on their results, whatever the graph computes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from llmconv.tensors import LazyTensor
 
 NAMED = 3
-"""Tensors of a kind that are named, the others are counted."""
+"""Maximum number of tensors that a note names."""
 MATRIX = 2
 
 
 def odd_weights(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """A note for every kind of odd tensor; reads them block by block."""
+    """A note for each kind of odd tensor; reads the tensors block by block."""
     found: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         for kind in _kinds(tensor):
@@ -40,5 +40,5 @@ def _kinds(tensor: LazyTensor) -> Iterator[str]:
 def _note(kind: str, names: list[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in names[:NAMED])
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    verb = "holds" if len(names) == 1 else "hold"
-    return f"{shown}{more} {verb} {kind}: what depends on that is equal whatever the graph does"
+    verb = "contains" if len(names) == 1 else "contain"
+    return f"{shown}{more} {verb} {kind}: faults in results that depend on it cannot be seen"

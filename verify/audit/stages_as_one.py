@@ -1,4 +1,4 @@
-"""A graph in stages, seen as one: its parts laid side by side, for what can be said without running it."""
+"""Joins the graphs of a staged export into one, for audits that do not run it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from llmconv.runtime.onnxruntime.guard import load_guarded
 
 
 def load_whole(folder: Path, entry: GraphEntry) -> onnx.ModelProto:
-    """The graph of an entry without its weights.
+    """The graph of an entry without its weights; stages are joined.
 
     Raises:
-        MalformedInput: a file refers to what it must not.
+        MalformedInput: a file refers to data outside the folder.
     """
     parts = [load_guarded(path) for path in entry.paths(folder)]
-    return parts[0] if len(parts) == 1 else laid_together(parts)
+    return parts[0] if len(parts) == 1 else joined_stages(parts)
 
 
-def laid_together(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
-    """Nodes and tensors of all parts, with the ports that no part takes from another."""
+def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
+    """Nodes and tensors of all parts, with the inputs and outputs that are not passed between parts."""
     whole = onnx.ModelProto()
     whole.CopyFrom(parts[0])
     for part in parts[1:]:

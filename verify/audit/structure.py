@@ -1,4 +1,4 @@
-"""What can be said of a graph without running it: names, element types, axes, unused inputs."""
+"""Checks the interface of a graph: names, element types and axes of inputs and outputs, unused inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtGraph
-from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 from llmconv.verify.results.report import Check
 
 AXES: dict[str, list[str | int | None]] = {
@@ -21,10 +21,10 @@ AXES: dict[str, list[str | int | None]] = {
 }
 PAST_LENGTH, TOTAL_LENGTH = "past_sequence_length", "total_sequence_length"
 CacheShapes = Mapping[str, tuple[int, ...]]
-"""Shapes of the cache's outputs by name, for a batch of one and one token, as the eager model has them."""
+"""Shapes of the eager model's cache for one sequence and one token, by output name."""
 
 OPEN_AXES = ("kv_heads", "head_dim")
-"""A graph for optimum leaves them open in its past, and gives the past its shape itself."""
+"""Symbolic axes of the past in graphs for optimum, which determine the shape themselves."""
 
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
@@ -32,16 +32,16 @@ TOKEN_INPUTS = ("input_ids", "attention_mask")
 def check_structure(
     graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, heeds_positions: bool = False
 ) -> Check:
-    """The graph's signature against the contract and the eager model.
+    """Compares the graph's inputs and outputs with the documented interface and the eager model.
 
     Args:
-        graph: the graph, opened.
-        model: the same without weights.
+        graph: the open graph.
+        model: the same graph without weights.
         cache_shapes: of the eager model.
-        heeds_positions: the eager model's logits change with `position_ids`, so the graph has to take them.
+        heeds_positions: the eager model's logits depend on `position_ids`, so the graph must take them.
     """
     problems = [
-        *(["input position_ids is missing"] if heeds_positions and not graph.takes_positions else []),
+        *(["missing input: position_ids"] if heeds_positions and not graph.takes_positions else []),
         *name_problems(graph, cache_shapes),
         *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
         *_result_problems(graph),
@@ -52,7 +52,7 @@ def check_structure(
 
 
 def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
-    """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
+    """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run."""
     first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
     tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
     if graph.sizes and graph.sizes.indexed:
@@ -64,17 +64,17 @@ def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
     ):
         if found != wanted:
             odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), f"{len(found)} of {len(wanted)}")
-            problems.append(f"{kind} are not the model's, in its order: {odd}")
+            problems.append(f"{kind} are not those of the model, in its order: {odd}")
     return problems
 
 
 def results_of(graph: OrtGraph) -> list[str]:
-    """The outputs before the cache, as the manifest says."""
+    """Names of the outputs before the cache, as recorded in the manifest."""
     return ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
 
 
 def _result_problems(graph: OrtGraph) -> list[str]:
-    """One position where the manifest says that the graph gives the last only, all of them elsewhere."""
+    """Errors for results with all positions where the manifest records the last only, or the reverse."""
     if graph.entry.last_logits is None:
         return []
     problems = []
@@ -83,30 +83,30 @@ def _result_problems(graph: OrtGraph) -> list[str]:
         one = positions == 1 and next(iter(graph.inputs.values()))[1] != 1
         if one != graph.entry.last_logits:
             wanted = "1" if graph.entry.last_logits else "sequence_length"
-            problems.append(f"{name} has axis {positions}, not {wanted}")
+            problems.append(f"shape mismatch for {name}: expected axis {wanted}, got {positions}")
     return problems
 
 
 def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
     problems = []
-    lengths = (SLOTS, SLOTS) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
+    lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
     wanted_axes = {**AXES, **_cache_axes(cache_shapes, lengths)}
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
         for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):
             if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
-                problems.append(f"{name} has axis {found}, not {wanted}")
+                problems.append(f"shape mismatch for {name}: expected axis {wanted}, got {found}")
     return problems
 
 
 def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_output: bool) -> bool:
-    """Outputs may carry a computed symbol, such as `past_sequence_length + sequence_length`."""
+    """Whether an axis is the expected one; outputs may have computed symbols such as `past_length + length`."""
     if isinstance(wanted, str) and (isinstance(found, int) or is_output):
         return isinstance(found, str) or static
     return wanted is None or found == wanted or (found in OPEN_AXES and not is_output)
 
 
 def _cache_axes(cache_shapes: CacheShapes, lengths: tuple[str, str]) -> dict[str, list[str | int | None]]:
-    """The axes of the cache's inputs and outputs; a state has the same ones before and after."""
+    """Expected axes of the cache's inputs and outputs; those of a state are equal."""
     axes: dict[str, list[str | int | None]] = {}
     for name, shape in cache_shapes.items():
         for port, length in zip((past_of(name), name), lengths, strict=True):
@@ -118,7 +118,7 @@ def _cache_axes(cache_shapes: CacheShapes, lengths: tuple[str, str]) -> dict[str
 
 def _type_problems(graph: OrtGraph) -> list[str]:
     problems = [
-        f"{name} is {graph.types[name]}, not int64"
+        f"dtype mismatch for {name}: expected int64, got {graph.types[name]}"
         for name in (*TOKEN_INPUTS, "position_ids")
         if name in graph.inputs and graph.types[name] != "tensor(int64)"
     ]

@@ -1,8 +1,8 @@
-"""The weight audit: every initializer is the tensor that its name says, whatever the outputs are.
+"""The weight audit: every initializer contains the tensor that it is named after, whatever the outputs are.
 
-Graphs bind weights in place: an initializer names a safetensors file, an offset and a length. So a wrong binding shows
-in the file's header, without running anything; bytes are read only where the graph holds a copy, or where the reference
-is another folder.
+An initializer of an exported graph refers to a safetensors file, an offset and a length. So a wrong reference is found
+in the file's header, without running the graph; weights are read only where the graph contains a copy, or where the
+reference is another folder.
 """
 
 from __future__ import annotations
@@ -24,30 +24,36 @@ from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
-Span = tuple[str, int, int]
+ByteSpan = tuple[str, int, int]
+"""File name, offset and length in bytes."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """The weights that graphs of one folder may use.
+class WeightSource:
+    """The weights that the graphs of a folder may refer to.
 
     Attributes:
-        folder: of the graphs.
-        spans: (file, offset, length) of every tensor in the folder's safetensors files, to its name.
+        folder: the folder of the graphs.
+        spans: names of the tensors in the folder's safetensors files, by span.
         reference: the reference's tensors by name.
         in_place: the folder is the reference.
-        prefixes: spans of the keys and values of prefixes, to their names.
+        prefixes: names of the keys and values of prefixes, by span.
     """
 
     folder: Path
-    spans: Mapping[Span, str]
+    spans: Mapping[ByteSpan, str]
     reference: Mapping[str, LazyTensor]
     in_place: bool
-    prefixes: Mapping[Span, str] = field(default_factory=dict)
+    prefixes: Mapping[ByteSpan, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> Source:
+    def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:
         """Reads the headers of both folders.
+
+        Args:
+            folder: the folder of the graphs.
+            reference: the model's folder.
+            prefixes: file names of prefixes in the folder.
 
         Raises:
             InputRefused: the reference has no safetensors weights.
@@ -67,13 +73,13 @@ class Source:
         return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, stored)
 
 
-def span_of(tensor: FileTensor) -> Span:
-    """Where a tensor lies: file name, offset, length."""
+def span_of(tensor: FileTensor) -> ByteSpan:
+    """The span of a tensor."""
     return tensor.path.name, tensor.offset, tensor.nbytes
 
 
 def audit_files(folder: Path) -> list[Check]:
-    """Whether the weight files are still those that the manifest describes, by sha256."""
+    """A check for each weight file: its sha256 is the recorded one."""
     checks = []
     for name, entry in read_manifest(folder).files.items():
         path = folder / name
@@ -84,16 +90,25 @@ def audit_files(folder: Path) -> list[Check]:
 
 
 def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Verdict and detail of one file; a clone has no sha256, see `llmconv.files.copying`."""
+    """Verdict and detail for one file; cloned files have no sha256, see `llmconv.files.copying`."""
     if "clone_of" in entry and path.stat().st_size == entry.get("bytes"):
-        return "skip", f"cloned from the `{entry['clone_of']}` it was made from, without a sha256"
+        return "skip", f"cloned from `{entry['clone_of']}`, without a sha256"
     with open(path, "rb") as file:
         same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
     return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
 
 
-def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:
-    """Checks every initializer of a graph; also the names of the reference's tensors that the graph uses."""
+def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> tuple[Check, set[str]]:
+    """Checks every initializer of a graph.
+
+    Args:
+        graph: name of the graph in reports.
+        model: the graph without its weights.
+        source: the weights.
+
+    Returns:
+        The check, and the names of the reference's tensors that the graph uses.
+    """
     problems: list[str] = []
     used: set[str] = set()
     for tensor in model.graph.initializer:
@@ -102,21 +117,21 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[C
         problems += [problem] if problem else []
     problems += hidden_weights(model)
     verdict = "fail" if problems else "pass" if used else "skip"
-    detail = _told(problems, len(used)) or "no initializer has the name of a tensor"
+    detail = _text(problems, len(used)) or "no initializer is named after a tensor"
     return Check("weights", graph, "", verdict=verdict, detail=detail), used
 
 
 def hidden_weights(model: onnx.ModelProto) -> list[str]:
-    """Weights where none belong, and initializers that a caller may replace because they are inputs of the graph."""
+    """Errors for weights outside the graph's initializers, and for initializers that callers may replace as inputs."""
     names = {tensor.name for tensor in model.graph.initializer}
     replaceable = [port.name for port in model.graph.input if port.name in names]
     return [*misplaced_weights(model), *(f"`{name}` is both an initializer and an input" for name in replaceable)]
 
 
 def misplaced_weights(model: onnx.ModelProto) -> list[str]:
-    """Weights in attributes of nodes, in subgraphs and in sparse form, which no audit compares with the model's."""
+    """Errors for weights in attributes, in subgraphs and in sparse form, which no audit compares with the model's."""
     found = [
-        f"`{tensor.name}` is in another file but not an initializer of the graph"
+        f"`{tensor.name}` is external data but not an initializer of the graph"
         for tensor in inner_tensors(model)
         if is_external(tensor)
     ]
@@ -124,47 +139,47 @@ def misplaced_weights(model: onnx.ModelProto) -> list[str]:
     return found
 
 
-def _told(problems: Sequence[str], used: int) -> str:
-    """The first problems; or what many of them have in common, which is seldom the graph."""
+def _text(problems: Sequence[str], used: int) -> str:
+    """The first problems; if there are many, the model is probably another one."""
     if len(problems) > max(5, used // 2):
-        return f"{len(problems)} of {used} tensors are not the reference's: is it another model? First {problems[0]}"
+        return f"{len(problems)} of {used} tensors are not the reference's: another model? First {problems[0]}"
     return "; ".join(problems[:5]) or (f"{used} tensors" if used else "")
 
 
-def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
-    """The reference's name of an initializer (empty when it is none of its tensors), and what is wrong with it."""
+def _audit(tensor: onnx.TensorProto, source: WeightSource) -> tuple[str, str]:
+    """The reference's name of an initializer, empty if it is not one of its tensors; and an error, or empty."""
     named = reference_name(tensor.name, source.reference)
     fields = external_fields(tensor)
     if not fields.get("location", "").endswith(".safetensors"):
         if fields and not named:
-            return "", f"`{tensor.name}` maps `{fields.get('location')}`, and no tensor has its name"
+            return "", f"`{tensor.name}` maps `{fields.get('location')}`, but no tensor has its name"
         return named, _compare(tensor, named, source) if named else ""
     span = (fields["location"], int(fields.get("offset", 0)), int(fields.get("length", 0)))
-    if source.prefixes.get(span) == tensor.name:  # their values are compared where they show, in the cache
+    if source.prefixes.get(span) == tensor.name:  # their values are compared as part of the cache
         return "", ""
     if tensor.name.endswith("]"):
         return _audit_rows(tensor.name, span, source)
     bound = source.spans.get(span)
     if bound is None:
-        return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are no tensor"
+        return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are not a tensor"
     if named and named != reference_name(bound, source.reference) and _differ(source, named, bound):
         return named, f"`{tensor.name}` maps the bytes of `{bound}`"
     if not named and _differ(source, bound, bound):
-        return bound, f"`{tensor.name}` maps `{bound}`, whose values are not the reference's"
+        return bound, f"`{tensor.name}` maps `{bound}`, whose values differ from the reference"
     if named and not source.in_place:
         return named, _compare(tensor, named, source)
     return named or bound, ""
 
 
-def _audit_rows(label: str, span: Span, source: Source) -> tuple[str, str]:
-    """The same for an initializer `name[row]` or `name[first:stop]`: these rows of one tensor, by their bytes."""
+def _audit_rows(label: str, span: ByteSpan, source: WeightSource) -> tuple[str, str]:
+    """The same for an initializer `name[row]` or `name[first:stop]`, which maps these rows of a tensor."""
     name, _, rest = label.removesuffix("]").rpartition("[")
     first, _, stop = rest.partition(":")
     named = reference_name(name, source.reference)
     whole = next((place for place, bound in source.spans.items() if bound == name), None)
     tensor = open_weights(source.folder).get(name) if whole else None
     if not named or whole is None or tensor is None or not first.isdigit() or (stop and not stop.isdigit()):
-        return named, f"`{label}` is no part of a tensor"
+        return named, f"`{label}` is not part of a tensor"
     begin, end = int(first), int(stop or int(first) + 1)
     row = tensor.nbytes // max(1, tensor.shape[0])
     if end > tensor.shape[0] or span != (whole[0], whole[1] + row * begin, row * (end - begin)):
@@ -173,7 +188,7 @@ def _audit_rows(label: str, span: Span, source: Source) -> tuple[str, str]:
 
 
 def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
-    """The reference's tensor of that name, with or without the base model's prefix (such as `model.`); or empty."""
+    """The reference's tensor of that name, with or without the base model's prefix such as `model.`; else empty."""
     if name in reference:
         return name
     rest = name.partition(".")[2]
@@ -182,8 +197,8 @@ def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
     return next((f"{prefix}.{name}" for prefix in ("model", "transformer") if f"{prefix}.{name}" in reference), "")
 
 
-def _differ(source: Source, named: str, bound: str) -> bool:
-    """Whether the bytes of the folder's tensor `bound` differ from the reference's `named`."""
+def _differ(source: WeightSource, named: str, bound: str) -> bool:
+    """Whether the folder's tensor `bound` differs from the reference's tensor `named`."""
     if source.in_place:
         mine, other = source.reference[bound], source.reference[named]
     else:
@@ -195,7 +210,7 @@ def _differ(source: Source, named: str, bound: str) -> bool:
     return mine.shape != other.shape or not same_values(mine.read(), other.read())
 
 
-def _compare(tensor: onnx.TensorProto, named: str, source: Source) -> str:
+def _compare(tensor: onnx.TensorProto, named: str, source: WeightSource) -> str:
     values = initializer_values(tensor, source.folder)
     wanted = source.reference[named].read()
     if values is None:
@@ -203,12 +218,12 @@ def _compare(tensor: onnx.TensorProto, named: str, source: Source) -> str:
     if values.shape != wanted.shape and values.shape == wanted.T.shape:
         wanted = wanted.T
     if values.shape != wanted.shape:
-        return f"`{tensor.name}` has shape {list(values.shape)}, the reference {list(wanted.shape)}"
+        return f"shape mismatch for `{tensor.name}`: expected {list(wanted.shape)}, got {list(values.shape)}"
     return "" if same_values(values, wanted) else f"`{tensor.name}` differs from the reference's values"
 
 
 def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
-    """The values of an initializer, inline or external; None for element types that numpy lacks."""
+    """The values of an initializer, inline or external; None for element types without a numpy dtype."""
     fields = external_fields(tensor)
     if not fields:
         return onnx.numpy_helper.to_array(tensor)
@@ -221,5 +236,5 @@ def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
 
 
 def same_values(values: Array, wanted: Array) -> bool:
-    """Equal after one cast of the reference to the other's element type."""
+    """Whether the values are equal after casting the reference `wanted` to their dtype."""
     return np.array_equal(values, wanted.astype(values.dtype), equal_nan=values.dtype.kind == "f")

@@ -1,4 +1,4 @@
-"""Whether a value of the graph is the one that the eager model has, within the model's own rounding noise."""
+"""ValueComparison: whether an inner value of the graph equals that of the eager model, within its rounding noise."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.recording import Record
+from llmconv.verify.bisect.recording import RecordedValue
 from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
 HIDDEN = -1e30
-"""What a mask adds to a score that must not count is below, whatever the dtype."""
+"""Masks add numbers below this to hidden scores, in every dtype."""
 
 ROW = 8
-"""Features that a row has at least; where the last axis has fewer, all of a value is one row."""
+"""Minimum number of features of a row; a value with a shorter last axis is a single row."""
 
 
-class Comparison:
+class ValueComparison:
     """Compares values of one call.
 
     Args:
-        dtype: of the graph.
-        call: says which tokens are padding.
-        virtual: tokens of a prefix in front of the cache.
+        dtype: numpy name of the graph's dtype.
+        call: the call, with the padding in its mask.
+        virtual: number of prefix tokens before the cache.
     """
 
     def __init__(self, dtype: str, call: Call, virtual: int = 0) -> None:
@@ -32,8 +32,8 @@ class Comparison:
         self._new = call.valid
         self._all = np.pad(call.attention_mask == 1, ((0, 0), (virtual, 0)), constant_values=True)
 
-    def agrees(self, record: Record, value: Array) -> bool:
-        """The same up to rounding; the layout of the elements counts, how they are grouped into axes does not."""
+    def agrees(self, record: RecordedValue, value: Array) -> bool:
+        """Whether a value equals the record up to rounding; the order of elements matters, the shape does not."""
         if value.size != record.exact.size:
             return False
         if record.exact.dtype.kind != "f" or value.dtype.kind != "f":
@@ -41,8 +41,8 @@ class Comparison:
         found = self.measure(record, value)
         return found is not None and found.passes(self._gates)
 
-    def measure(self, record: Record, value: Array) -> Measure | None:
-        """How far a float value is from a record of as many elements; None where one hides what the other shows."""
+    def measure(self, record: RecordedValue, value: Array) -> Measure | None:
+        """The error of a float value of as many elements as the record; None if the two mask different elements."""
         arrays = (record.exact, record.rounded, value.reshape(record.exact.shape))
         hidden = [array < HIDDEN for array in arrays]
         if not (np.array_equal(hidden[0], hidden[1]) and np.array_equal(hidden[0], hidden[2])):
@@ -53,25 +53,25 @@ class Comparison:
         truth = self._floor.truth(re.sub(r"\d+", "#", f"{record.scope} {record.op}"), exact, rounded, valid)
         return measure(truth, found)
 
-    def counted(self, record: Record) -> Array:
-        """Which elements of a record are compared, bool in its shape: not padding, and not hidden by a mask."""
+    def counted(self, record: RecordedValue) -> Array:
+        """Which elements of a record are compared (neither padding nor masked), bool of its shape."""
         if record.exact.dtype.kind != "f":
             return self._counts(record.exact.shape, masks=True)
         hidden = record.exact < HIDDEN
         return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
 
-    def _same(self, record: Record, value: Array) -> bool:
-        """Integers and booleans: equal, but for rows of padding."""
+    def _same(self, record: RecordedValue, value: Array) -> bool:
+        """Whether integers or booleans are equal, except in padding."""
         counts = self.counted(record)
         found = value.reshape(record.exact.shape)
         return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
 
     def _counts(self, shape: tuple[int, ...], masks: bool) -> Array:
-        """Which elements belong to no padding, as far as the sizes of the axes tell; when in doubt, they do not count.
+        """Which elements are not padding, judged by the sizes of the axes; doubtful ones count as padding.
 
         Args:
             shape: of a value.
-            masks: its last axis says who is seen, padding or not.
+            masks: the value is a mask, whose last axis also contains padding.
         """
         batch, tokens = self._new.shape
         counts = np.ones(shape, dtype=bool)
@@ -88,12 +88,12 @@ class Comparison:
 
 
 def _along(mask: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """A mask over some axes, ready to be applied to all."""
+    """A mask over some axes, reshaped to broadcast to `shape`."""
     wide: Array = mask.reshape([size if axis in axes else 1 for axis, size in enumerate(shape)])
     return wide
 
 
 def _rows(array: Array) -> Array:
-    """[1, rows, features]."""
+    """The array as [1, rows, features]."""
     features = array.shape[-1] if array.ndim and array.shape[-1] >= ROW else array.size
     return array.reshape(1, -1, features)

@@ -1,7 +1,7 @@
-"""Where a graph begins to differ, from outputs that were compared anyway.
+"""Locates a failure from the checks: the first layer whose cache differs.
 
-Keys and values of layer k depend on the layers before k and on the first part of layer k alone, so the first layer
-whose keys or values leave the floor brackets the fault.
+Keys and values of layer k depend only on the layers before k and on the first part of layer k, so the first layer whose
+keys or values differ delimits the fault.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from llmconv.runtime.cache_names import is_state, layer_of
 from llmconv.verify.results.report import Check, Where
 
 
-def localise(checks: Sequence[Check]) -> Where | None:
-    """The first failing scenario, its first failing step, there the first layer that differs; None when all passed."""
+def localize(checks: Sequence[Check]) -> Where | None:
+    """The first failing scenario, its first failing step, and its first differing layer; None if all passed."""
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:
         return None
-    told = _told([check for check in failed if not check.output])
+    unrun = _text([check for check in failed if not check.output])
     audited = [check for check in failed if check.name == "weights"]
     failed = [check for check in failed if check.output]
     if not failed:
-        return _of_weights(audited[0], told) if audited else Where("", "", 0, None, "", told)
+        return _of_weights(audited[0], unrun) if audited else Where("", "", 0, None, "", unrun)
     first = failed[0]
     place = (first.name, first.graph)
     same = [check for check in failed if (check.name, check.graph) == place]
@@ -32,27 +32,27 @@ def localise(checks: Sequence[Check]) -> Where | None:
     layer = layer_of(first.output)
     outputs = {check.output for check in here if layer_of(check.output) == layer}
     cached = any(layer_of(check.output) is not None for check in checks if (check.name, check.graph) == place)
-    said = _place(layer, outputs) if cached else "the logits differ" if first.sigma else ""
-    text = "; ".join(part for part in (said, first.detail, told) if part)
+    place_text = _place(layer, outputs) if cached else "the logits differ" if first.sigma else ""
+    text = "; ".join(part for part in (place_text, first.detail, unrun) if part)
     text = f"{first.name}, {first.graph}, step {step}: {text}"
     return Where(first.name, first.graph, step, layer, first.output, text)
 
 
-def _told(checks: Sequence[Check]) -> str:
-    """What the checks say that run nothing, once for all graphs of which it is true."""
+def _text(checks: Sequence[Check]) -> str:
+    """The details of checks that run no graph; equal details of several graphs once."""
     graphs: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         graphs.setdefault((check.name, check.detail), []).append(check.graph)
     return "; ".join(f"{name}, {' and '.join(files)}: {detail}" for (name, detail), files in graphs.items())
 
 
-def _of_weights(check: Check, told: str) -> Where:
-    """Where only the weight audit fails: the layer and the module of the first tensor that it names."""
+def _of_weights(check: Check, unrun: str) -> Where:
+    """The layer and module of the first tensor in a failed weight audit."""
     tensor = next(iter(re.findall(r"`([^`]+)`", check.detail)), "")
     scope = tensor.rpartition(".")[0]
     found = re.search(r"(?:^|\.)(\d+)\.", tensor)
     layer = int(found[1]) if found else None
-    return Where("", check.graph, 0, layer, "", told, scope=scope, finding=check.detail)
+    return Where("", check.graph, 0, layer, "", unrun, scope=scope, finding=check.detail)
 
 
 def _depth(check: Check) -> int:

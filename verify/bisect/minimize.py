@@ -1,9 +1,9 @@
-"""Minimize: the smallest piece of a graph that is wrong, as a folder that onnxruntime can run by itself.
+"""Writes the smallest failing piece of a graph to a folder that onnxruntime can run by itself.
 
-DIR/piece.onnx      the nodes, with the weights that they read
-DIR/inputs.npz      what the nodes before gave, by the names of the piece's inputs
-DIR/expected.npz    what the eager model has, in float64
-DIR/found.npz       what the piece gives
+DIR/piece.onnx      the nodes with their weights
+DIR/inputs.npz      inputs of the piece, by name
+DIR/expected.npz    the eager model's value, in float64
+DIR/found.npz       output of the piece
 DIR/piece.json      names, noise, gates, finding
 DIR/README.md       how to run it
 """
@@ -26,20 +26,20 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
-from llmconv.files.safe_folder import Content, Folder
+from llmconv.files.safe_folder import Folder, WritableContent
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
-from llmconv.verify.bisect.agreement_trace import Trail
-from llmconv.verify.bisect.recording import Record
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.bisect.smallest_piece import Piece
+from llmconv.verify.bisect.agreement_trace import AgreementTrace
+from llmconv.verify.bisect.recording import RecordedValue
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.bisect.smallest_piece import FailingPiece
 from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.results.measure import GATES, ULP_SHARE, ULPS, rms
 from llmconv.verify.results.report import Where
 
 INLINE_LIMIT = 512 << 20
-"""Bytes of weights up to which they are put into the graph's own file; protobuf ends at 2 GiB."""
+"""Maximum bytes of weights inside piece.onnx; protobuf is limited to 2 GiB."""
 
 README = """# {title}
 
@@ -72,12 +72,12 @@ print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_t
 
 
 @dataclass(frozen=True)
-class Minimized:
-    """What was written.
+class WrittenPiece:
+    """The written piece.
 
     Attributes:
-        nodes: in the piece.
-        difference: how far it is from the model, in words.
+        nodes: number of nodes.
+        difference: the error of its output, in words.
     """
 
     nodes: int
@@ -85,39 +85,41 @@ class Minimized:
 
 
 def require_new(folder: Path) -> None:
-    """Refuses a folder that holds something.
+    """Refuses a folder that is not empty.
 
     Raises:
-        UsageProblem: it does.
+        UsageProblem: the path is a file or a folder with files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageProblem(f"`{folder}` is not empty", hint="give a new folder to `--minimize`")
 
 
-def write_piece(folder: Path, piece: Piece, trail: Trail, replay: Replay, where: Where) -> Minimized | None:
-    """Writes the piece; None where it is not wrong by itself, so that there is nothing to show.
+def write_piece(
+    folder: Path, piece: FailingPiece, trace: AgreementTrace, replay: ReplayedCall, where: Where
+) -> WrittenPiece | None:
+    """Writes the piece; None if it agrees with the model when it runs by itself.
 
     Args:
-        folder: new or empty; it appears when all is written.
-        piece: what is wrong.
-        trail: the values of the graph.
-        replay: the call.
-        where: what is said of it.
+        folder: new or empty; renamed into place when it is complete.
+        piece: the failing nodes.
+        trace: the values of the graph.
+        replay: the replayed call.
+        where: the location of the failure, for the texts.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
-    record, values = piece.expected, {**replay.feeds, **trail.values}
+    record, values = piece.expected, {**replay.feeds, **trace.values}
     if record is None:
         return None
-    found = replay.tapped.run_piece(piece.nodes, values, piece.output)
-    if found is None or trail.comparison.agrees(record, found):
+    found = replay.probe.run_piece(piece.nodes, values, piece.output)
+    if found is None or trace.comparison.agrees(record, found):
         return None
     made = {name for node in piece.nodes for name in node.output}
     read = {name for node in piece.nodes for name in inner_inputs(node)} - made
     inputs = {name: array for name, array in values.items() if name in read}
-    model = replay.tapped.piece(piece.nodes, inputs, piece.output)
-    arrays = _arrays(record, found, trail)
+    model = replay.probe.piece(piece.nodes, inputs, piece.output)
+    arrays = _arrays(record, found, trace)
     content, sigma = _content(piece, record, arrays, where, replay.dtype)
     files = {
         "inputs.npz": archive(inputs),
@@ -127,30 +129,30 @@ def write_piece(folder: Path, piece: Piece, trail: Trail, replay: Replay, where:
         "README.md": _readme(piece, where).encode(),
     }
     try:
-        _write(folder, files, model, replay.tapped.folder)
+        _write(folder, files, model, replay.probe.folder)
     except OSError as error:
         raise OutputFailed(
             f"cannot write the piece to `{folder}`: {error.strerror}", hint="give another folder to `--minimize`"
         ) from error
     wrong = int((arrays["expected"] != found)[arrays["counts"]].sum())
     is_float = record.exact.dtype.kind == "f"
-    return Minimized(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
+    return WrittenPiece(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
 
 
-def _arrays(record: Record, found: Array, trail: Trail) -> dict[str, Array]:
-    """Expected, rounded, found, and which elements count, all in the layout of the piece's output."""
-    counts = trail.comparison.counted(record)
+def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[str, Array]:
+    """Expected, rounded and found values and the compared elements, all in the shape of the piece's output."""
+    counts = trace.comparison.counted(record)
     parts = {"expected": record.exact, "rounded": record.rounded, "found": found, "counts": counts}
     return {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
 
 
 def _content(
-    piece: Piece, record: Record, arrays: Mapping[str, Array], where: Where, dtype: str
+    piece: FailingPiece, record: RecordedValue, arrays: Mapping[str, Array], where: Where, dtype: str
 ) -> tuple[dict[str, object], float]:
-    """What `piece.json` says, and sigma."""
+    """The content of `piece.json`, and sigma."""
     counts = arrays["counts"]
     exact, rounded, found = (arrays[name][counts].astype(np.float64) for name in ("expected", "rounded", "found"))
-    noise = 1.0  # of values that are right or wrong
+    noise = 1.0  # for integers and booleans
     if record.exact.dtype.kind == "f":
         noise = max(rms(rounded - exact), ULP_SHARE * ULPS[dtype] * rms(exact), 1e-300)
     sigma = rms(found - exact) / noise
@@ -169,7 +171,7 @@ def _content(
     return content, sigma
 
 
-def _readme(piece: Piece, where: Where) -> str:
+def _readme(piece: FailingPiece, where: Where) -> str:
     title = where.node or piece.node.name
     finding = where.finding or f"the first node that differs is `{title}`"
     return README.format(
@@ -184,7 +186,7 @@ def _readme(piece: Piece, where: Where) -> str:
 
 
 def archive(arrays: Mapping[str, Array]) -> bytes:
-    """The bytes of an .npz file; unlike `numpy.savez` it takes any name and has no time in it."""
+    """The bytes of an .npz file; unlike `numpy.savez`, any name is allowed and no time is stored."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, array in arrays.items():
@@ -194,14 +196,14 @@ def archive(arrays: Mapping[str, Array]) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes], model: onnx.ModelProto, weights: Path) -> None:
-    """Everything beside the folder first, then one rename."""
+    """Writes into a sibling folder, then renames it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         with Folder.open_own(staged) as home:
             home.write_together({**files, **_graph_files(model, weights)})
         staged.chmod(0o777 & ~_umask())
-        os.rename(staged, folder)  # onto an empty folder too
+        os.rename(staged, folder)  # also replaces an empty folder
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -213,8 +215,8 @@ def _umask() -> int:
     return mask
 
 
-def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, Content]:
-    """The piece with the values of its weights, in its own file or, where they are many, in one beside it."""
+def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, WritableContent]:
+    """The files of the piece: its weights are inline, or in `weights.bin` if they are large."""
     for tensor in model.graph.initializer:
         if tensor.external_data:
             values = initializer_values(tensor, weights)

@@ -1,8 +1,8 @@
-"""Scopes: which module of the model a node of a graph belongs to, by the node's name.
+"""ModuleScopes: finds the module of the model that a graph node belongs to, by the node's name.
 
-`model.layers.7.self_attn.q_proj/Gemm` is llmconv's form; `/model/layers.7/self_attn/q_proj/MatMul` is that of
-torch.onnx, optimum and the ORT-GenAI builder, which also has names of its own for some modules. Others note the module
-in the node's metadata.
+llmconv writes `model.layers.7.self_attn.q_proj/Gemm`; torch.onnx, optimum and the ORT-GenAI builder write
+`/model/layers.7/self_attn/q_proj/MatMul`, the builder with different names for some modules. Other exporters record the
+module in the node's metadata.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import onnx
 
 ANYWHERE = "?"
-"""The scope of a node whose name says nothing."""
+"""The scope of a node whose name contains no module."""
 
 OTHER_NAMES = {
     "attn": ("self_attn", "self_attention", "attention"),
@@ -21,17 +21,17 @@ OTHER_NAMES = {
     "layernorm": ("norm", "ln_f", "final_layer_norm"),
     "final_norm_layernorm": ("norm", "ln_f"),
 }
-"""What exporters call a module, to what models call it."""
+"""Names of modules in models, by their names in exporters."""
 
 METADATA = ("pkg.torch.onnx.name_scopes", "pkg.onnxscript.name_scopes")
-"""Keys under which torch's and onnxscript's exporters note the modules of a node, outermost first."""
+"""Metadata keys of torch's and onnxscript's exporters for the modules of a node, outermost first."""
 
 LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")
-"""The first number of a dotted name."""
+"""Matches the first number in a dotted name."""
 
 
-class Scopes:
-    """The modules of a model, found by what a graph's nodes are called.
+class ModuleScopes:
+    """The modules of a model, found by the names of graph nodes.
 
     Args:
         modules: dotted names of all modules of the model.
@@ -43,14 +43,14 @@ class Scopes:
 
     def of(self, node: onnx.NodeProto) -> str:
         """The module's dotted name, or `ANYWHERE`."""
-        told = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
-        key = f"{told}\n{node.name}"
+        recorded = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
+        key = f"{recorded}\n{node.name}"
         if key not in self._found:
-            self._found[key] = self._resolve(recorded_scope(told) if told else dotted_scope(node.name))
+            self._found[key] = self._resolve(recorded_scope(recorded) if recorded else dotted_scope(node.name))
         return self._found[key]
 
     def _resolve(self, scope: str) -> str:
-        """The deepest module that the scope names; the model's own prefix may be missing or longer."""
+        """The deepest module in the scope; the model's prefix may be missing or longer."""
         parts = scope.split(".") if scope else []
         for start in range(len(parts)):
             found = self._descend(parts[start:])
@@ -71,7 +71,7 @@ class Scopes:
         return ""
 
     def _known(self, name: str) -> str:
-        """The module of that name, or of another name for the same."""
+        """The module of that name, or of an equivalent name; else empty."""
         if name in self._modules:
             return name
         parent, _, last = name.rpartition(".")
@@ -80,12 +80,12 @@ class Scopes:
 
 
 def dotted_scope(node_name: str) -> str:
-    """`model.layers.7.mlp` of `model.layers.7.mlp/Mul` and of `/model/layers.7/mlp/Mul`; empty where there is none."""
+    """`model.layers.7.mlp` of `model.layers.7.mlp/Mul` and of `/model/layers.7/mlp/Mul`; empty if there is none."""
     return node_name.strip("/").rpartition("/")[0].replace("/", ".")
 
 
 def recorded_scope(names: str) -> str:
-    """`model.layers.1.mlp` of `['', 'model', 'model.layers.1', 'mlp']`; a part may be told with all those before it."""
+    """`model.layers.1.mlp` of `['', 'model', 'model.layers.1', 'mlp']`; a part may include its parents."""
     scope = ""
     for name in re.findall(r"'([^']*)'", names):
         scope = name if not scope or name.startswith(f"{scope}.") else f"{scope}.{name}"

@@ -1,7 +1,7 @@
-"""Recording: every value that the eager model computes in one call, exact and with its noise, under its module's name.
+"""Recorder: records every value that the eager model computes in one call, by module.
 
-The model runs twice as it always does, in float64 and in the graph's dtype, with hooks that say which module is running
-and a dispatch mode that sees the result of every operator. Nothing of the model is changed.
+The model runs in float64 and in the graph's dtype, with hooks that track the running module and a dispatch mode that
+sees the result of every operator. The model is not changed.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from llmconv.runtime.eager.cache import to_numpy
 from llmconv.tensors import Array
+from llmconv.verify.library_patches import TorchDispatchMode, without_dispatch_modes
 
 SIZE_LIMIT = 1 << 26
-"""Elements of a value that is still recorded."""
+"""Maximum number of elements of a recorded value."""
 
 IN, OUT = "input", "output"
-"""Operators of the records of what a module takes and gives."""
+"""`op` of recorded inputs and outputs of modules."""
 
 MASK = "attention_mask"
-"""Operator of the record of the mask that a module is given."""
+"""`op` of recorded attention masks of modules."""
 
-Key = tuple[str, str, tuple[int, ...], int]
-"""Scope, operator, shape, and which one of these."""
+RecordKey = tuple[str, str, tuple[int, ...], int]
+"""Scope, operator, shape, and number of the value among equal ones."""
 
-Wanted = Callable[[str], bool]
-"""Whether the values of a scope are recorded."""
+ScopeFilter = Callable[[str], bool]
+"""Returns whether the values of a scope are recorded."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedValue:
     """One value of the eager model.
 
     Attributes:
-        scope: the module that was running, as a dotted name.
-        op: the operator, or `IN`, `OUT`, `MASK` for what a module takes and gives.
-        exact: from the float64 run; integers and booleans as they are.
+        scope: dotted name of the running module.
+        op: the operator, or `IN`, `OUT`, `MASK` for inputs and outputs of modules.
+        exact: from the float64 run; integers and booleans unchanged.
         rounded: from the run in the graph's dtype.
-        order: counts the values of a call.
+        order: position among the values of the call.
     """
 
     scope: str
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def is_port(self) -> bool:
-        """What a module takes or gives, not what an operator made."""
+        """Whether it is an input or output of a module, not the result of an operator."""
         return self.op in (IN, OUT, MASK)
 
 
@@ -64,12 +64,12 @@ class Recorder(TorchDispatchMode):
     """Keeps the results of operators by scope.
 
     Args:
-        wanted: which scopes.
+        wanted: selects the scopes.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ScopeFilter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.values: dict[Key, Array] = {}
+        self.values: dict[RecordKey, Array] = {}
         self._scopes, self._wanted = [""], wanted
         self._counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
 
@@ -80,22 +80,22 @@ class Recorder(TorchDispatchMode):
         scope = self._scopes[-1]
         if self._wanted(scope) and not _is_weight_view(func, args):
             for index, tensor in enumerate(_tensors(result)):
-                # A cast to float64 is none in the other run, which has nothing to cast.
+                # casts to float64 have no counterpart in the other run
                 if not (func is torch.ops.aten._to_copy.default and tensor.is_floating_point()):
                     self.keep(scope, f"{func}:{index}", tensor)
         return result
 
     def keep(self, scope: str, op: str, tensor: torch.Tensor) -> None:
-        """Notes one value."""
+        """Records one value, unless it is empty, too large or complex."""
         if 0 < tensor.numel() <= SIZE_LIMIT and not tensor.is_complex():
             key = (scope, op, tuple(tensor.shape))
             self._counts[key] += 1
-            with _disable_current_modes():  # copying is nothing that the model computes
+            with without_dispatch_modes():  # the copy must not be recorded
                 self.values[*key, self._counts[key]] = to_numpy(tensor).copy()
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Records what the model computes inside."""
+        """Records all runs of the model inside the context."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if name:
@@ -130,21 +130,21 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _is_weight_view(func: Any, args: Sequence[Any]) -> bool:
-    """A weight seen otherwise, such as transposed, is no value of the call."""
+    """Whether the result is a view of a weight, such as its transpose."""
     return bool(args) and isinstance(args[0], torch.nn.Parameter) and func.is_view
 
 
-def paired(exact: Mapping[Key, Array], rounded: Mapping[Key, Array]) -> list[Record]:
-    """The values that both runs have, in the order of the float64 run."""
+def paired(exact: Mapping[RecordKey, Array], rounded: Mapping[RecordKey, Array]) -> list[RecordedValue]:
+    """The values of both runs, in the order of the float64 run."""
     return [
-        Record(key[0], key[1], array, rounded[key], order)
+        RecordedValue(key[0], key[1], array, rounded[key], order)
         for order, (key, array) in enumerate(exact.items())
         if key in rounded
     ]
 
 
-def rounded_to(record: Record, dtype: np.dtype[Any]) -> Array:
-    """The exact value as a graph of that dtype could hold it; what does not fit becomes its largest number."""
+def rounded_to(record: RecordedValue, dtype: np.dtype[Any]) -> Array:
+    """The exact value in a dtype; numbers out of range are clipped to its largest number."""
     if record.exact.dtype.kind != "f":
         return record.exact
     largest = float(np.finfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Replay: the call that failed once more, on the graph with taps and on the eager model with a recorder."""
+"""ReplayedCall: runs a failed call again, on a graph probe and on the eager model with a recorder."""
 
 from __future__ import annotations
 
@@ -13,44 +13,43 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
-from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import (
     TENSOR_DTYPES,
     OrtGraph,
     OrtRunner,
     SessionSettings,
-    behind_prefix,
+    after_prefix,
     open_graph,
 )
 from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
-from llmconv.verify.bisect.recording import Record, Recorder, Wanted, paired
-from llmconv.verify.comparison.graph_probe import Tapped
+from llmconv.verify.bisect.recording import RecordedValue, Recorder, ScopeFilter, paired
+from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.comparison.scaled_weights import scaled_settings
 from llmconv.verify.reference.eager import Eager, edited, run_chain
-from llmconv.verify.reference.prefix import Behind, stored_start, trained_start
-from llmconv.verify.reference.weight_scaling import Change, change_of
+from llmconv.verify.reference.prefix import stored_start, trained_start
+from llmconv.verify.reference.weight_scaling import WeightScaling, scaling_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
 
 
 class Replayable(Protocol):
-    """Graphs that were verified."""
+    """Verified graphs whose calls can be replayed."""
 
-    def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[Replay | None]:
-        """The call that `where` names; None where no single run of a graph is that call."""
+    def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[ReplayedCall | None]:
+        """The call that `where` names; None if it is not a single run of one graph."""
 
 
 @dataclass(frozen=True)
-class Folder:
-    """What is verified.
+class VerifiedFolder:
+    """A folder of graphs that is verified.
 
     Attributes:
-        path: of the graphs.
-        entries: the graphs.
-        models: the same without weights, by name.
+        path: the folder.
+        entries: the graphs in the manifest.
+        models: the graphs without weights, by name.
         settings: of onnxruntime.
     """
 
@@ -60,16 +59,16 @@ class Folder:
     settings: SessionSettings
 
     @contextmanager
-    def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
+    def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """See `Replayable`."""
         name, folder = where.scenario.partition(", optimisation ")[0], self
-        if change := change_of(where.scenario):
-            eager, name, folder = eager.twin(change), name.removesuffix(f", {change.name}"), self._scaled(change)
-        yield _prepare(where, name, folder, eager, scaled=bool(change))
+        if scaling := scaling_of(where.scenario):
+            eager, name, folder = eager.scaled(scaling), name.removesuffix(f", {scaling.name}"), self._scaled(scaling)
+        yield _prepare(where, name, folder, eager, scaled=bool(scaling))
 
-    def _scaled(self, change: Change) -> Folder:
-        """The same on scaled weights, so that every value is that of the scaled model."""
-        settings, models = scaled_settings(self.settings, self.path, change, at_weights=True), {}
+    def _scaled(self, scaling: WeightScaling) -> VerifiedFolder:
+        """The folder on scaled weights, whose inner values are those of the scaled model."""
+        settings, models = scaled_settings(self.settings, self.path, scaling, at_weights=True), {}
         for name, model in self.models.items():
             models[name] = onnx.ModelProto()
             models[name].CopyFrom(model)
@@ -78,20 +77,20 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """One call, ready to be run again.
+class ReplayedCall:
+    """One call, ready to run again.
 
     Attributes:
-        tapped: the graph.
-        feeds: its inputs.
-        call: the same as the scenario has it.
-        virtual: tokens of a prefix, by which the cache is longer.
-        dtype: of the graph.
+        probe: the graph.
+        feeds: its inputs, by name.
+        call: the call of the scenario.
+        virtual: number of prefix tokens in the cache.
+        dtype: numpy name of the graph's dtype.
         chain: the calls before it.
         eager: the reference.
     """
 
-    tapped: Tapped
+    probe: GraphProbe
     feeds: Mapping[str, Array]
     call: Call
     virtual: int
@@ -102,35 +101,29 @@ class Replay:
     @property
     def model(self) -> torch.nn.Module:
         """The eager model in the graph's dtype."""
-        return _model_of(self.eager.runners[1])
+        return self.eager.models[1]
 
-    def record(self, wanted: Wanted) -> list[Record]:
-        """What the eager model computes in the call, in the wanted scopes."""
-        exact, rounded = (self._recorded(runner, wanted).values for runner in self.eager.runners)
+    def record(self, wanted: ScopeFilter) -> list[RecordedValue]:
+        """The values that the eager model computes in the call, in the wanted scopes."""
+        sides = zip(self.eager.runners, self.eager.models, strict=True)
+        exact, rounded = (self._recorded(runner, model, wanted).values for runner, model in sides)
         return paired(exact, rounded)
 
-    def outputs(self) -> dict[str, Record]:
-        """What the eager model gives in the call: logits and cache, in the graphs' layout."""
+    def outputs(self) -> dict[str, RecordedValue]:
+        """The eager model's logits and cache after the call, by output name."""
         steps = [run_chain(runner, [*self.chain, self.call])[-1] for runner in self.eager.runners]
         exact, rounded = ({"logits": step.logits, **step.present.arrays()} for step in steps)
-        return {name: Record("", name, array, rounded[name], 0) for name, array in exact.items()}
+        return {name: RecordedValue("", name, array, rounded[name], 0) for name, array in exact.items()}
 
-    def _recorded(self, runner: Runner, wanted: Wanted) -> Recorder:
+    def _recorded(self, runner: Runner, model: torch.nn.Module, wanted: ScopeFilter) -> Recorder:
         past = edited(run_chain(runner, self.chain)[-1].present if self.chain else None, self.call)
         recorder, run = Recorder(wanted), runner.decode if self.chain else runner.prefill
-        with recorder.watching(_model_of(runner)):
+        with recorder.watching(model):
             run(self.call.input_ids, self.call.attention_mask, self.call.position_ids, past)
         return recorder
 
 
-def _model_of(runner: Runner) -> torch.nn.Module:
-    inner = runner.runner if isinstance(runner, Behind) else runner
-    assert isinstance(inner, EagerRunner)
-    model: torch.nn.Module = inner.model
-    return model
-
-
-def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scaled: bool) -> Replay | None:
+def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, *, scaled: bool) -> ReplayedCall | None:
     path = folder.path
     entries = [entry for name in where.graph.split("+") for entry in folder.entries if entry.name == name]
     if not entries:
@@ -138,8 +131,8 @@ def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scale
     prefix = entries[0].prefix
     if prefix:
         stored = stored_start(path, prefix, len(eager.cache_shapes()) // 2)
-        eager = eager.behind(prefix, stored if scaled else trained_start(path, prefix))
-    built = next((chains for row, chains in scenarios("full", eager.facts()) if row.name == scenario), [])
+        eager = eager.with_prefix(prefix, stored if scaled else trained_start(path, prefix))
+    built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     places = [(chain, step) for chain in built for step in range(len(chain))]
     if where.step >= len(places):
         return None
@@ -151,16 +144,22 @@ def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scale
     steps = run_chain(OrtRunner(graphs[0], graphs[-1]), chain[:step])
     past = edited(steps[-1].present if steps else None, chain[step])
     feeds = feeds_of(graph, chain[step], past)
-    tapped = Tapped(folder.models[graph.name], path, folder.settings)
+    probe = GraphProbe(folder.models[graph.name], path, folder.settings)
     virtual = prefix.length if prefix else 0
-    return Replay(tapped, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
+    return ReplayedCall(probe, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
 
 
 def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array]:
-    """Every input of a graph whose cache grows, for one call."""
+    """All inputs of a graph with a growing cache, for one call.
+
+    Args:
+        graph: the graph.
+        call: the call.
+        past: the cache; None for an empty one.
+    """
     mask, positions = call.attention_mask, call.position_ids
     if graph.entry.prefix and past:
-        mask, positions = behind_prefix(mask, positions, graph.entry.prefix)
+        mask, positions = after_prefix(mask, positions, graph.entry.prefix)
     given = {**graph.embed(call.input_ids), "attention_mask": mask, "position_ids": positions}
     if past:
         given |= {past_of(name): array for name, array in past.arrays().items()}
@@ -170,7 +169,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
 
 
 def _empty(graph: OrtGraph, name: str, batch: int) -> Array:
-    """No keys and values, or a state of zeros."""
+    """Empty keys and values, or a state of zeros."""
     shape = [
         axis if isinstance(axis, int) else int(at != 2 or is_state(name)) for at, axis in enumerate(graph.inputs[name])
     ]

@@ -1,8 +1,7 @@
-"""Proof: the smallest piece of a graph that is wrong, shown by putting it right.
+"""Finds the smallest failing piece of a graph, by replacing values with those of the model.
 
-A candidate for the fault is taken out and the model's own value put in its place; where what follows then agrees with
-the model, the fault lies before that value. So the first value that repairs what follows bounds the fault from behind,
-as the last values that agree bound it from in front.
+If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value
+that repairs the result is the end of the failing piece, and the last values that agree are its start.
 """
 
 from __future__ import annotations
@@ -15,121 +14,135 @@ import numpy as np
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement_trace import LAYOUT_OPS, Trail
+from llmconv.verify.bisect.agreement_trace import LAYOUT_OPS, AgreementTrace
 from llmconv.verify.bisect.module_scopes import inside
-from llmconv.verify.bisect.recording import IN, OUT, Record, rounded_to
-from llmconv.verify.comparison.graph_probe import Tapped, inner_inputs
+from llmconv.verify.bisect.recording import IN, OUT, RecordedValue, rounded_to
+from llmconv.verify.comparison.graph_probe import GraphProbe, inner_inputs
 
 ATTEMPTS = 80
-"""Values that are put right at most, one at a time."""
+"""Maximum number of values that are replaced, one at a time."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Nodes that turn values that agree into one that does not.
+class FailingPiece:
+    """Nodes that compute a wrong value from correct ones.
 
     Attributes:
-        nodes: in order; the fault is one of them.
-        output: the value that is wrong.
-        expected: what the model has instead; None where the model has no such value.
-        proven: with the expected value in place of the output, what follows agrees.
+        nodes: in order; one of them is the fault.
+        output: name of the wrong value.
+        expected: the model's value; None if the model has no such value.
+        proven: later values agree with the expected value in place of the output.
     """
 
     nodes: Sequence[onnx.NodeProto]
     output: str
-    expected: Record | None
+    expected: RecordedValue | None
     proven: bool
 
     @property
     def node(self) -> onnx.NodeProto:
-        """The first that differs."""
+        """The first node that differs."""
         return next((node for node in self.nodes if node.op_type not in LAYOUT_OPS), self.nodes[-1])
 
 
 @dataclass(frozen=True)
-class Target:
-    """A value further on of which the model's is known."""
+class TargetValue:
+    """A later value, with the model's value for it.
+
+    Attributes:
+        value: its name.
+        record: the model's value; None if unknown.
+    """
 
     value: str
-    record: Record | None
+    record: RecordedValue | None
 
 
-def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], last: Target) -> Piece:
-    """The smallest piece that is wrong.
+def smallest_piece(
+    trace: AgreementTrace, probe: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
+) -> FailingPiece:
+    """The smallest failing piece.
 
     Args:
-        trail: what agrees.
-        tapped: the graph.
-        inputs: of the graph.
-        last: the value that was found wrong, and the model's.
+        trace: the values that agree.
+        probe: the graph.
+        inputs: of the graph, by name.
+        last: the wrong value, and the model's.
     """
-    values = {**inputs, **trail.values}
-    target = _first_target(trail, last)
-    suspects = trail.back_from(target.value)
+    values = {**inputs, **trace.values}
+    target = _first_target(trace, last)
+    suspects = trace.back_from(target.value)
     if target.record is None:
-        return Piece(suspects, target.value, None, proven=False)
-    for output, record in islice(_attempts(trail, suspects, target), ATTEMPTS):
-        if _repairs(trail, tapped, values, output, record, target):
-            end = _handed_on(trail, output)
-            return Piece(trail.back_from(end), end, record, proven=True)
-    return Piece(suspects, target.value, target.record, proven=False)
+        return FailingPiece(suspects, target.value, None, proven=False)
+    for output, record in islice(_attempts(trace, suspects, target), ATTEMPTS):
+        if _repairs(trace, probe, values, output, record, target):
+            end = _after_identities(trace, output)
+            return FailingPiece(trace.back_from(end), end, record, proven=True)
+    return FailingPiece(suspects, target.value, target.record, proven=False)
 
 
-def _attempts(trail: Trail, suspects: Sequence[onnx.NodeProto], target: Target) -> Iterator[tuple[str, Record]]:
-    """Wrong values before the target, in order, each with what the model may have in its place."""
+def _attempts(
+    trace: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
+) -> Iterator[tuple[str, RecordedValue]]:
+    """Wrong values before the target, in order, each with a value that the model may have in its place."""
     for node in suspects:
         for output in node.output:
-            if output and output not in trail.good and output != target.value:
-                yield from ((output, record) for record in _candidates(trail, output))
+            if output and output not in trace.good and output != target.value:
+                yield from ((output, record) for record in _candidates(trace, output))
 
 
-def _handed_on(trail: Trail, value: str) -> str:
-    """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
-    users = trail.wiring.users[value]
+def _after_identities(trace: AgreementTrace, value: str) -> str:
+    """The value after nodes without effect, one of which may be the fault."""
+    users = trace.index.users[value]
     while len(users) == 1 and users[0].op_type == "Identity":
         value = users[0].output[0]
-        users = trail.wiring.users[value]
+        users = trace.index.users[value]
     return value
 
 
-def _candidates(trail: Trail, output: str) -> Iterator[Record]:
-    """What the model may have where the graph has a value that agrees with nothing."""
-    if output in trail.values:
-        array = trail.values[output]
-        for record in trail.places(output):
+def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
+    """Values that the model may have in place of a value that does not agree."""
+    if output in trace.values:
+        array = trace.values[output]
+        for record in trace.places(output):
             if (record.exact.dtype.kind == "f") == (array.dtype.kind == "f") and record.exact.size > 1:
                 yield record
 
 
-def _first_target(trail: Trail, last: Target) -> Target:
-    """The first wrong value on the way to the last that a module takes or gives, and the model's."""
-    ports = {(record.scope, record.op, record.exact.size): record for record in trail.ports}
-    suspects = trail.back_from(last.value)
+def _first_target(trace: AgreementTrace, last: TargetValue) -> TargetValue:
+    """The first wrong input or output of a module before the last value, and the model's value."""
+    ports = {(record.scope, record.op, record.exact.size): record for record in trace.ports}
+    suspects = trace.back_from(last.value)
     ids = {id(node) for node in suspects}
     for node in suspects:
         for output in node.output:
-            if output in trail.good or output not in trail.values or trail.values[output].dtype.kind != "f":
+            if output in trace.good or output not in trace.values or trace.values[output].dtype.kind != "f":
                 continue
-            size, scope = trail.values[output].size, trail.scopes.of(node)
-            for user in trail.wiring.users[output]:
-                other = trail.scopes.of(user)
+            size, scope = trace.values[output].size, trace.scopes.of(node)
+            for user in trace.index.users[output]:
+                other = trace.scopes.of(user)
                 taken, given = ports.get((other, IN, size)), ports.get((scope, OUT, size))
                 if given and not inside(other, scope):
-                    return Target(output, given)
+                    return TargetValue(output, given)
                 if taken and id(user) in ids and not inside(scope, other):
-                    return Target(output, taken)
+                    return TargetValue(output, taken)
     return last
 
 
 def _repairs(
-    trail: Trail, tapped: Tapped, values: Mapping[str, Array], output: str, record: Record, target: Target
+    trace: AgreementTrace,
+    probe: GraphProbe,
+    values: Mapping[str, Array],
+    output: str,
+    record: RecordedValue,
+    target: TargetValue,
 ) -> bool:
-    """Whether the target agrees once the model's value stands in place of the output."""
-    nodes = trail.wiring.before(target.value, {*trail.good, output})
+    """Whether the target agrees once the output is replaced by the model's value."""
+    nodes = trace.index.before(target.value, {*trace.good, output})
     if not any(output in inner_inputs(node) for node in nodes):
         return False
     wrong = values[output]
     right = np.broadcast_to(rounded_to(record, wrong.dtype).reshape(wrong.shape), wrong.shape).astype(wrong.dtype)
     feeds = {**values, output: right}
-    found = tapped.run_piece(nodes, feeds, target.value)
-    return found is not None and target.record is not None and trail.comparison.agrees(target.record, found)
+    found = probe.run_piece(nodes, feeds, target.value)
+    return found is not None and target.record is not None and trace.comparison.agrees(target.record, found)

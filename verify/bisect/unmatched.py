@@ -1,7 +1,7 @@
-"""Unmatched: the nodes of a graph whose values the eager model does not compute anywhere in the same module.
+"""Lists the nodes of a graph whose values the eager model does not compute in the same module.
 
-A few of them are steps that an exporter writes differently, such as the square root inside a norm. The others are where
-to look for what no scenario reaches: a comparison, a choice, a factor that the model does not have.
+Some of them are steps that an exporter writes differently, such as the square root inside a norm. The others may be
+faults that no scenario reaches: comparisons, selections or factors that the model does not have.
 """
 
 from __future__ import annotations
@@ -13,53 +13,52 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from llmconv.errors import first_line
-from llmconv.verify.bisect.agreement import Comparison
-from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, Trail, Wiring
-from llmconv.verify.bisect.module_scopes import Scopes
-from llmconv.verify.bisect.replay import Replay, Replayable
-from llmconv.verify.comparison.layer_by_layer import StreamedEager
+from llmconv.verify.bisect.agreement import ValueComparison
+from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, AgreementTrace, GraphIndex
+from llmconv.verify.bisect.module_scopes import ModuleScopes
+from llmconv.verify.bisect.replay import Replayable, ReplayedCall
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report, UnmatchedNode, Where
 
 CALLS = (("chunked prefill, pieces of 1 to 48 tokens", 1), ("decode chain, 16 steps", 1), ("prefill, 7 tokens", 0))
-"""Scenarios and steps whose values are compared, the first that a graph has run: with a past where it takes one."""
+"""Scenarios and steps to compare values of; the first that a graph ran is used."""
 
 MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}
-"""They make no number that was not there before."""
+"""Operators that compute no new number."""
 
 SHOWN = 4
-"""Kinds of nodes that a note names."""
+"""Maximum number of kinds of nodes in a note."""
 
-NOT_TAPPED = "nodes without a counterpart in the model are not listed where a graph fills buffers in place"
+NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs that update fixed buffers in place"
 
 
 def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
-    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be tapped has a note alone.
+    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probed only gets a note.
 
     Args:
-        report: of a run.
-        verified: runs one of its calls once more.
-        eager: the reference; None where no graph could be run.
+        report: of a verification.
+        verified: replays one of its calls.
+        eager: the reference; None if no graph could be run.
     """
-    if eager is None or isinstance(eager, StreamedEager) or report.quantization:
+    if eager is None or eager.is_layered or report.quantization:
         return
     for name, where in _calls(report):
         try:
             with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
-                told = _listed(report, name, replay) if replay else NOT_TAPPED
-        except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
-            told = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
-        after = ", those after a fault among them" if report.where and name in report.where.graph else ""
-        report.notes.append(f"`{name}`: {told}{after}")
+                text = _listed(report, name, replay) if replay else NOT_LISTED
+        except Exception as error:  # an error in the search must not change the verdict
+            text = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
+        after = ", including those after the fault" if report.where and name in report.where.graph else ""
+        report.notes.append(f"`{name}`: {text}{after}")
 
 
-def _listed(report: Report, name: str, replay: Replay) -> str:
+def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
     report.unmatched[name] = unmatched_nodes(replay)
-    return _told(report.unmatched[name], len(replay.tapped.model.graph.node))
+    return _text(report.unmatched[name], len(replay.probe.model.graph.node))
 
 
 def _calls(report: Report) -> Iterator[tuple[str, Where]]:
-    """One call for every graph that is not a copy of another."""
+    """One call for each graph that is not a copy of another."""
     for name in dict.fromkeys(check.graph for check in report.checks if check.name == "structure"):
         if name in report.copies:
             continue
@@ -71,24 +70,26 @@ def _calls(report: Report) -> Iterator[tuple[str, Where]]:
                 break
 
 
-def unmatched_nodes(replay: Replay) -> list[UnmatchedNode]:
-    """The nodes of one graph, in its order; those that only lay values out are left out."""
-    wiring = Wiring(replay.tapped.model)
-    scopes = Scopes(name for name, _ in replay.model.named_modules())
-    values = replay.tapped.read(replay.feeds, [name for node in wiring.nodes for name in node.output])
-    comparison = Comparison(replay.dtype, replay.call, replay.virtual)
-    trail = Trail(wiring, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES)
+def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
+    """The unmatched nodes of one graph, in order; nodes that only change the layout are left out."""
+    index = GraphIndex(replay.probe.model)
+    scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
+    values = replay.probe.read(replay.feeds, [name for node in index.nodes for name in node.output])
+    comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
+    trace = AgreementTrace(
+        index, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES
+    )
     return [
-        UnmatchedNode(node.name, node.op_type, trail.scope(node))
-        for node in wiring.nodes
-        if not wiring.is_shape(node) and node.op_type not in MOVES and not trail.matched.intersection(node.output)
+        UnmatchedNode(node.name, node.op_type, trace.scope(node))
+        for node in index.nodes
+        if not index.is_shape(node) and node.op_type not in MOVES and not trace.matched.intersection(node.output)
     ]
 
 
-def _told(nodes: Sequence[UnmatchedNode], of: int) -> str:
+def _text(nodes: Sequence[UnmatchedNode], of: int) -> str:
     """`17 of 357 nodes compute what the model does not: 5 Sqrt in layers.#.input_layernorm, …`."""
     if not nodes:
-        return f"each of {of} nodes computes what the model does"
+        return f"each of {of} nodes has a counterpart in the model"
     kinds = Counter((node.operator, re.sub(r"\d+", "#", node.scope)) for node in nodes)
     listed = [f"{count} {operator} in `{scope or '?'}`" for (operator, scope), count in kinds.most_common(SHOWN)]
     more = [f"{len(kinds) - SHOWN} more kinds"] if len(kinds) > SHOWN else []

@@ -1,4 +1,4 @@
-"""The graphs' side: runs the calls on a graph, or on two that hand the cache over, and measures every output."""
+"""Runs the calls of a scenario on one graph, or on prefill and decode graph in turn, and measures every output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.token_choices import expected_count, measure_choices
-from llmconv.verify.reference.eager import Truths, rows_of, run_chain
+from llmconv.verify.reference.eager import ExpectedOutputs, rows_of, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import Gates, Measure, Truth, measure
+from llmconv.verify.results.measure import ExpectedOutput, Gates, Measure, measure
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
@@ -24,11 +24,11 @@ from llmconv.verify.scenarios.table import Scenario
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is compared with the eager model: one graph, or two that hand the cache over.
+    """One graph, or two of which the second continues the cache of the first, to be compared with the eager model.
 
     Attributes:
-        name: the graph's file, or both files with a plus.
-        runner: runs it.
+        name: file name of the graph, or both joined with a plus.
+        runner: runs the graph or both.
         graphs: the one or two graphs.
     """
 
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def last_logits(self) -> bool:
-        """The graph gives the results of the last token only, of several."""
+        """Whether a graph that takes several tokens returns the results of the last only."""
         shapes = [
             (next(iter(graph.inputs.values()), None), graph.outputs[graph.result_names[0]]) for graph in self.graphs
         ]
@@ -46,16 +46,16 @@ class Candidate:
 
     @property
     def role(self) -> str:
-        """`prefill`, `decode` or `unified` where one graph runs alone; empty for two."""
+        """`prefill`, `decode` or `unified` for a single graph; empty for two."""
         return self.graphs[0].entry.role if len(self.graphs) == 1 else ""
 
     @property
     def prefix(self) -> PrefixEntry | None:
-        """What the graph of the prompt begins with."""
+        """The prefix of the graph that runs the prompt."""
         return self.graphs[0].entry.prefix
 
     def refuses(self, call: Call) -> str:
-        """Why a call cannot be run by design; empty when it can."""
+        """Why the graph cannot run a call by design; empty if it can."""
         for graph in self.graphs:
             if not call.uniform and not graph.takes_positions:
                 return "the graph has no position_ids"
@@ -74,7 +74,7 @@ class Candidate:
 
 
 def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
-    """Every graph alone; and the prefill graph handing over to the decode graph, where there are steps to hand over."""
+    """Every graph alone, and prefill followed by decode where a chain has several calls."""
     found = [Candidate(graph.name, OrtRunner(graph, graph), (graph,)) for graph in graphs]
     two = {graph.entry.role: graph for graph in graphs}
     if {"prefill", "decode"} <= two.keys() and any(len(chain) > 1 for chain in chains):
@@ -87,13 +87,24 @@ def check_scenario(
     scenario: Scenario,
     chains: list[Chain],
     candidate: Candidate,
-    truths: Truths,
+    truths: ExpectedOutputs,
     gates: Gates,
-    pair: Agreement,
+    pair: PrefillDecodeAgreement,
     evidence: Evidence | None = None,
     repeat: int = 1,
 ) -> list[Check]:
-    """One check per output, over all chains and calls; with `repeat` all runs have to give the same bits."""
+    """One check per output, over all chains and calls of a scenario.
+
+    Args:
+        scenario: the scenario.
+        chains: its calls.
+        candidate: the graph or graphs.
+        truths: the expected outputs of the calls.
+        gates: the largest sigma that passes.
+        pair: receives the outputs, to compare prefill and decode graph.
+        evidence: receives the data of the report's figures; None to discard them.
+        repeat: number of runs of each call; all must give the same bits.
+    """
     evidence = evidence or Evidence()
     blank = Check(scenario.name, candidate.name, "")
     reasons = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
@@ -125,7 +136,7 @@ def check_scenario(
 
 
 def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
-    """The check of those chains that the graph cannot run by design."""
+    """A skipped check for the chains that the graph cannot run by design."""
     refused = list(filter(None, reasons))
     if not refused:
         return []
@@ -134,44 +145,57 @@ def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
 
 
 def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
-    """What is wrong where a graph did not hand on a made-up past as it was; empty where it did, or there is none."""
+    """An error text if a graph changed the synthetic past in its cache; empty if it did not, or there is none."""
     past = chain[0].start
     kept = past is None or past.kept_by(steps[-1].present.arrays())
-    return "" if kept else "keys or values of the past are not those that the graph was given"
+    return "" if kept else "keys or values of the past differ from those that the graph was given"
 
 
 def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
-    """Whether further runs of the same calls, `repeat` in all, give the same bits."""
+    """Whether repeated runs of the same calls give the same bits.
+
+    Args:
+        runner: runs the graph.
+        chain: the calls.
+        steps: outputs of the first run.
+        repeat: number of runs, the first included.
+    """
     return all(_equal(steps, run_chain(runner, chain)) for _ in range(1, repeat))
 
 
 def unsteady(blank: Check) -> Check:
-    """The check of a graph that is not."""
+    """The failed check of a graph whose runs differ."""
     return replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")
 
 
 def _equal(steps: list[Step], others: list[Step]) -> bool:
-    """The same bits in every output of every step."""
+    """Whether every output of every step has the same bits."""
     pairs = [(rows_of(a), rows_of(b)) for a, b in zip(steps, others, strict=True)]
     return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
 
 
-def _results(candidate: Candidate, truth: Truth, step: Step, gates: Gates) -> dict[str, Measure]:
-    """Logits, or the tokens and scores that the graph chose from them."""
+def _results(candidate: Candidate, truth: ExpectedOutput, step: Step, gates: Gates) -> dict[str, Measure]:
+    """The measured logits, or the measured tokens and scores of a graph that chooses tokens."""
     truth = truth.last() if candidate.last_logits else truth
     if step.choices is None:
-        return {"logits": fairly(truth, lambda truth: measure(truth, step.logits, tokens=True), gates)}
+        return {"logits": with_checked_noise(truth, lambda truth: measure(truth, step.logits, tokens=True), gates)}
     return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
 
 
-def _measure(truth: Truth, rows: Array | None, gates: Gates) -> Measure:
+def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
     if rows is None:
-        return Measure(problem="the graph lacks this output")
-    return fairly(truth, lambda truth: measure(truth, rows), gates)
+        return Measure(problem="missing output")
+    return with_checked_noise(truth, lambda truth: measure(truth, rows), gates)
 
 
-def fairly(truth: Truth, measured: Callable[[Truth], Measure], gates: Gates) -> Measure:
-    """What is measured; of few rows that would differ, against noise that was measured twice."""
+def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
+    """The measured errors; if few rows fail, they are measured again with noise from two runs.
+
+    Args:
+        truth: the expected output.
+        measured: measures the graph's output against an expected output.
+        gates: the largest sigma that passes.
+    """
     found = measured(truth)
     if found.passes(gates) or found.problem or not truth.is_doubtful:
         return found
@@ -179,7 +203,14 @@ def fairly(truth: Truth, measured: Callable[[Truth], Measure], gates: Gates) -> 
 
 
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
-    """The check of one output over all its calls: the first that fails, else the worst."""
+    """The check of one output over all its calls: that of the first failing call, else of the worst.
+
+    Args:
+        blank: a check with the names of scenario and graph.
+        output: name of the output.
+        measures: the measured errors of each call.
+        gates: the largest sigma that passes.
+    """
     failing = [index for index, found in enumerate(measures) if not found.passes(gates)]
     step = failing[0] if failing else max(range(len(measures)), key=lambda index: measures[index].sigma)
     at = measures[step]
@@ -200,21 +231,34 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
     )
 
 
-Place = tuple[str, int, int]
-"""A call: scenario, chain, and which one of the chain."""
+CallKey = tuple[str, int, int]
+"""Scenario, index of the chain, index of the call in the chain."""
 
 
-class Agreement:
-    """Whether the prefill and the decode graph say the same, apart from what the eager model says."""
+class PrefillDecodeAgreement:
+    """Compares the outputs of the prefill and the decode graph with each other.
+
+    Args:
+        gates: of the comparison with the eager model; doubled here.
+    """
 
     def __init__(self, gates: Gates) -> None:
-        # Two correct graphs may each be off by the gate, in opposite directions.
+        # two correct graphs may deviate in opposite directions
         self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
-        self._prefill: dict[Place, dict[str, Array]] = {}
+        self._prefill: dict[CallKey, dict[str, Array]] = {}
         self._measures: dict[str, list[Measure]] = defaultdict(list)
 
-    def see(self, candidate: Candidate, place: Place, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
-        """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
+    def see(
+        self, candidate: Candidate, place: CallKey, truth: dict[str, ExpectedOutput], rows: dict[str, Array]
+    ) -> None:
+        """Records the outputs of a call; the prefill graph runs each call before the decode graph.
+
+        Args:
+            candidate: the graph.
+            place: the call.
+            truth: the expected outputs by name.
+            rows: the graph's outputs by name, as rows.
+        """
         if self._prefill and next(iter(self._prefill))[0] != place[0]:
             self._prefill = {}
         if candidate.role == "prefill":

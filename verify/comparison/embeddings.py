@@ -1,4 +1,4 @@
-"""The embedding table's graph against the eager model's: every element, exact but for one rounding."""
+"""Compares the graph of the embedding table with the eager model's embedding."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.results.report import Check
 
 ROWS = 4096
-"""Tokens that are compared at most, evenly spread over the vocabulary."""
+"""Maximum number of compared tokens, evenly spread over the vocabulary."""
 
 
 def takes_embeddings(models: Iterable[onnx.ModelProto]) -> bool:
-    """Whether some graph leaves looking tokens up to another."""
+    """Whether a graph takes `inputs_embeds` from the graph of the embedding table."""
     return any(port.name == INPUTS_EMBEDS for model in models for port in model.graph.input)
 
 
 def check_embeddings(path: Path, eager: Eager, settings: SessionSettings | None) -> Check:
-    """One check over tokens of the whole vocabulary."""
+    """One check over tokens of the whole vocabulary.
+
+    Args:
+        path: the graph of the embedding table.
+        eager: the model.
+        settings: of onnxruntime.
+    """
     blank = Check("embeddings", path.name, INPUTS_EMBEDS)
     count = eager.facts().vocab_size
     ids = np.unique(np.linspace(0, count - 1, min(ROWS, count), dtype=np.int64))[None]

@@ -1,7 +1,7 @@
-"""Taps: runs a graph with more outputs, or a piece of it, without writing anything.
+"""GraphProbe: reads inner values of a graph, by running it with more outputs, or a piece of it, from memory.
 
-onnxruntime gets the changed graph as bytes and is told the folder of the weights, so a tapped graph maps the same files
-as the graph itself. Its own optimisation is off, for it would do away with the very values that are asked for.
+onnxruntime gets the changed graph as bytes and the folder of the weights as an option, so that it maps the same weight
+files. Graph optimization is off, because it would remove the values to be read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-"""onnxruntime's name (onnxruntime_session_options_config_keys.h) for the folder of a model that is given as bytes."""
+"""onnxruntime's option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)."""
 
 AT_ONCE = 64
-"""Values that are tapped in one run."""
+"""Values that are read in one run."""
 
 
 @dataclass(frozen=True)
-class Tapped:
+class GraphProbe:
     """A graph whose inner values can be read.
 
     Attributes:
-        model: without its weights.
-        folder: of its weights; the guard has seen what the graph refers to.
-        settings: of onnxruntime; the optimisation is always off.
+        model: the graph without its weights.
+        folder: the folder of its weights; the guard has checked the files that the graph refers to.
+        settings: of onnxruntime; graph optimization is always off.
     """
 
     model: onnx.ModelProto
@@ -41,13 +41,13 @@ class Tapped:
     settings: SessionSettings
 
     def read(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """The values called `names` on these inputs; those that onnxruntime does not give as arrays are left out.
+        """The values of these names for the inputs `feeds`; values that are not tensors are left out.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph.
         """
         found: dict[str, Array] = {}
-        names = [name for name in names if name]  # a node may leave an output out
+        names = [name for name in names if name]  # a node may omit an output
         for start in range(0, len(names), AT_ONCE):
             some = names[start : start + AT_ONCE]
             found |= _run(self._with_outputs(some), self.folder, self.settings, feeds)
@@ -62,12 +62,12 @@ class Tapped:
         return _pruned(model)
 
     def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
-        """The graph of these nodes alone, with `feeds` as its inputs and what else they read as its constants.
+        """A graph of these nodes only.
 
         Args:
-            nodes: in order.
-            feeds: values of its inputs.
-            output: of the new graph.
+            nodes: in topological order.
+            feeds: values by name that become its inputs; other values that the nodes read stay constants.
+            output: name of its output.
         """
         made = {name for node in nodes for name in node.output}
         read = {name for node in nodes for name in inner_inputs(node) if name} - made
@@ -85,7 +85,7 @@ class Tapped:
         return piece
 
     def run_piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> Array | None:
-        """What `piece` gives; None where it cannot be run."""
+        """The output of `piece`; None if it cannot be run. Arguments as in `piece`."""
         try:
             found = _run(self.piece(nodes, feeds, output), self.folder, self.settings, feeds)
         except MalformedInput:
@@ -106,13 +106,14 @@ def _run(
         arrays = session.run(names, taken)
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise MalformedInput(
-            f"onnxruntime cannot run the tapped graph: {first_line(error)}", hint="run without `--bisect`"
+            f"onnxruntime cannot run the graph with additional outputs: {first_line(error)}",
+            hint="run without `--bisect`",
         ) from error
     return {name: array for name, array in zip(names, arrays, strict=True) if isinstance(array, np.ndarray)}
 
 
 def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Without what the outputs do not need."""
+    """The graph with the nodes that its outputs need."""
     needed = {port.name for port in model.graph.output}
     kept = []
     for node in reversed(model.graph.node):
@@ -130,7 +131,7 @@ def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
-    """What a node reads, the nodes of its subgraphs too."""
+    """Names of the values that a node reads, including those that its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
@@ -139,6 +140,6 @@ def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
 
 
 def port_of(name: str, array: Array) -> onnx.ValueInfoProto:
-    """The declaration of an input that takes this array."""
+    """The declaration of an input for this array."""
     kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     return onnx.helper.make_tensor_value_info(name, kind, list(array.shape))

@@ -1,22 +1,20 @@
-"""Graphs of a folder that are the same file under two names: one is run, and its checks hold for both."""
+"""Identical graph files in a folder: one is run, and its checks are repeated for the others."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmconv.runtime.onnxruntime.runner import OrtGraph
-from llmconv.verify.results.report import Check
-
-Add = Callable[[list[Check]], None]
+from llmconv.verify.results.report import Check, Checks
 
 
 def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], dict[str, list[str]]]:
-    """The first graph of each content, and the names of its copies by its own.
+    """The first graph of each content, and the names of its copies by its own name.
 
-    Copies have the same bytes, and the manifest says the same of them but for the role.
+    Copies have the same bytes, and the same manifest entry except for the role.
     """
     firsts: dict[object, OrtGraph] = {}
     copies: dict[str, list[str]] = {}
@@ -32,17 +30,13 @@ def _content(folder: Path, graph: OrtGraph) -> object:
     return digests, replace(graph.entry, role="", files=())
 
 
-def adding_copies(add: Add, copies: dict[str, list[str]]) -> Add:
-    """`add`, which also adds the checks of a graph for its copies."""
-
-    def add_all(checks: list[Check]) -> None:
-        add(checks)
+def with_copies(found: Checks, copies: dict[str, list[str]]) -> Checks:
+    """The same checks, each followed by those of the graph's copies."""
+    for checks in found:
+        yield checks
         for first, names in copies.items():
             own = [check for check in checks if check.graph == first]
-            for name in names:
-                add([_of_copy(check, name) for check in own])
-
-    return add_all
+            yield from ([_of_copy(check, name) for check in own] for name in names)
 
 
 def _of_copy(check: Check, name: str) -> Check:

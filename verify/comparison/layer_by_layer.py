@@ -1,18 +1,17 @@
-"""Verification of what does not fit in memory: model and graphs run layer by layer, and every weight is read few times.
+"""Layer-by-layer verification of models that do not fit into memory: every weight is read only a few times.
 
-The calls of all scenarios are known beforehand: tokens are given, none is chosen. So each layer is fetched once and
-makes its part of every call, and the next layer follows: the eager model (`runtime.streamed`) in float64 and again in
-the graph's dtype, and each graph in pieces (`runtime.pieces`). What was computed waits in a temporary file until its
-scenario is compared.
+The calls of all scenarios are known in advance. So each layer is loaded once and computes its part of every call, then
+the next layer follows: for the eager model in float64 and in the graph's dtype (`runtime.low_memory.runner`), and for
+each graph in pieces (`runtime.low_memory.pieced_graph`). Results are kept in a temporary file until their scenario is
+compared.
 
-Why pieces: onnxruntime folds the Cast behind each half-precision weight when it opens a session, so that a whole graph
-holds all weights in float32. Without that (`ORT_DISABLE_ALL`) every Cast is made again in every call, and all mapped
-weights stay resident. A piece is opened as usual, its weights are folded, and it is dropped after all calls. The
-verdict is on the same nodes with the same weights; but what onnxruntime would fuse across the borders of pieces is
-not seen. A graph that is smaller than one piece runs whole.
+Why pieces: onnxruntime folds the Cast after each half-precision weight when it opens a session, so that a whole graph
+holds all weights in float32. Without folding (`ORT_DISABLE_ALL`) every Cast is repeated in every call, and all mapped
+weights stay resident. A piece is opened as usual, its weights are folded, and it is closed after all calls. The
+verdict is about the same nodes with the same weights, but fusions of onnxruntime across the borders of pieces are not
+tested. A graph smaller than one piece runs whole.
 
-Scenarios that change a cache between two calls, or continue by the model's own tokens, are skipped; weights are
-audited as ever.
+Scenarios that edit a cache between two calls, or continue by greedy tokens, are skipped; the weight audit is complete.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.scale_factors import Factors
-from llmconv.runtime.low_memory.lockstep import HINT
-from llmconv.runtime.low_memory.pieced_graph import PiecedGraph, Port
-from llmconv.runtime.low_memory.precomputed import Drawer, Foreseen, KnownCache, Line
+from llmconv.runtime.eager.stored_tensors import ScaleFactors
+from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
+from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, PiecedGraph
+from llmconv.runtime.low_memory.precomputed import CallChain, PrecomputedRunner, SpilledCache, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
@@ -37,28 +36,29 @@ from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.reference.weight_scaling import Change
-from llmconv.verify.results.measure import Truth
-from llmconv.verify.scenarios.calls import Call, Chain, Facts
-from llmconv.verify.scenarios.table import Scenario, scenarios
+from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
+from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import Scenario
 
-NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
+NOTHING_HELD = "with `--low-memory` no cache is held that could be edited or replaced"
 
-Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
+PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
 
 class StreamedEager(Eager):
-    """`Eager` that never holds the model.
+    """`Eager` that never holds the whole model.
 
     Args:
-        folder: of the model.
-        dtype: of the graphs.
+        folder: the model's folder.
+        dtype: numpy name of the graphs' dtype.
         code: as for `Eager`.
-        suite: whose scenarios are asked for.
-        only: names of scenarios, where not all of them are asked for.
+        selection: the scenarios whose calls will be made.
         factors: scale the weights.
     """
+
+    is_layered = True
 
     def __init__(
         self,
@@ -66,97 +66,101 @@ class StreamedEager(Eager):
         dtype: str,
         *,
         code: Path | None = None,
-        suite: str = "quick",
-        only: Sequence[str] = (),
-        factors: Factors | None = None,
+        selection: Selection,
+        factors: ScaleFactors | None = None,
     ) -> None:
-        self._drawer = Drawer()
-        self._foreseen: list[Foreseen] = []
+        self._spill_file = SpillFile()
+        self._precomputed: list[PrecomputedRunner] = []
         super().__init__(folder, dtype, code=code, factors=factors)
-        self._suite = suite
-        chains = [chain for _, chains in scenarios(suite, self.facts(), only) for chain in chains]
+        self._selection = selection
+        chains = [chain for _, chains in selection.calls(self.facts()) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
-        chains.append([Call(one, one + 1, one)])  # of which the cache's shapes are read
-        for foreseen in self._foreseen:
-            foreseen.foresee([(None, chain) for chain in chains])
+        chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
+        for runner in self._precomputed:
+            runner.precompute([(None, chain) for chain in chains])
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         model = StreamedRunner(self.folder, dtype, code=self._code, factors=self._factors)
-        self._foreseen.append(Foreseen(dtype, model.run_all, self._drawer))
-        return model, self._foreseen[-1]
+        self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file))
+        return model, self._precomputed[-1]
 
-    def facts(self) -> Facts:
-        """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
-        return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
+    def facts(self) -> ModelFacts:
+        """As `Eager.facts`; without a held cache there are no edits, synthetic pasts or greedy continuations."""
+        return replace(super().facts(), no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
 
-    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
-        """As they are: a call that was not foreseen would read all weights again."""
+    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
+        """Unchanged: an additional call would read all weights again."""
         return truths
 
     def _merged(self, chain: Chain) -> None:
-        """Not at all: all calls of a scenario are made with each layer."""
+        """None: all calls of a scenario run in each layer anyway."""
 
-    def behind(self, entry: PrefixEntry, start: object) -> Eager:
-        """Not with a prefix.
+    def with_prefix(self, entry: PrefixEntry, start: object) -> Eager:
+        """Not supported with a prefix.
 
         Raises:
             UnsupportedInput: always.
         """
-        raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
+        raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=LOW_MEMORY_HINT)
 
-    def _twin(self, change: Change) -> Eager:
-        """The same model with scaled weights, already run."""
-        return StreamedEager(
-            self.folder, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS, factors=change.of
-        )
+    def _scaled(self, scaling: WeightScaling) -> Eager:
+        """The same model with scaled weights, with all its calls made."""
+        selection = replace(self._selection, only=SCALED_SCENARIOS)
+        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=scaling.factor_of)
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
-    """Why graphs cannot run in pieces; empty when they can."""
+    """Why the graphs cannot run in pieces; empty if they can."""
     if any(entry.prefix for entry in entries):
-        return "a graph begins with a prefix"
+        return "a graph has a prefix"
     for name, model in models.items():
-        sides = ([Port.of(port) for port in side] for side in (model.graph.input, model.graph.output))
+        sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
         inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
         if FixedSizes.of(inputs, outputs):
-            return f"`{name}` fills buffers in place"
+            return f"`{name}` updates a fixed cache buffer in place"
     return ""
 
 
-def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
-    """As `open_graph`: a graph of a folder, to be run in pieces."""
-    return PiecedGraph(folder / entry.files[0], settings or SessionSettings(), entry=entry, drawer=Drawer())
+def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings) -> OrtGraph:
+    """A graph of a folder that runs in pieces.
+
+    Args:
+        folder: the folder of the graph.
+        entry: the graph in the manifest.
+        settings: of onnxruntime.
+    """
+    return PiecedGraph(folder / entry.files[0], settings, entry=entry, file=SpillFile())
 
 
-def foresee(graphs: Sequence[OrtGraph], planned: Planned) -> None:
-    """Makes the calls of all scenarios on graphs that run in pieces, alone and handing over to each other.
+def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
+    """Runs the calls of all scenarios on graphs in pieces, each alone and prefill followed by decode.
 
     Raises:
-        UnsupportedInput: a graph cannot be cut as the calls need it.
+        UnsupportedInput: a graph cannot be cut into pieces.
     """
     pieced = [graph for graph in graphs if isinstance(graph, PiecedGraph)]
     for graph in pieced:
-        graph.foreseen.foresee([(None, chain) for chain in _taken((graph,), planned)])
+        graph.precomputed.precompute([(None, chain) for chain in _taken((graph,), planned)])
     roles = {graph.entry.role: graph for graph in pieced}
     if {"prefill", "decode"} <= roles.keys():
         first, then = roles["prefill"], roles["decode"]
         chains = [chain for chain in _taken((first, then), planned) if len(chain) > 1]
         lines = [_handed_over(first, chain) for chain in chains]
-        then.foreseen.foresee([line for line in lines if line])
+        then.precomputed.precompute([line for line in lines if line])
 
 
-def _taken(graphs: tuple[PiecedGraph, ...], planned: Planned) -> list[Chain]:
-    """The chains that these graphs do not refuse by design."""
+def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain]:
+    """The chains that these graphs can run by design."""
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]
     return [chain for several in chains for chain in several]
 
 
-def _handed_over(first: PiecedGraph, chain: Chain) -> Line | None:
-    """What comes after the first call, and the cache that it left; None where it failed."""
+def _handed_over(first: PiecedGraph, chain: Chain) -> CallChain | None:
+    """The cache after the first call, and the calls that follow; None if the first call failed."""
     call = chain[0]
     try:
         past = first.run(call.input_ids, call.attention_mask, call.position_ids).present
-    except LlmconvError:  # told when its own checks are made
+    except LlmconvError:  # reported by its own checks
         return None
-    return (past, chain[1:]) if isinstance(past, KnownCache) else None
+    return (past, chain[1:]) if isinstance(past, SpilledCache) else None

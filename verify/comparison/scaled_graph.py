@@ -1,7 +1,7 @@
-"""Scaling: a graph that computes as if some of its weights were multiplied by powers of two.
+"""Rewrites a graph so that it computes as if some of its weights were multiplied by powers of two.
 
-No weight is written anew. A product with a scaled matrix is the scaled product, bit by bit, so a Mul goes behind every
-MatMul, Gemm and Gather that takes such a weight; where a weight has other users, the Mul goes behind the weight itself,
+No file is written. A product with a scaled matrix equals the scaled product bit by bit, so a Mul follows every
+MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the weight itself,
 and onnxruntime folds it when it opens the graph.
 """
 
@@ -20,24 +20,24 @@ from llmconv.tensors import Array
 from llmconv.verify.comparison.graph_probe import inner_inputs
 
 LAYOUT = {"Identity", "Transpose"}
-"""Operators that leave every element what it is."""
+"""Operators that change no element."""
 PRODUCTS = {"MatMul", "Gather"}
 WITH_ALPHA = {"Gemm", "FusedMatMul"}
-"""Products with a factor of their own."""
+"""Products with a factor as an attribute."""
 SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 
-Place = tuple[onnx.NodeProto, int]
-"""A node, and the element type of the product that it makes."""
+Product = tuple[onnx.NodeProto, int]
+"""A node that multiplies a weight, and the element type of its product."""
 
 
 def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
-    """Scales initializers of a graph.
+    """Scales initializers of a graph in place.
 
     Args:
-        model: without its weights; changed in place.
-        factors: by the initializer's name; an array is broadcast to the initializer's shape.
-        at_weights: never behind a product, so that all values are those of the scaled model.
+        model: the graph without its weights.
+        factors: by initializer name; an array is broadcast to the initializer's shape.
+        at_weights: scale the weights instead of products, so that all inner values are those of the scaled model.
     """
     for graph in graphs(model.graph):
         wanted = [t for t in graph.initializer if t.name in factors and np.any(np.asarray(factors[t.name]) != 1)]
@@ -58,10 +58,10 @@ class _Scaling:
                 self._hidden |= {name for name in inner_inputs(node) if name not in own}
                 self._hidden |= {port.name for attribute in node.attribute for port in attribute.g.output}
         self._before: list[onnx.NodeProto] = []
-        self._behind: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        self._after: dict[str, list[onnx.NodeProto]] = defaultdict(list)
 
     def apply(self, tensors: Sequence[onnx.TensorProto], factors: Mapping[str, float | Array]) -> None:
-        """Scales these initializers, and puts the new nodes in their places."""
+        """Scales these initializers and inserts the new nodes."""
         for tensor in tensors:
             factor = np.asarray(factors[tensor.name])
             places = None if self._at_weights or factor.size > 1 else self._places(tensor.name, tensor.data_type)
@@ -73,16 +73,16 @@ class _Scaling:
         for node in self._graph.node:
             nodes.append(node)
             for name in node.output:
-                nodes += self._behind.get(name, [])
+                nodes += self._after.get(name, [])
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del self._graph.node[:]
         self._graph.node.extend(copies)
 
-    def _places(self, name: str, kind: int) -> list[Place] | None:
-        """The products with a weight; None where it is used in another way."""
+    def _places(self, name: str, kind: int) -> list[Product] | None:
+        """The products with a weight; None if it is used in another way."""
         if name in self._hidden:
             return None
-        found: list[Place] = []
+        found: list[Product] = []
         for node, at in self._users[name]:
             if node.op_type in {*LAYOUT, "Cast"} and at == 0:
                 inner = self._places(node.output[0], _cast_to(node) or kind)
@@ -106,21 +106,23 @@ class _Scaling:
         name = node.output[0]
         node.output[0] = f"{name}:unscaled"
         dtype = helper.tensor_dtype_to_np_dtype(kind)
-        self._behind[node.output[0]] += self._times(node.output[0], np.array(factor, dtype), name)
-        self._behind[node.output[0]] += self._behind.pop(name, [])
+        self._after[node.output[0]] += self._times(node.output[0], np.array(factor, dtype), name)
+        self._after[node.output[0]] += self._after.pop(name, [])
 
     def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
-        """The initializer gets another name, and its own is that of the product."""
+        """Renames the initializer and gives its name to the product."""
         name, kind = tensor.name, tensor.data_type
         tensor.name = stored = f"{name}:unscaled"
-        ports = [port for port in self._graph.input if port.name != name]  # old graphs declare initializers there
+        ports = [
+            port for port in self._graph.input if port.name != name
+        ]  # before IR version 4 initializers are also inputs
         del self._graph.input[:]
         self._graph.input.extend(ports)
         if kind not in SHORT:
             dtype = helper.tensor_dtype_to_np_dtype(kind)
             self._before += self._times(stored, factor.astype(dtype), name)
             return
-        wide, scaled = f"{stored}:wide", f"{name}:wide"  # onnxruntime's CPU multiplies no bfloat16
+        wide, scaled = f"{stored}:wide", f"{name}:wide"  # onnxruntime's CPU provider does not multiply bfloat16
         self._before.append(helper.make_node("Cast", [stored], [wide], name=wide, to=onnx.TensorProto.FLOAT))
         self._before += self._times(wide, factor.astype(np.float32), scaled)
         self._before.append(helper.make_node("Cast", [scaled], [name], name=f"{name}:narrow", to=kind))
@@ -132,12 +134,12 @@ class _Scaling:
 
 
 def _is_product(node: onnx.NodeProto, at: int) -> bool:
-    """Whether an input scales what the node makes."""
+    """Whether the node's output is proportional to this input."""
     return (node.op_type in PRODUCTS and at == 0) or (node.op_type in {"MatMul", *WITH_ALPHA} and at < 2)
 
 
 def _cast_to(node: onnx.NodeProto) -> int:
-    """The element type that a Cast makes; 0 of others."""
+    """The target type of a Cast; 0 for other operators."""
     if node.op_type != "Cast":
         return 0
     kind: Any = next(one.i for one in node.attribute if one.name == "to")

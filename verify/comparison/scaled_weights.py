@@ -1,8 +1,8 @@
-"""Twins: the same graphs on changed weights, so that constants show which the real weights leave in the noise.
+"""Opens the graphs of a folder on scaled weights, so that constants matter that the real weights hide in the noise.
 
-A tiny or young model has small attention scores, so a missing softcap changes nothing that rounding would not; one with
-large activations hides a wrong epsilon. Factors are powers of two, so nothing is written: the eager model scales what
-it reads, and the graphs scale what they multiply by (`scaling`), from the files as they are.
+A small or untrained model has small attention scores, so that a missing softcap changes no more than rounding; large
+activations hide a wrong epsilon. Factors are powers of two, so no file is written: the eager model scales the weights
+that it reads, and the graphs are rewritten in memory (`scaled_graph`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.comparison.scaled_graph import scale
-from llmconv.verify.reference.weight_scaling import Change
+from llmconv.verify.reference.weight_scaling import WeightScaling
 
 
-def why_no_twin(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
-    """Why a folder can have no twin; empty when it can."""
+def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
+    """Why the graphs of a folder cannot run on scaled weights; empty if they can.
+
+    Args:
+        folder: the folder of the graphs.
+        reference: the model's folder.
+        models: the graphs without their weights.
+    """
     if "quantization_config" in read_json(reference / "config.json"):
-        return "the model's own weights are quantised"
+        return "the model's own weights are quantized"
     try:
         tensors = open_weights(folder)
     except InputRefused:
@@ -38,7 +44,7 @@ def why_no_twin(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]
     shapes |= {shape[::-1] for shape in shapes}
     for tensor in (tensor for model in models for tensor in model.graph.initializer):
         if tuple(tensor.dims) in shapes and not _is_mapped(tensor) and not reference_name(tensor.name, tensors):
-            return f"what `{tensor.name}` holds is unknown"
+            return f"unknown weight `{tensor.name}`"
     return ""
 
 
@@ -47,45 +53,52 @@ def _is_mapped(tensor: onnx.TensorProto) -> bool:
 
 
 def scaled_settings(
-    settings: SessionSettings, folder: Path, change: Change, *, at_weights: bool = False
+    settings: SessionSettings, folder: Path, scaling: WeightScaling, *, at_weights: bool = False
 ) -> SessionSettings:
-    """Settings with which a folder's graphs are opened as their twins; `at_weights` as for `scale`."""
-    tensors = Tensors.of(folder)
+    """Settings that open the graphs of a folder on scaled weights.
+
+    Args:
+        settings: of onnxruntime.
+        folder: the folder of the graphs.
+        scaling: which weights, and the factor.
+        at_weights: as for `scale`.
+    """
+    tensors = FolderTensors.of(folder)
 
     def apply(path: Path, model: onnx.ModelProto) -> None:
-        scale(model, tensors.factors(model, change), at_weights=at_weights)
+        scale(model, tensors.factors(model, scaling), at_weights=at_weights)
 
     return replace(settings, change=apply)
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """A folder's tensors by name, and by the bytes that they lie in.
+class FolderTensors:
+    """The tensors of a folder by name and by position in the files.
 
     Attributes:
-        named: by name.
-        places: by file: offset and tensor, in order.
+        named: tensors by name.
+        places: by file name: offset, name and tensor, ordered by offset.
     """
 
     named: Mapping[str, LazyTensor]
     places: Mapping[str, Sequence[tuple[int, str, FileTensor]]]
 
     @classmethod
-    def of(cls, folder: Path) -> Tensors:
-        """Reads the headers of a folder's files."""
+    def of(cls, folder: Path) -> FolderTensors:
+        """Reads the headers of the files in a folder."""
         named, places = open_weights(folder), defaultdict(list)
         for name, tensor in named.items():
             if isinstance(tensor, FileTensor):
                 places[tensor.path.name].append((tensor.offset, name, tensor))
         return cls(named, {file: sorted(found, key=lambda place: place[0]) for file, found in places.items()})
 
-    def factors(self, model: onnx.ModelProto, change: Change) -> dict[str, float]:
-        """The factor of every initializer that is one of these tensors, or a part of one."""
+    def factors(self, model: onnx.ModelProto, scaling: WeightScaling) -> dict[str, float]:
+        """The factor of every initializer that is one of these tensors or a part of one."""
         found = {tensor.name: self.source(tensor) for tensor in model.graph.initializer}
-        return {mine: change.of(name, self.named[name].shape) for mine, name in found.items() if name}
+        return {mine: scaling.factor_of(name, self.named[name].shape) for mine, name in found.items() if name}
 
     def source(self, tensor: onnx.TensorProto) -> str:
-        """The name of the tensor whose bytes an initializer maps, or whose name it has; or empty."""
+        """Name of the tensor that an initializer maps or is named after; empty if there is none."""
         fields = external_fields(tensor)
         places = self.places.get(fields.get("location", ""), ())
         if not places:

@@ -1,1 +1,1 @@
-"""Graphs that other exporters made, against the eager model: `llmconv verify --graph FILE --reference HF_FOLDER`."""
+"""Graphs of other exporters, compared with the eager model: `llmconv verify --graph FILE --reference HF_FOLDER`."""

@@ -1,4 +1,4 @@
-"""The foreign graphs' side of a comparison: which of them run alone or together, and what they leave out by design."""
+"""ExternalCandidate: one or two graphs of another exporter in a comparison, and the calls that they do not support."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.runner import Step
-from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario, steady, unsteady
-from llmconv.verify.other_exporters.graph_cache import ForeignCache
-from llmconv.verify.other_exporters.position_counts import counts_slots, slot_chains, with_slots
-from llmconv.verify.other_exporters.runners import ForeignRunner, Replay
-from llmconv.verify.other_exporters.session import ForeignGraph
-from llmconv.verify.reference.eager import Eager, Truths, run_chain
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
+from llmconv.verify.other_exporters.graph_cache import ExternalCache
+from llmconv.verify.other_exporters.position_counts import (
+    checks_with_padding_counted,
+    may_count_padding,
+    with_padding_counted,
+)
+from llmconv.verify.other_exporters.runners import ExternalRunner, RecordedSteps
+from llmconv.verify.other_exporters.session import ExternalGraph
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import Gates, Truth, rms
+from llmconv.verify.results.measure import ExpectedOutput, Gates, rms
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 
 
 @dataclass(frozen=True)
-class ForeignCandidate(Candidate):
-    """One foreign graph, or the graph of the prompt that hands its cache to the graph of the steps.
+class ExternalCandidate(Candidate):
+    """One external graph, or a prefill graph whose cache a decode graph continues.
 
     Attributes:
-        foreign: the one or two graphs.
-        last_only: it gives the logits of the last token only.
+        external: the one or two graphs.
+        last_only: whether it returns the logits of the last token only.
     """
 
-    foreign: tuple[ForeignGraph, ...] = ()
+    external: tuple[ExternalGraph, ...] = ()
     last_only: bool = False
 
     @property
@@ -41,50 +45,61 @@ class ForeignCandidate(Candidate):
 
     @property
     def role(self) -> str:
-        """Two foreign graphs are not compared with each other: both are compared with the model."""
+        """Empty: external graphs are compared with the model only, not with each other."""
         return ""
 
     def refuses(self, call: Call) -> str:
-        """Why a call cannot be run by design; empty when it can."""
-        return next((reason for graph in self.foreign if (reason := graph.limits.refusal(call))), "")
+        """The reason why the graphs do not support a call; else empty."""
+        return next((reason for graph in self.external if (reason := graph.limits.refusal(call))), "")
 
 
-def foreign_candidates(graphs: Sequence[ForeignGraph]) -> list[ForeignCandidate]:
-    """Every graph that can begin a sequence alone, and two that hand the cache over.
+def external_candidates(graphs: Sequence[ExternalGraph]) -> list[ExternalCandidate]:
+    """Every graph that can start a sequence alone, and the pair of prefill and decode graph.
 
     Raises:
-        UsageProblem: a graph takes one token after a past, and there is none for the prompt.
+        UsageProblem: the only graph is a decode graph.
     """
     ordered = sorted(graphs, key=lambda graph: (graph.keeps_cache, graph.limits.tokens is not None))
-    beginning = [graph for graph in ordered if not (graph.keeps_cache and graph.limits.tokens is not None)]
-    if not beginning:
+    starting = [graph for graph in ordered if not (graph.keeps_cache and graph.limits.tokens is not None)]
+    if not starting:
         raise UsageProblem(
-            f"`{ordered[0].name}` takes one token after a past and cannot begin",
-            hint="give the graph of the prompt too: `--graph prefill.onnx --graph decode.onnx`",
+            f"`{ordered[0].name}` takes one token after a past, so it cannot run a prompt",
+            hint="give the prefill graph, too: `--graph prefill.onnx --graph decode.onnx`",
         )
-    found = [ForeignCandidate(graph.name, ForeignRunner(graph, graph), (), (graph,)) for graph in beginning]
+    found = [ExternalCandidate(graph.name, ExternalRunner(graph, graph), (), (graph,)) for graph in starting]
     if len(ordered) == 2 and ordered[1].keeps_cache:
         first, then = ordered
-        found.append(ForeignCandidate(f"{first.name}+{then.name}", ForeignRunner(first, then), (), (first, then)))
+        found.append(ExternalCandidate(f"{first.name}+{then.name}", ExternalRunner(first, then), (), (first, then)))
     return found
 
 
-def check_foreign(
+def check_external(
     scenario: Scenario,
     chains: list[Chain],
-    candidate: ForeignCandidate,
-    truths: Truths,
+    candidate: ExternalCandidate,
+    truths: ExpectedOutputs,
     eager: Eager,
     gates: Gates,
     evidence: Evidence | None = None,
     repeat: int = 1,
 ) -> list[Check]:
-    """`check_scenario`, over those chains, outputs and rows that the graphs can give by design."""
+    """The checks of a scenario, over the chains, outputs and tokens that the graphs support.
+
+    Args:
+        scenario: the scenario.
+        chains: its chains of calls.
+        candidate: the graphs.
+        truths: the exact outputs, per chain and call.
+        eager: the model, for exact outputs with other positions.
+        gates: limits of the dtype.
+        evidence: collects figures for the report.
+        repeat: how often each chain runs.
+    """
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     if all(refusals):
-        return check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates))
-    able = [at for at, reason in enumerate(refusals) if not reason]
-    chains = [chains[at] for at in able]
+        return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
+    supported = [at for at, reason in enumerate(refusals) if not reason]
+    chains = [chains[at] for at in supported]
     try:
         runs = [run_chain(candidate.runner, chain) for chain in chains]
         if not all(steady(candidate.runner, *pair, repeat) for pair in zip(chains, runs, strict=True)):
@@ -93,49 +108,49 @@ def check_foreign(
         raise
     except LlmconvError as error:
         return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
-    checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in able], gates, evidence)
-    if any(check.verdict == "fail" for check in checks) and counts_slots(candidate.foreign, chains):
+    checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in supported], gates, evidence)
+    if any(check.verdict == "fail" for check in checks) and may_count_padding(candidate.external, chains):
         other = replace(scenario, name=f"{scenario.name}, positions count padding")
-        slots = slot_chains(chains)
-        counted = _compare(scenario, slots, candidate, runs, eager.truths(other, slots), gates)
-        checks = with_slots(checks, counted, chains)
-    left_out = len(refusals) - len(able)
-    why = f"{left_out} of {len(refusals)} sequences left out: {next(filter(None, refusals))}" if left_out else ""
+        counting = with_padding_counted(chains)
+        counted = _compare(scenario, counting, candidate, runs, eager.expected_outputs(other, counting), gates)
+        checks = checks_with_padding_counted(checks, counted, chains)
+    skipped = len(refusals) - len(supported)
+    why = f"{skipped} of {len(refusals)} sequences skipped: {next(filter(None, refusals))}" if skipped else ""
     return [replace(check, detail="; ".join(filter(None, (check.detail, why)))) for check in checks]
 
 
 def _compare(
     scenario: Scenario,
     chains: list[Chain],
-    candidate: ForeignCandidate,
+    candidate: ExternalCandidate,
     runs: list[list[Step]],
-    truths: Truths,
+    truths: ExpectedOutputs,
     gates: Gates,
     evidence: Evidence | None = None,
 ) -> list[Check]:
-    """The checks of calls that were run."""
+    """Compares the outputs of calls with their truths; other arguments as in `check_external`."""
     pairs = [pair for chain, steps in zip(chains, runs, strict=True) for pair in zip(chain, steps, strict=True)]
     last_only = any(step.logits.shape[1] == 1 < call.input_ids.shape[1] for call, step in pairs)
-    given = [
-        [_given(truth, step) for truth, step in zip(wanted, steps, strict=True)]
+    expected = [
+        [_comparable(truth, step) for truth, step in zip(wanted, steps, strict=True)]
         for wanted, steps in zip(truths, runs, strict=True)
     ]
-    replay = replace(candidate, runner=Replay(step for steps in runs for step in steps), last_only=last_only)
-    return check_scenario(scenario, chains, replay, given, gates, Agreement(gates), evidence)
+    recorded = replace(candidate, runner=RecordedSteps(step for steps in runs for step in steps), last_only=last_only)
+    return check_scenario(scenario, chains, recorded, expected, gates, PrefillDecodeAgreement(gates), evidence)
 
 
-def _given(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
-    """The truth of what a step gives: no keys and values where it keeps none, of a window the last ones."""
-    kept = step.present.kept if isinstance(step.present, ForeignCache) else {}
+def _comparable(truth: dict[str, ExpectedOutput], step: Step) -> dict[str, ExpectedOutput]:
+    """The truth of the outputs that a step returned: without a missing cache, and with the tokens of a window only."""
+    kept = step.present.kept if isinstance(step.present, ExternalCache) else {}
     return {
-        name: expected if name == "logits" else _last_rows(expected, kept[name].shape[2])
-        for name, expected in truth.items()
+        name: exact if name == "logits" else _last_tokens(exact, kept[name].shape[2])
+        for name, exact in truth.items()
         if name == "logits" or name in kept
     }
 
 
-def _last_rows(truth: Truth, count: int) -> Truth:
-    """The truth of the last `count` tokens; the rows in front of them are not compared."""
+def _last_tokens(truth: ExpectedOutput, count: int) -> ExpectedOutput:
+    """The truth of the last `count` tokens; earlier tokens are not compared."""
     forgotten = truth.valid.shape[1] - count
     if forgotten <= 0:
         return truth

@@ -1,107 +1,119 @@
-"""The scenarios on foreign graphs beside the eager model, as they are and on scaled weights."""
+"""ExternalComparison: runs the scenarios on external graphs and the eager model, with original and scaled weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.comparison.run import skipped
-from llmconv.verify.other_exporters.candidates import check_foreign, foreign_candidates
+from llmconv.verify.other_exporters.candidates import check_external, external_candidates
 from llmconv.verify.other_exporters.graph_file import GraphFile
-from llmconv.verify.other_exporters.scaled_weights import scaled_foreign, why_no_scaling
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
+from llmconv.verify.other_exporters.scaled_weights import scaled_settings, why_not_scalable
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.weight_scaling import CHANGES, Change, changes, unreached_checks
-from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
+from llmconv.verify.reference.weight_scaling import (
+    SCALED_SCENARIOS,
+    SCALINGS,
+    WeightScaling,
+    scalings,
+    unreached_checks,
+)
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
-from llmconv.verify.results.report import Check, Report
-from llmconv.verify.scenarios.table import chosen, scenarios
-
-OnChecks = Callable[[list[Check]], None]
+from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.scenarios.selection import Selection
 
 
 @dataclass(frozen=True)
-class ForeignComparison:
-    """What foreign graphs are compared by.
+class ExternalComparison:
+    """The settings of a comparison; its methods yield checks.
 
     Attributes:
-        facts: of the model, which graphs may leave open.
-        settings: of onnxruntime.
-        tensors: of the model.
-        report: says which scenarios, and how often.
-        add: takes the checks.
+        sizes: sizes of the model, for graphs with dynamic axes.
+        settings: session settings.
+        tensors: tensors of the model by name.
+        selection: the scenarios to run.
+        report: collects evidence and notes.
     """
 
-    facts: Model
+    sizes: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
+    selection: Selection
     report: Report
-    add: OnChecks
 
-    def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
-        """All scenarios, then a few on scaled weights.
+    def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
+        """Compares all scenarios, then a few with scaled weights.
 
         Args:
             eager: the model.
-            files: of the graphs, or of copies.
-            named: what the scenarios' names end with.
+            files: the graphs, or copies of them.
+            named: suffix of the scenarios' names.
         """
         eager.begin()
-        if graphs := self.opened(files):
-            self.compare(eager, graphs, named=named)
-            self.compare_twins(eager, files, named)
+        if graphs := (yield from self.opened(files)):
+            yield from self.compare(eager, graphs, named=named)
+            yield from self.compare_scaled(eager, files, named)
 
-    def opened(self, files: Sequence[GraphFile], change: Change | None = None) -> list[ForeignGraph]:
-        """All graphs, or their twins; none, and a failed check, where one cannot be opened."""
-        settings = [scaled_foreign(self.settings, f, self.tensors, change) if change else self.settings for f in files]
-        opened = [file.open(self.facts, own) for file, own in zip(files, settings, strict=True)]
-        self.add([graph for graph in opened if isinstance(graph, Check)])
-        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+    def opened(
+        self, files: Sequence[GraphFile], change: WeightScaling | None = None
+    ) -> Generator[list[Check], None, list[ExternalGraph]]:
+        """Opens all graphs, with scaled weights if given; if one fails, yields failed checks and returns none."""
+        settings = [scaled_settings(self.settings, f, self.tensors, change) if change else self.settings for f in files]
+        opened = [file.open(self.sizes, own) for file, own in zip(files, settings, strict=True)]
+        yield [graph for graph in opened if isinstance(graph, Check)]
+        graphs = [graph for graph in opened if isinstance(graph, ExternalGraph)]
         return graphs if len(graphs) == len(opened) else []
 
     def compare(
         self,
         eager: Eager,
-        graphs: Sequence[ForeignGraph],
-        change: Change | None = None,
+        graphs: Sequence[ExternalGraph],
+        change: WeightScaling | None = None,
         named: str = "",
         few: bool = False,
-    ) -> None:
-        """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
-        found = foreign_candidates(graphs)
-        report, repeat = self.report, self.report.settings["repeat"]
+    ) -> Checks:
+        """Compares all scenarios on every graph that can start a sequence, and on the pair of two graphs.
+
+        Args:
+            eager: the model.
+            graphs: the opened graphs.
+            change: the scaling of both.
+            named: suffix of the scenarios' names.
+            few: whether to run only the scenarios that are also run with scaled weights.
+        """
+        found = external_candidates(graphs)
+        evidence, repeat = self.report.evidence, self.selection.repeat
         if not (change or few or named):
-            self.add(skipped(report, eager, [candidate.name for candidate in found]))
-        for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
-            if (change or few) and scenario.name not in TWIN_SCENARIOS:
+            yield skipped(self.selection, eager, [candidate.name for candidate in found])
+        for scenario, chains in self.selection.calls(eager.facts()):
+            if (change or few) and scenario.name not in SCALED_SCENARIOS:
                 continue
             row = change.scenario(scenario) if change else scenario
-            truths = eager.truths(row, chains)
+            truths = eager.expected_outputs(row, chains)
             row = replace(row, name=f"{row.name}{named}")
             for candidate in found:
-                if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                    seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
-                    self.add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+                if len(candidate.external) == 1 or any(len(chain) > 1 for chain in chains):
+                    seen = Evidence() if change else evidence.setdefault(f"{candidate.name}{named}", Evidence())
+                    yield check_external(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat)
 
-    def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
-        """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
-        asked = chosen(self.report.suite, tuple(self.report.settings["seeds"]))
-        rows = [row for row in asked if row.name in TWIN_SCENARIOS]
-        reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
+    def compare_scaled(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
+        """Compares a few scenarios with scaled weights; yields skipped checks if that is not possible."""
+        rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
+        reasons = [why_not_scalable(file.contents, file.quantized_weights, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
         if reason:
-            names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
-            self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
-            self.report.unseen += [change.bug for change in CHANGES] if rows else []
+            names = [(f"{c.scenario(row).name}{named}", file.name) for c in SCALINGS for row in rows for file in files]
+            yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
+            self.report.unseen += [change.bug for change in SCALINGS] if rows else []
         elif rows:
-            for change in changes(eager):
-                if graphs := self.opened(files, change):
-                    twin = eager.twin(change)
-                    self.compare(twin, graphs, change, named)
-                    twin.release()
+            for change in scalings(eager):
+                if graphs := (yield from self.opened(files, change)):
+                    scaled = eager.scaled(change)
+                    yield from self.compare(scaled, graphs, change, named)
+                    scaled.release()
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["limits that no run reaches"] if checks else []
-            self.add(checks)
+            yield checks

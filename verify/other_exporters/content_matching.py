@@ -1,8 +1,8 @@
-"""Which of the model's tensors a foreign graph's initializers are, found by content: names say nothing there.
+"""Matches the initializers of an external graph with the model's tensors by content, because names differ.
 
-Exporters transpose matrices for `MatMul`, lay several side by side (`q`, `k` and `v` in one), cut them apart, and add
-one to the norms of Gemma. Whole tensors are found by the sha256 of their bytes; parts by the bytes of their rows. One
-tensor and one initializer are in memory at a time.
+Exporters transpose matrices for `MatMul`, concatenate several (`q`, `k` and `v` in one), split them, and add one to the
+norms of Gemma. Whole tensors are found by the sha256 of their bytes; parts by the bytes of their rows. One tensor and
+one initializer are in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
 
 FLOATS = {"float16", "float32", "float64", "bfloat16"}
-BEGINNING = 8
-"""Elements of a vector that must agree before the rest is compared."""
+PREFIX = 8
+"""Number of equal elements of a vector after which the rest is compared."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of an initializer (of its transpose where `side`) that are rows `first`, … of the tensor `name`."""
+class TensorRows:
+    """Rows of an initializer that are rows of a tensor.
+
+    Attributes:
+        name: name of the tensor.
+        rows: indices in the initializer.
+        transposed: whether they are rows of the transposed initializer, that is, columns.
+    """
 
     name: str
     rows: range
-    side: bool = False
+    transposed: bool = False
 
 
 @dataclass
-class Content:
-    """One initializer, and what was found of it.
+class InitializerContent:
+    """One initializer and the matching tensors of the model.
 
     Attributes:
-        shape, dtype: of its values.
-        read: gives them.
-        whole: the tensor that it is; empty when it is none.
-        form: what was done to that tensor, such as `transposed`.
-        parts: tensors of the model that lie in it, or that it was cut from.
-        others: further tensors of the same content as `whole`, such as norms that are all ones.
+        shape, dtype: shape and dtype of its values.
+        read: reads the values.
+        whole: the tensor with the same content; empty if there is none.
+        form: how the tensor was changed, such as `transposed`.
+        parts: tensors that it contains, or that it was split from.
+        others: further tensors with the content of `whole`, such as norms that are all ones.
     """
 
     shape: tuple[int, ...]
@@ -50,16 +56,22 @@ class Content:
     read: Callable[[], Array]
     whole: str = ""
     form: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorRows] = field(default_factory=list)
     others: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors in it, and of those of the same content."""
+        """Names of all matching tensors."""
         return {self.whole, *self.others} if self.whole else {part.name for part in self.parts}
 
-    def take(self, name: str, form: str, *, is_own: bool) -> None:
-        """Notes a tensor of the same content; the one that the initializer is called after comes first."""
+    def match(self, name: str, form: str, *, is_own: bool) -> None:
+        """Adds a tensor with the same content.
+
+        Args:
+            name: name of the tensor.
+            form: how it was changed, see `forms`.
+            is_own: whether the initializer has the name of this tensor, which is then preferred.
+        """
         if not self.whole or is_own:
             self.others |= {self.whole} - {"", name}
             self.whole, self.form = name, form
@@ -68,19 +80,19 @@ class Content:
 
     @property
     def matched(self) -> bool:
-        """Whether all of it was found."""
-        return bool(self.whole) or any(self.covered(side) for side in (False, True)[: len(self.shape)])
+        """Whether the model has all of its content."""
+        return bool(self.whole) or any(self.covered(transposed) for transposed in (False, True)[: len(self.shape)])
 
-    def covered(self, side: bool) -> bool:
-        """Whether the parts make up all rows, or all columns where `side`."""
-        rows = np.zeros(self.shape[-1 if side else 0], dtype=bool)
+    def covered(self, transposed: bool) -> bool:
+        """Whether the parts cover all rows, or all columns if `transposed`."""
+        rows = np.zeros(self.shape[-1 if transposed else 0], dtype=bool)
         for part in self.parts:
-            rows[part.rows.start : part.rows.stop] |= part.side is side
+            rows[part.rows.start : part.rows.stop] |= part.transposed is transposed
         return bool(rows.all())
 
 
 def forms(values: Array) -> Iterator[tuple[str, Array]]:
-    """What exporters make of a tensor."""
+    """The forms in which exporters store a tensor, by their names."""
     yield "", values
     if values.ndim > 1:
         yield "transposed", values.swapaxes(-1, -2)
@@ -89,15 +101,15 @@ def forms(values: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _forms_in(values: Array, dtype: np.dtype[Any]) -> Iterator[tuple[str, Array]]:
-    """The same in the graph's type; a sum may have been rounded before it was made, or after."""
+    """The forms in the graph's dtype; a sum may be rounded before or after the addition."""
     yield from forms(values.astype(dtype, copy=False))
     if values.ndim == 1 and values.dtype.itemsize > dtype.itemsize:
         yield "plus one", (values + values.dtype.type(1)).astype(dtype)
 
 
-def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> None:
-    """Looks every tensor of the model up among the initializers, and notes it there."""
-    by_digest: dict[tuple[str, tuple[int, ...]], list[tuple[str, Content]]] = defaultdict(list)
+def match_contents(contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]) -> None:
+    """Finds every tensor of the model among the initializers and adds it there; both are given by name."""
+    by_digest: dict[tuple[str, tuple[int, ...]], list[tuple[str, InitializerContent]]] = defaultdict(list)
     for initializer, content in contents.items():
         by_digest[digest(content.read()), content.shape].append((reference_name(initializer, reference), content))
     dtypes = {content.dtype for content in contents.values()}
@@ -106,59 +118,59 @@ def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyT
         for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype)):
             for own, content in by_digest.get((digest(made), made.shape), []):
                 if content.dtype == made.dtype:
-                    content.take(name, form, is_own=name == own)
+                    content.match(name, form, is_own=name == own)
     rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
     if rest:
         _find_parts(rest, _each(reference, dtypes))
 
 
 def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) -> Iterator[tuple[str, Array]]:
-    """The model's tensors in the types of the graph."""
+    """The model's tensors in the dtypes of the graph."""
     for name, tensor in _floats(reference):
         values = tensor.read()
         yield from ((name, values.astype(dtype, copy=False)) for dtype in dtypes)
 
 
 def _floats(reference: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """The model's tensors that are no integers and no scalars."""
+    """The model's float tensors that are not scalars."""
     return ((name, tensor) for name, tensor in reference.items() if tensor.dtype.name in FLOATS and tensor.shape)
 
 
-def _find_parts(contents: list[Content], tensors: Iterator[tuple[str, Array]]) -> None:
-    """Tensors that lie side by side in an initializer, and initializers that were cut out of a tensor."""
-    places: dict[bytes, list[tuple[Content, bool, int]]] = defaultdict(list)
+def _find_parts(contents: list[InitializerContent], tensors: Iterator[tuple[str, Array]]) -> None:
+    """Finds tensors that are parts of an initializer, and initializers that are parts of a tensor."""
+    rows: dict[bytes, list[tuple[InitializerContent, bool, int]]] = defaultdict(list)
     for content in contents:
         values = content.read()
-        for side in (False, True)[: values.ndim]:
-            for at, key in _keys(values.T if side else values):
-                places[key].append((content, side, at))
+        for transposed in (False, True)[: values.ndim]:
+            for at, key in _keys(values.T if transposed else values):
+                rows[key].append((content, transposed, at))
     for name, values in tensors:
-        for turned in (values, values.T)[: values.ndim if values.ndim < 3 else 0]:
-            for first, key in _keys(turned):
-                for content, side, at in places.get(key, []):
-                    if first == 0 or at == 0:  # where the tensor begins, or the initializer
-                        _note(content, side, at, name, turned[first:])
+        for oriented in (values, values.T)[: values.ndim if values.ndim < 3 else 0]:
+            for first, key in _keys(oriented):
+                for content, transposed, at in rows.get(key, []):
+                    if first == 0 or at == 0:  # the start of the tensor, or of the initializer
+                        _add_part(content, transposed, at, name, oriented[first:])
 
 
-def _note(content: Content, side: bool, at: int, name: str, values: Array) -> None:
-    """Notes the rows of an initializer from `at` on that are the rows of `values`, if all of them are."""
-    mine = content.read()
-    mine = (mine.T if side else mine)[at:]
-    count = min(len(mine), len(values))
-    if np.array_equal(mine[:count], values[:count]) and (count == len(values) or at == 0):
-        content.parts.append(Part(name, range(at, at + count), side))
+def _add_part(content: InitializerContent, transposed: bool, at: int, name: str, values: Array) -> None:
+    """Adds the rows of an initializer from `at` on as a part, if they equal the rows of `values`."""
+    own = content.read()
+    own = (own.T if transposed else own)[at:]
+    count = min(len(own), len(values))
+    if np.array_equal(own[:count], values[:count]) and (count == len(values) or at == 0):
+        content.parts.append(TensorRows(name, range(at, at + count), transposed))
 
 
 def _keys(values: Array) -> Iterator[tuple[int, bytes]]:
-    """What the rows of a matrix begin a comparison with; of a vector, its next few elements."""
+    """Lookup keys: hashes of the rows of a matrix; the next few elements at each index of a vector."""
     if values.ndim == 1:
-        for at in range(len(values) - BEGINNING + 1):
-            yield at, values[at : at + BEGINNING].tobytes()
+        for at in range(len(values) - PREFIX + 1):
+            yield at, values[at : at + PREFIX].tobytes()
     else:
         for at, row in enumerate(np.ascontiguousarray(values)):
             yield at, hashlib.sha256(row.tobytes()).digest()[:12]
 
 
 def digest(values: Array) -> str:
-    """The sha256 of an array's bytes, row by row."""
+    """The sha256 of an array's bytes in row-major order."""
     return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()

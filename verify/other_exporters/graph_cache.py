@@ -1,4 +1,4 @@
-"""ForeignCache: the keys and values of a foreign graph, in the order of the tokens."""
+"""ExternalCache: the keys and values of an external graph, in the order of the tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import Edit
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.calls import CacheEdit
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)
-class ForeignCache:
-    """What a graph gave as its cache, and the tokens that are in it.
+class ExternalCache:
+    """The cache that a graph returned, with its tokens.
 
     Attributes:
         kept: keys and values in the order of the tokens, `[batch, heads, tokens, head_dim]` by name; a sliding layer
-            may keep its last ones only.
-        given: the same as the graph gave them, to be its next past.
-        input_ids, position_ids: of all tokens so far, `[batch, length]`.
+            may keep the last tokens only.
+        given: keys and values as the graph returned them; its next past.
+        input_ids, position_ids: all tokens and positions so far, int64 `[batch, length]`.
     """
 
     kept: Mapping[str, Array]
@@ -29,23 +29,23 @@ class ForeignCache:
     position_ids: Array
 
     @classmethod
-    def made_up(cls, past: MadeUp) -> ForeignCache:
-        """A past of which there are no tokens: zeros stand for them."""
+    def made_up(cls, past: SyntheticPast) -> ExternalCache:
+        """A synthetic past, whose tokens are unknown and therefore 0."""
         arrays = past.arrays()
-        none = np.zeros((past.rows, past.length), dtype=np.int64)
-        return cls(arrays, arrays, none, none)
+        unknown = np.zeros((past.rows, past.length), dtype=np.int64)
+        return cls(arrays, arrays, unknown, unknown)
 
     @property
     def length(self) -> int:
-        """Tokens so far, padding included."""
+        """Number of tokens so far, padding included."""
         return int(self.input_ids.shape[1])
 
     def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`; zeros stand where a layer has forgotten."""
-        return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
+        """See `Cache.arrays`; tokens that a layer no longer keeps are zeros."""
+        return {name: _padded_left(array, self.length) for name, array in self.kept.items()}
 
-    def edited(self, edit: Edit, mask: Array) -> ForeignCache:
-        """See `Edit.apply`; of a ring the rows alone are exchanged."""
+    def edited(self, edit: CacheEdit, mask: Array) -> ExternalCache:
+        """See `CacheEdit.apply`; in ring buffers only the order of the rows changes."""
         rows = list(edit.rows) if edit.rows is not None else slice(None)
         end = self.length - edit.drop
         ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]
@@ -55,20 +55,20 @@ class ForeignCache:
             for name, array in self.given.items()
         }
         kept = {name: arrays[name] if name in whole else array[rows] for name, array in self.kept.items()}
-        return ForeignCache(kept, arrays, ids, positions)
+        return ExternalCache(kept, arrays, ids, positions)
 
 
-def _filled_in_front(array: Array, length: int) -> Array:
+def _padded_left(array: Array, length: int) -> Array:
     missing = length - array.shape[2]
     return np.pad(array, ((0, 0), (0, 0), (missing, 0), (0, 0))) if missing > 0 else array
 
 
-def unrolled(ring: Array, length: int) -> Array:
-    """The last tokens of a ring in their order: token t lies in slot t modulo the ring's slots.
+def unroll_ring(ring: Array, length: int) -> Array:
+    """The last tokens of a ring buffer in their order: token t is at index t modulo the size of the ring.
 
     Args:
-        ring: `[batch, heads, slots, head_dim]`.
-        length: tokens so far.
+        ring: `[batch, heads, size, head_dim]`.
+        length: number of tokens so far.
     """
-    slots = ring.shape[2]
-    return ring[:, :, np.arange(max(0, length - slots), length) % slots]
+    size = ring.shape[2]
+    return ring[:, :, np.arange(max(0, length - size), length) % size]

@@ -1,4 +1,4 @@
-"""GraphFile: one graph of another exporter as read from its file, with what is known before it runs."""
+"""GraphFile: one graph of another exporter as read from its file, before it runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import onnx
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.runner import SessionSettings
-from llmconv.verify.other_exporters.content_matching import Content
+from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.maps import find_port_maps
 from llmconv.verify.other_exporters.port_map import Binding, bind
-from llmconv.verify.other_exporters.quantized.kinds import quantized_operators
-from llmconv.verify.other_exporters.quantized.tensor_matching import Found
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
+from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.results.report import Check
 
-MOST = 2
-"""One graph, or that of the prompt and that of the steps."""
+MAX_GRAPHS = 2
+"""One graph, or a prefill and a decode graph."""
 
 PRECISIONS = {
     onnx.TensorProto.BFLOAT16: "bfloat16",
@@ -32,45 +32,45 @@ PRECISIONS = {
 
 @dataclass
 class GraphFile:
-    """A file, guarded and bound.
+    """A checked graph file and its inputs and outputs.
 
     Attributes:
-        path: of the file.
-        name: in reports: the file's, with its folder's where two have the same.
-        model: without its weights.
-        binding: its ports.
-        contents: its initializers, once they were audited.
-        emulated: it is a copy that rounds after every node.
-        found: its quantised matrices, likewise.
-        unread: why those cannot be read; empty when they can.
+        path: path of the file.
+        name: name in reports: the file name, with the folder's name if two files have the same name.
+        model: the graph without its weights.
+        binding: its inputs and outputs.
+        contents: its initializers by name, after their audit.
+        emulated: whether it is a copy that rounds after every node.
+        quantized_weights: its quantized matrices, after their audit.
+        unreadable: why the quantized matrices cannot be read; else empty.
     """
 
     path: Path
     name: str
     model: onnx.ModelProto
     binding: Binding
-    contents: Mapping[str, Content] = field(default_factory=dict)
+    contents: Mapping[str, InitializerContent] = field(default_factory=dict)
     emulated: bool = False
-    found: list[Found] = field(default_factory=list)
-    unread: str = ""
+    quantized_weights: list[MatchedMatrix] = field(default_factory=list)
+    unreadable: str = ""
 
     @property
     def dtype(self) -> str:
-        """Of the logits or of the cache, whichever is the narrower, as the file says."""
+        """The narrower of the declared dtypes of logits and cache."""
         names = {self.binding.port_map.logits, *self.binding.present.values()}
         kinds = {port.type.tensor_type.elem_type for port in self.model.graph.output if port.name in names}
         return next((name for kind, name in PRECISIONS.items() if kind in kinds), "float32")
 
     @property
     def quantized(self) -> bool:
-        """Whether some operator has quantised weights."""
+        """Whether any operator has quantized weights."""
         return bool(quantized_operators(self.model))
 
-    def open(self, eager: Model, settings: SessionSettings) -> ForeignGraph | Check:
-        """The graph in a session, or the failed check where onnxruntime refuses it."""
+    def open(self, sizes: ModelSizes, settings: SessionSettings) -> ExternalGraph | Check:
+        """The opened graph, or a failed check if onnxruntime refuses it."""
         settings = replace(settings, reuse=not self.emulated)
         try:
-            return ForeignGraph(self.path, self.model, self.binding, eager, settings, self.name)
+            return ExternalGraph(self.path, self.model, self.binding, sizes, settings, self.name)
         except OutOfMemory:
             raise
         except LlmconvError as error:
@@ -78,19 +78,25 @@ class GraphFile:
 
 
 def read_graphs(paths: Sequence[str | Path], input_map: str) -> list[GraphFile]:
-    """The files, once all that they refer to is harmless and their ports are known.
+    """The checked graph files.
+
+    Args:
+        paths: one or two files.
+        input_map: name of an input map, `auto`, or a JSON file.
 
     Raises:
-        UsageProblem: none or too many, or an unknown map.
-        InputRefused: a graph fits no map, or refers to what it must not.
+        UsageProblem: no file or too many, or an unknown map.
+        InputRefused: a graph fits no map, or is refused, see `guard`.
     """
     files = [Path(path) for path in paths]
-    if not 0 < len(files) <= MOST:
-        raise UsageProblem(f"{len(files)} graphs were given", hint="give one, or that of the prompt and of the steps")
+    if not 0 < len(files) <= MAX_GRAPHS:
+        raise UsageProblem(f"{len(files)} graphs were given", hint="give one graph, or a prefill and a decode graph")
     rows = find_port_maps(input_map)
-    alone = len({path.name for path in files}) == len(files)
+    is_unique = len({path.name for path in files}) == len(files)
     models = [load_guarded(path) for path in files]
     return [
-        GraphFile(path, path.name if alone else f"{path.parent.name}/{path.name}", model, bind(model, path.name, rows))
+        GraphFile(
+            path, path.name if is_unique else f"{path.parent.name}/{path.name}", model, bind(model, path.name, rows)
+        )
         for path, model in zip(files, models, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""PortMap: how one exporter names and shapes a decoder's inputs and outputs; Binding: the same for one graph."""
+"""PortMap: names and shapes of a decoder's inputs and outputs by one exporter; Binding: those of one graph."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from llmconv.errors import UnsupportedInput
 
 PARTS = ("key", "value")
 AXES = "bhtd"
-"""Batch, heads, tokens, head size: the order in which everything is compared."""
+"""Batch, heads, tokens, head size: the order of axes in comparisons."""
 SHOWN = 6
 
 
 @dataclass(frozen=True)
 class PortMap:
-    """A row of the table of exporters.
+    """The inputs and outputs ("ports") of one exporter's graphs.
 
     Attributes:
-        name: what `--input-map` takes.
-        title: for people.
-        producers: what graphs of this exporter name as their producer; decides where names fit several rows.
+        name: value of `--input-map`.
+        title: name of the exporter.
+        producers: `producer_name` of its graphs; decides if a graph fits several maps.
         tokens, mask, positions: inputs; int64 or int32, `[batch, tokens]`, the mask `[batch, past and new tokens]`.
         logits: output `[batch, tokens, vocabulary]`, or of the last token only.
-        branch: a bool input that says whether there is a past.
-        past, present: what the cache's inputs and outputs are called; the first template that fits counts.
-        parts: what a template's `{part}` stands for, keys first.
+        branch: bool input for whether there is a past.
+        past, present: templates of the cache's inputs and outputs; the first match counts.
+        parts: values of a template's `{part}`, keys first.
         axes: order of the cache's axes: `b`atch, `h`eads, `t`okens, head size `d`.
-        window: scalar inputs of sliding layers that are the model's window.
+        window: scalar inputs that receive the size of the sliding window.
         ignored: outputs that are not compared.
     """
 
@@ -55,15 +55,15 @@ class PortMap:
             if not all(isinstance(text, str) for text in (value if isinstance(value, tuple) else (value,))):
                 raise ValueError(f"`{name}` is {value!r}")
         if sorted(self.axes) != sorted(AXES) or len(self.parts) != len(PARTS):
-            raise ValueError(f"axes are an order of `{AXES}`, parts are two words")
+            raise ValueError(f"`axes` must be a permutation of `{AXES}`, and `parts` two names")
 
     def cache_name(self, templates: Sequence[str], port: str) -> str:
-        """`present.3.key` of a port of the cache; empty for any other port."""
+        """The name in reports, such as `present.3.key`, of a cache input or output; empty for others."""
         found = next(filter(None, (self._match(template, port) for template in templates)), None)
         return f"present.{int(found['layer'])}.{PARTS[self.parts.index(found['part'])]}" if found else ""
 
     def fits(self, templates: Sequence[str], port: str) -> bool:
-        """Whether some template fits a port."""
+        """Whether any template matches an input or output."""
         return any(self._match(template, port) for template in templates)
 
     def _match(self, template: str, port: str) -> re.Match[str] | None:
@@ -74,12 +74,12 @@ class PortMap:
 
 @dataclass(frozen=True)
 class Binding:
-    """The ports of one graph.
+    """The inputs and outputs of one graph.
 
     Attributes:
-        port_map: the row that fits.
-        inputs: names of the inputs that are not cache.
-        past, present: the cache's ports by the names that reports use, such as `present.3.key`.
+        port_map: the map that fits.
+        inputs: names of the inputs other than the cache.
+        past, present: the cache's inputs and outputs by their names in reports, such as `present.3.key`.
     """
 
     port_map: PortMap
@@ -89,26 +89,31 @@ class Binding:
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the graph can be told of padding."""
+        """Whether the graph has an input for the mask."""
         return self.port_map.mask in self.inputs
 
     @property
     def takes_positions(self) -> bool:
-        """Whether the graph takes positions of its caller's choice."""
+        """Whether the graph has an input for positions."""
         return self.port_map.positions in self.inputs
 
 
 def input_names(model: onnx.ModelProto) -> list[str]:
-    """What a caller must feed: old graphs list their initializers as inputs too."""
+    """Inputs that a caller must provide; old graphs list their initializers as inputs, too."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return [port.name for port in model.graph.input if port.name not in weights]
 
 
 def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
-    """The first row that all ports of a graph fit; rows that name its producer come first.
+    """The inputs and outputs of a graph by the first map that fits all of them.
+
+    Args:
+        model: the graph.
+        name: its name in messages.
+        rows: the maps to try; those with the producer of the graph come first.
 
     Raises:
-        UnsupportedInput: there is none.
+        UnsupportedInput: no map fits.
     """
     inputs, outputs = input_names(model), [port.name for port in model.graph.output]
     ranks = {port.name: len(port.type.tensor_type.shape.dim) for port in model.graph.input}
@@ -119,18 +124,17 @@ def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
         binding, odd = _fit(row, inputs, outputs, ranks)
         if binding:
             return binding
-    rows_said = f"the input map `{ordered[0].name}`: {odd[0]}" if len(ordered) == 1 else "any input map"
+    maps = f"the input map `{ordered[0].name}`: {odd[0]}" if len(ordered) == 1 else "any input map"
     raise UnsupportedInput(
-        f"`{name}` does not fit {rows_said} (inputs {_listed(inputs)}; outputs {_listed(outputs)})",
-        hint="give `--input-map FILE.json` with the names, see docs/verification.md; a decoder takes tokens and gives "
-        "logits",
+        f"`{name}` does not fit {maps} (inputs {_listed(inputs)}; outputs {_listed(outputs)})",
+        hint="give `--input-map FILE.json` with the names, see docs/verification.md; a decoder maps tokens to logits",
     )
 
 
 def _fit(
     row: PortMap, inputs: list[str], outputs: list[str], ranks: Mapping[str, int]
 ) -> tuple[Binding | None, list[str]]:
-    """The binding, or what does not fit."""
+    """The binding, or None and descriptions of the inputs and outputs that do not fit."""
     past = {row.cache_name(row.past, port): port for port in inputs}
     present = {row.cache_name(row.present, port): port for port in outputs}
     past.pop("", None)

@@ -1,4 +1,4 @@
-"""Replay of a foreign graph: the call that failed once more, on a copy of the graph with the names llmconv uses."""
+"""ExternalGraphs: repeats a failed call of a report on a copy of the graph with llmconv's names."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from llmconv.runtime.onnxruntime.guard import graphs, load_guarded
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.comparison.graph_probe import Tapped
-from llmconv.verify.other_exporters.candidates import ForeignCandidate, foreign_candidates
-from llmconv.verify.other_exporters.content_matching import Content
-from llmconv.verify.other_exporters.graph_cache import ForeignCache
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.comparison.graph_probe import GraphProbe
+from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
+from llmconv.verify.other_exporters.content_matching import InitializerContent
+from llmconv.verify.other_exporters.graph_cache import ExternalCache
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.other_exporters.scaled_weights import scaled_foreign
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
+from llmconv.verify.other_exporters.scaled_weights import scaled_settings
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager, edited, run_chain
-from llmconv.verify.reference.weight_scaling import change_of
+from llmconv.verify.reference.weight_scaling import scaling_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
-from llmconv.verify.scenarios.synthetic_past import MadeUp
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)
-class Graphs:
-    """What is verified.
+class ExternalGraphs:
+    """The graphs to verify.
 
     Attributes:
-        files: one, or those of prompt and steps.
-        facts: what they leave open.
-        settings: of onnxruntime.
-        tensors: of the model.
-        named: what the names of its scenarios end with; others are not of these graphs.
+        files: one graph, or a prefill and a decode graph.
+        sizes: sizes of the model.
+        settings: session settings.
+        tensors: tensors of the model by name.
+        named: suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
     """
 
     files: Sequence[GraphFile]
-    facts: Model
+    sizes: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
     named: str = ""
 
     @contextmanager
-    def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
-        """The call that `where` names; None where it is more than one run of one graph."""
+    def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
+        """Context with the call of a finding; None if it takes more than one run of one graph."""
         if not where.scenario.endswith(self.named):
             yield None
             return
         name = where.scenario.removesuffix(self.named)
         settings = [self.settings for _ in self.files]
-        if change := change_of(name):
-            eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
+        if change := scaling_of(name):
+            eager, name = eager.scaled(change), name.removesuffix(f", {change.name}")
             settings = [
-                scaled_foreign(self.settings, file, self.tensors, change, at_weights=True) for file in self.files
+                scaled_settings(self.settings, file, self.tensors, change, at_weights=True) for file in self.files
             ]
         yield self._prepared(where, name, settings, eager)
 
     def _prepared(
         self, where: Where, scenario: str, settings: Sequence[SessionSettings], eager: Eager
-    ) -> Replay | None:
-        opened = [file.open(self.facts, own) for file, own in zip(self.files, settings, strict=True)]
-        found = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-        candidate = next((one for one in foreign_candidates(found) if one.name == where.graph), None)
-        place = _place(candidate, scenario, where.step, eager) if candidate else None
-        if candidate is None or place is None:
+    ) -> ReplayedCall | None:
+        opened = [file.open(self.sizes, own) for file, own in zip(self.files, settings, strict=True)]
+        found = [graph for graph in opened if isinstance(graph, ExternalGraph)]
+        candidate = next((one for one in external_candidates(found) if one.name == where.graph), None)
+        located = _locate(candidate, scenario, where.step, eager) if candidate else None
+        if candidate is None or located is None:
             return None
-        chain, step = place
-        graph = candidate.foreign[-1] if step else candidate.foreign[0]
+        chain, step = located
+        graph = candidate.external[-1] if step else candidate.external[0]
         steps = run_chain(candidate.runner, chain[:step])
         feeds = _feeds(graph, chain[step], edited(steps[-1].present if steps else None, chain[step]))
         if feeds is None:
@@ -85,44 +85,44 @@ class Graphs:
             change(file.path, model)
         names = free_names(model, port_names(graph.binding) | _tensor_names(file.contents))
         feeds = {names.get(name, name): array for name, array in feeds.items()}
-        tapped = Tapped(renamed(model, names, graph.binding), file.path.parent, self.settings)
-        return Replay(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
+        tapped = GraphProbe(renamed(model, names, graph.binding), file.path.parent, self.settings)
+        return ReplayedCall(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
 
 
-def _place(candidate: ForeignCandidate, scenario: str, step: int, eager: Eager) -> tuple[Chain, int] | None:
-    """The chain and the call in it that is the step of a scenario, counted over the calls that the graphs can run."""
-    built = next((chains for row, chains in scenarios("full", eager.facts()) if row.name == scenario), [])
-    able = [chain for chain in built if not any(candidate.refuses(call) for call in chain)]
-    places = [(chain, at) for chain in able for at in range(len(chain))]
-    return places[step] if step < len(places) else None
+def _locate(candidate: ExternalCandidate, scenario: str, step: int, eager: Eager) -> tuple[Chain, int] | None:
+    """The chain and the index in it of a step of a scenario, counted over the calls that the graphs support."""
+    built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
+    supported = [chain for chain in built if not any(candidate.refuses(call) for call in chain)]
+    calls = [(chain, at) for chain in supported for at in range(len(chain))]
+    return calls[step] if step < len(calls) else None
 
 
-def _feeds(graph: ForeignGraph, call: Call, past: Cache | None) -> dict[str, Array] | None:
-    """Every input of a graph for one call; None where the call is several runs, or goes over what is cached."""
-    past = ForeignCache.made_up(past) if isinstance(past, MadeUp) else past
+def _feeds(graph: ExternalGraph, call: Call, past: Cache | None) -> dict[str, Array] | None:
+    """Every input of a graph for one call; None if the call takes several runs or runs cached tokens again."""
+    past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
     before = past.length if past else 0
     rows, new = call.input_ids.shape
     if graph.limits.rings or (before and not graph.keeps_cache) or graph.limits.width(rows, before, new) < new:
         return None
-    given = past.given if isinstance(past, ForeignCache) else {}
+    given = past.given if isinstance(past, ExternalCache) else {}
     return graph.feeds(call.input_ids, call.attention_mask, call.position_ids, given)
 
 
 def port_names(binding: Binding) -> dict[str, str]:
-    """llmconv's name of every port of a graph; outputs whose axes have another order keep theirs."""
+    """llmconv's names of inputs and outputs by their names in the graph; not for outputs with another order of axes."""
     row = binding.port_map
     names = {row.tokens: "input_ids", row.mask: "attention_mask", row.positions: "position_ids", row.logits: "logits"}
     names |= {port: past_of(name) for name, port in binding.past.items()}
     return names | ({port: name for name, port in binding.present.items()} if row.axes == AXES else {})
 
 
-def _tensor_names(contents: Mapping[str, Content]) -> dict[str, str]:
-    """The model's name of every initializer that is one of its tensors as it is."""
+def _tensor_names(contents: Mapping[str, InitializerContent]) -> dict[str, str]:
+    """The model's names of initializers that equal a tensor."""
     return {name: content.whole for name, content in contents.items() if content.whole}
 
 
 def free_names(model: onnx.ModelProto, names: Mapping[str, str]) -> dict[str, str]:
-    """Those new names, by the old ones, that no other value has; a tied matrix may lie in a graph twice."""
+    """The new names by the old ones, without names that another value has; a graph may contain a tied matrix twice."""
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - names.keys()
     free: dict[str, str] = {}
     for old, name in names.items():
@@ -133,12 +133,12 @@ def free_names(model: onnx.ModelProto, names: Mapping[str, str]) -> dict[str, st
 
 
 def renamed(model: onnx.ModelProto, names: Mapping[str, str], binding: Binding) -> onnx.ModelProto:
-    """The graph with other names of its values, and with its cache in the order of axes that llmconv compares.
+    """The graph with other value names, and with llmconv's order of axes in its cache outputs.
 
     Args:
-        model: changed in place.
+        model: the graph, changed in place.
         names: new names by the old ones.
-        binding: of the graph's ports.
+        binding: its inputs and outputs.
     """
     for graph in graphs(model.graph):
         for named in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):

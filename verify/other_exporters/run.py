@@ -1,46 +1,45 @@
-"""verify_graphs: graphs of any exporter against the eager model; the scenarios are those of llmconv's own graphs."""
+"""verify_graphs: compares graphs of any exporter with the eager model, in the scenarios of llmconv's own graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
-from llmconv.argument_checks import checked, require_least
+from llmconv.argument_checks import checked
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
-from llmconv.memory import telling_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import misplaced_weights
-from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.other_exporters.comparison import ForeignComparison, OnChecks
+from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
-from llmconv.verify.other_exporters.half_precision.float32_copy import EMULATED, HALVES, emulated
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION, WITHOUT_KERNELS, rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.quantized.accuracy_cost import Limits
+from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.kinds import stored_weights
-from llmconv.verify.other_exporters.quantized.tensor_matching import find_tensors
-from llmconv.verify.other_exporters.replay import Graphs
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
-from llmconv.verify.other_exporters.structure import check_ports, dead_inputs
-from llmconv.verify.other_exporters.verdicts.half_precision import compare_halves, sharpest
-from llmconv.verify.other_exporters.verdicts.quantized import Asked, compare_quantized
-from llmconv.verify.other_exporters.weights import absent, audit_contents, contents_of
-from llmconv.verify.reference.cost_estimate import Forecast, choose
+from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
+from llmconv.verify.other_exporters.replay import ExternalGraphs
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
+from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
+from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision, most_precise
+from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions, compare_quantized
+from llmconv.verify.other_exporters.weights import audit_contents, initializer_contents, missing_tensors
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Report
-from llmconv.verify.session import collector, look_closer, new_piece, new_report, require_suite
+from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.session import Checking, OnChecks, Session
 
 
 @fetches
@@ -63,98 +62,107 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     max_divergence: float | None = None,
     min_agreement: float | None = None,
 ) -> Report:
-    """Compares a graph of any exporter, or those of prompt and steps, with the eager model; arguments as in `verify`.
+    """Compares a graph of any exporter, or a prefill and a decode graph, with the eager model.
 
     Args:
-        paths: one file, or two.
-        reference: the Hugging Face folder of the model; the graph's own folder when left out.
-        input_map: name of a row of `maps`, `auto`, or a JSON file.
+        paths: one or two graph files.
+        reference: Hugging Face folder of the model; default: the folder of the graph.
+        input_map: name of an input map, see `maps`; `auto`; or a JSON file.
         suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
-        text: a file on which it is measured what quantised weights cost, in place of random tokens.
-        max_divergence: a larger mean divergence from the model at full precision fails, in nats per token.
-        min_agreement: a smaller share of tokens with the same likeliest next one fails.
+        text: text file on which the accuracy of quantized weights is measured; default: random tokens.
+        max_divergence: maximum mean divergence from the model at full precision, in nats per token.
+        min_agreement: minimum share of tokens with the same most likely next token.
 
     Raises:
-        UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
-        InputRefused: a graph fits no map, or refers to what it must not, or memory does not suffice.
-        OutOfMemory: memory ran out on the way.
+        UsageProblem: no graph or too many, no reference, an unknown map, or a decode graph alone.
+        InputRefused: a graph fits no map or is refused, see `guard`, or memory does not suffice.
+        OutOfMemory: memory ran out.
     """
     require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
-    require_suite(suite)
-    require_least(repeat, 1, "repeat")
-    piece, settings = new_piece(minimize), settings or SessionSettings()
+    session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:
-        choose(Forecast.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
-    report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
+        choose(CostEstimate.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
+    report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
-    limits = Limits(max_divergence, min_agreement)
-    asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
-    verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
-    _audit(files, verified.tensors, report, add)
-    _audit_decisions(files, folder, report, add)
-    with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
-        eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
-        report.where = localise(sharpest(report.checks))
-        look_closer(report, verified, eager, piece, bisect=bisect)
-    return report
+    limits = AccuracyLimits(max_divergence, min_agreement)
+    options = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
+    with ExitStack() as stack:
+        return session.run(report, _checks(verified, folder, report, session, eager, options, stack), most_precise)
+
+
+def _checks(
+    verified: ExternalGraphs,
+    folder: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    options: QuantizationOptions,
+    stack: ExitStack,
+) -> Checking:
+    """Yields all checks: audits of the files, then all scenarios; `stack` keeps temporary copies."""
+    yield from _audit(verified.files, verified.tensors, report)
+    yield from _audit_decisions(verified.files, folder, report)
+    return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
 
 def require_numbers(**limits: float | None) -> None:
-    """Refuses NaN, which nothing is larger or smaller than: the gate would always be open.
+    """Refuses NaN, with which no comparison could fail.
 
     Raises:
-        UsageProblem: one is NaN.
+        UsageProblem: a limit is NaN.
     """
     for name, value in limits.items():
         if value is not None and isnan(value):
-            raise UsageProblem(f"`{name}` is not a number", hint="with NaN nothing would fail")
+            raise UsageProblem(f"`{name}` is not a number", hint="NaN would disable the limit")
 
 
 def _compare(
-    verified: Graphs, reference: Eager | Path, report: Report, add: OnChecks, asked: Asked, stack: ExitStack
-) -> tuple[Eager, Graphs]:
-    """All scenarios, in the way that quantised weights, half precision or neither demand.
-
-    Args:
-        reference: the model, or its folder.
-        stack: keeps temporary copies.
+    verified: ExternalGraphs,
+    reference: Eager | Path,
+    report: Report,
+    selection: Selection,
+    options: QuantizationOptions,
+    stack: ExitStack,
+) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
+    """Compares all scenarios, in the way for quantized weights, half precision or neither.
 
     Returns:
-        What a node is to be looked for in, and the model to compare it with.
+        The reference and the graphs in which a faulty node is searched.
     """
     files = verified.files
-    half = next((file.dtype for file in files if file.dtype in HALVES), "")
-    eager = _eager(verified, reference, half, asked.code, stack)
-    facts, settings = Model(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
-    if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
+    half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
+    eager = _eager(verified, reference, half, options.code, stack)
+    sizes, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
+    if report.quantization:  # some kernels support only prepacked quantized weights
         settings = replace(settings, prepack=True)
-    verified = replace(verified, facts=facts, settings=settings)
-    ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
-    graphs = _open(ran, facts, settings, add)
+    verified = replace(verified, sizes=sizes, settings=settings)
+    ran = [stack.enter_context(rounding_copy(file)) if file.dtype == WITHOUT_KERNELS else file for file in files]
+    graphs = yield from _open(ran, sizes, settings)
     if len(graphs) < len(files):
         return eager, verified
     report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-    by = ForeignComparison(facts, settings, verified.tensors, report, add)
+    comparison = ExternalComparison(sizes, settings, verified.tensors, selection, report)
     if report.quantization:
-        return compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack)
+        return (yield from compare_quantized(replace(verified, files=ran), graphs, eager, comparison, options, stack))
     if half:
-        return compare_halves(verified, graphs, eager, by, stack)
-    by.run(eager, files)
+        return (yield from compare_half_precision(verified, graphs, eager, comparison, stack))
+    yield from comparison.run(eager, files)
     return eager, verified
 
 
-def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
-    """The model, of a graph in half precision with weights as that holds them."""
+def _eager(verified: ExternalGraphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
+    """The eager model; for a half-precision graph, with weights rounded as in the graph."""
     folder = reference if isinstance(reference, Path) else reference.folder
-    held = folder
+    source = folder
     if half:
-        held = stack.enter_context(rounded_reference(folder, verified.tensors, verified.files, half))
-    if isinstance(reference, Eager) and held.resolve() == folder.resolve():
+        source = stack.enter_context(rounded_reference(folder, verified.tensors, verified.files, half))
+    if isinstance(reference, Eager) and source.resolve() == folder.resolve():
         eager = reference
     else:
-        eager = Eager(held, half or verified.files[0].dtype, code=code)
+        eager = Eager(source, half or verified.files[0].dtype, code=code)
     return eager.in_dtype(half) if half else eager
 
 
@@ -162,72 +170,77 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     folder = local_path(reference) if reference else path.parent
     if reference is None and not any(folder.glob("*.safetensors")):
         raise UsageProblem(
-            f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
+            f"`{folder}` has no weights to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
         )
     return folder
 
 
-def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
-    """One check per graph, two where weights are quantised; tensors that are in none are a note."""
+def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
+    """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
     missing = set(tensors)
     for file in files:
         if file.quantized:
-            _audit_quantized(file, tensors, report, add)
-        scales = {one.stored.scales for one in file.found}
-        file.contents = contents_of(file.model, file.path.parent, tensors, scales)
-        missing &= absent(file.contents, tensors) - {name for one in file.found for name in one.names}
-        add([audit_contents(file.name, file.contents, tensors)])
+            yield from _audit_quantized(file, tensors, report)
+        scales = {one.stored.scales for one in file.quantized_weights}
+        file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
+        found = {name for one in file.quantized_weights for name in one.names}
+        missing &= missing_tensors(file.contents, tensors) - found
+        yield [audit_contents(file.name, file.contents, tensors)]
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
     if missing and len(missing) < len(tensors):
-        report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
+        report.notes.append(f"{len(missing)} tensors of the model are in no graph, first `{min(missing)}`")
 
 
-def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report, add: OnChecks) -> None:
-    """Lengths, positions and tokens that a graph asks for and no config has."""
+def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report) -> Checks:
+    """Audits constants for lengths, positions and tokens that are not in the model's config."""
     config = read_config(reference)
     for file in files:
         row = file.binding.port_map
         inputs = {row.tokens: TOKEN, row.mask: MASK, row.positions: POSITION}
         checks, notes = audit_foreign_decisions(file.name, file.model, config, inputs)
-        add(checks)
+        yield checks
         report.notes += notes
 
 
-def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
-    """Reads the quantised matrices, and finds them among the model's tensors."""
+def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
+    """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
     try:
-        stored = stored_weights(file.model, Constants(file.model, file.path.parent))
+        stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
     except UnsupportedInput as error:
-        file.unread = error.message
+        file.unreadable = error.message
         return
-    file.found = find_tensors(stored, tensors)
-    check, rows = audit_quantized(file.name, file.found, tensors)
+    file.quantized_weights = match_matrices(stored, tensors)
+    check, rows = audit_quantized(file.name, file.quantized_weights, tensors)
     report.quantization.weights += rows
-    add([check] if stored else [])
+    yield [check] if stored else []
 
 
-def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
-    """The graphs that onnxruntime opens and whose cache is the model's; what weights are unknown is said."""
+def _open(
+    files: Sequence[GraphFile], sizes: ModelSizes, settings: SessionSettings
+) -> Generator[list[Check], None, list[ExternalGraph]]:
+    """Opens the graphs and checks their caches; returns those that passed."""
     graphs = []
     for file in files:
-        graph = file.open(facts, settings)
-        check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
+        graph = file.open(sizes, settings)
+        check = graph if isinstance(graph, Check) else check_cache(graph, sizes.cache_shapes)
         if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
-        add([replace(check, verdict="skip", detail=file.unread) if file.unread and check.verdict == "pass" else check])
+        if file.unreadable and check.verdict == "pass":
+            check = replace(check, verdict="skip", detail=file.unreadable)
+        yield [check]
     return graphs
 
 
-def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
-    """What is odd about a graph, and how it is called for that."""
+def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
+    """Notes on unusual properties of a graph and their effect on its calls."""
     notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
     if not graph.outputs:
-        notes.append("gives no keys and values, so its logits alone are compared")
+        notes.append("returns no keys and values, so only its logits are compared")
     if not graph.keeps_cache:
-        notes.append("takes no past, so it is given the whole sequence at every step")
+        notes.append("takes no past, so every step runs the whole sequence")
     if graph.limits.tokens == 1:
-        notes.append("takes one token, so several are given one after another")
+        notes.append("takes one token, so several tokens run one after another")
     if graph.limits.rings:
-        notes.append("keeps its sliding layers in rings, which are given room for the window and 512 new tokens")
+        notes.append("keeps its sliding layers in ring buffers, which have room for the window and 512 new tokens")
     return [f"{file.name}: {note}" for note in notes]

@@ -1,4 +1,4 @@
-"""What runs the calls on foreign graphs: one graph, or the graph of the prompt and that of the steps."""
+"""Runners of external graphs: one graph, or a prefill and a decode graph; recorded steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.session import ForeignGraph
+from llmconv.verify.other_exporters.session import ExternalGraph
 
 
-class ForeignRunner:
-    """The graph of the prompt and that of the steps; one may serve as both."""
+class ExternalRunner(Runner):
+    """A prefill and a decode graph; one graph may serve as both."""
 
-    def __init__(self, prefill: ForeignGraph, decode: ForeignGraph) -> None:
+    def __init__(self, prefill: ExternalGraph, decode: ExternalGraph) -> None:
         self._prefill, self._decode = prefill, decode
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
@@ -24,16 +24,12 @@ class ForeignRunner:
         return self._decode.run(input_ids, attention_mask, position_ids, past)
 
 
-class Replay(Runner):
-    """Steps that were run before, in their order."""
+class RecordedSteps(Runner):
+    """Returns recorded steps in their order."""
 
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """The next step."""
-        return next(self._steps)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """The next step."""
         return next(self._steps)

@@ -1,7 +1,7 @@
-"""ForeignGraph: a graph of any exporter in onnxruntime, called by the names of its input map.
+"""ExternalGraph: a graph of any exporter in onnxruntime, with the names of its input map.
 
-What a graph cannot take at once it is given piece by piece, as its own clients do: one token after another where it
-takes one, and the whole sequence again where it keeps no cache.
+A call that a graph does not support in one run is split, as its own clients do: into single tokens if it takes one, and
+into runs of the whole sequence if it has no cache.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.graph_cache import ForeignCache, unrolled
-from llmconv.verify.other_exporters.graph_limits import Limits
+from llmconv.verify.other_exporters.graph_cache import ExternalCache, unroll_ring
+from llmconv.verify.other_exporters.graph_limits import GraphLimits
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -35,41 +35,46 @@ DTYPES = {
     "tensor(int32)": "int32",
     "tensor(bool)": "bool",
 }
-CacheShapes = Mapping[str, tuple[int, ...]]
-MOST_NEW = 512
-"""New tokens that a ring has room for beside its window."""
+CacheShapesByName = Mapping[str, tuple[int, ...]]
+RING_MARGIN = 512
+"""New tokens for which a ring buffer has room in addition to its window."""
 
 STATUS = "Status Message: "
-"""What onnxruntime writes before the part of an error that tells."""
+"""Precedes the relevant part of onnxruntime's errors."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a graph may leave open, as the eager model has it.
+class ModelSizes:
+    """Sizes of the eager model, for graphs with dynamic axes.
 
     Attributes:
-        cache_shapes: keys and values of one token, `[1, heads, 1, head_dim]`, by the names of reports.
-        window: tokens that a sliding layer sees; None without one.
+        cache_shapes: shapes of keys and values of one token, `[1, heads, 1, head_dim]`, by names as in reports.
+        window: size of the sliding window in tokens; None without one.
     """
 
-    cache_shapes: CacheShapes
+    cache_shapes: CacheShapesByName
     window: int | None = None
 
 
-class ForeignGraph:
+class ExternalGraph:
     """One graph in one session.
 
     Attributes:
-        name: in reports.
-        path: of the file.
-        binding: its ports.
-        limits: what it cannot do by design.
+        name: name in reports.
+        path: path of the file.
+        binding: its inputs and outputs.
+        limits: the calls that it does not support.
+        shapes: declared shapes by name.
         dtype: element type of its logits.
-        outputs: names of its cache's outputs, as in reports.
+        outputs: names of its cache outputs, as in reports.
 
     Args:
+        path: path of the file.
         model: the graph without its weights.
-        eager: what the graph leaves open.
+        binding: its inputs and outputs.
+        sizes: sizes of the eager model.
+        settings: session settings.
+        name: name in reports; default: the file name.
 
     Raises:
         MalformedInput: onnxruntime cannot open it.
@@ -80,16 +85,16 @@ class ForeignGraph:
         path: Path,
         model: onnx.ModelProto,
         binding: Binding,
-        eager: Model,
+        sizes: ModelSizes,
         settings: SessionSettings,
         name: str = "",
     ) -> None:
-        self.name, self.path, self.binding, self._eager = name or path.name, path, binding, eager
-        self.limits = Limits.of(model, binding)
+        self.name, self.path, self.binding, self._sizes = name or path.name, path, binding, sizes
+        self.limits = GraphLimits.of(model, binding)
         self._session = SessionChain([path], settings.options(), change=settings.change, seconds=settings.timeout)
-        declared, given = self._session.get_inputs(), self._session.get_outputs()
-        self.shapes = {port.name: port.shape for port in [*declared, *given]}
-        self._dtypes = {port.name: _dtype(self.name, port.name, port.type) for port in [*declared, *given]}
+        declared = [*self._session.get_inputs(), *self._session.get_outputs()]
+        self.shapes = {arg.name: arg.shape for arg in declared}
+        self._dtypes = {arg.name: _dtype(self.name, arg.name, arg.type) for arg in declared}
         self.dtype = self._dtypes[binding.port_map.logits]
         self.outputs = sorted(binding.present, key=cache_order)
 
@@ -102,33 +107,35 @@ class ForeignGraph:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
 
         Raises:
-            InputRefused: what came before cannot be handed on.
+            InputRefused: the past belongs to another kind of runner.
             MalformedInput: onnxruntime cannot run the graph on them.
         """
-        past = ForeignCache.made_up(past) if isinstance(past, MadeUp) else past
-        if past is not None and not isinstance(past, ForeignCache):
-            raise InputRefused(f"`{self.name}` continues its own kind of cache only", hint="start with no past")
-        rows, new = input_ids.shape
-        before = past or ForeignCache({}, {}, input_ids[:, :0], position_ids[:, :0])
+        past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
+        if past is not None and not isinstance(past, ExternalCache):
+            raise InputRefused(
+                f"`{self.name}` cannot continue the cache of another runner", hint="start without a past"
+            )
+        batch, new = input_ids.shape
+        before = past or ExternalCache({}, {}, input_ids[:, :0], position_ids[:, :0])
         ids = np.concatenate([before.input_ids, input_ids], axis=1)
         positions = np.concatenate([before.position_ids, position_ids], axis=1)
         if not self.keeps_cache:
             logits, given = self._call(ids, attention_mask, positions, {})
-            return Step(logits[:, -new:], ForeignCache(given, given, ids, positions))
-        width, given = self.limits.width(rows, before.length, new), dict(before.given)
+            return Step(logits[:, -new:], ExternalCache(given, given, ids, positions))
+        width, given = self.limits.width(batch, before.length, new), dict(before.given)
         pieces = []
         for start in range(before.length, before.length + new, width):
             end = min(start + width, before.length + new)
             logits, given = self._call(ids[:, start:end], attention_mask[:, :end], positions[:, start:end], given)
             pieces.append(logits)
         rings, length = self.limits.rings, ids.shape[1]
-        kept = {name: unrolled(array, length) if name in rings else array for name, array in given.items()}
-        return Step(np.concatenate(pieces, axis=1), ForeignCache(kept, given, ids, positions))
+        kept = {name: unroll_ring(array, length) if name in rings else array for name, array in given.items()}
+        return Step(np.concatenate(pieces, axis=1), ExternalCache(kept, given, ids, positions))
 
     def _call(
         self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]
     ) -> tuple[Array, dict[str, Array]]:
-        """One run: logits `[batch, tokens, vocabulary]` and the cache by the names of reports."""
+        """One run: logits `[batch, tokens, vocabulary]`, and the cache by names as in reports."""
         row = self.binding.port_map
         wanted = [row.logits, *(self.binding.present[name] for name in self.outputs)]
         feeds = self.feeds(ids, mask, positions, past)
@@ -140,44 +147,44 @@ class ForeignGraph:
         except TimeoutError as error:
             raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            require_memory(error, f"in `{self.name}`")
-            said = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
+            raise_if_out_of_memory(error, f"in `{self.name}`")
+            reason = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
             raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {said}", hint="see whether the graph's own client can run it"
+                f"`{self.name}` fails in onnxruntime: {reason}", hint="check whether the graph's own client can run it"
             ) from error
-        given = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
+        given = {name: _transpose(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
         return (logits[:, None] if logits.ndim == 2 else logits), given
 
     def feeds(self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]) -> dict[str, Array]:
-        """What one run takes, by the graph's own names and in its own dtypes.
+        """The inputs of one run, by the graph's names and in its dtypes.
 
         Args:
             ids, positions: `[batch, new tokens]`.
             mask: `[batch, past and new tokens]`.
-            past: `[batch, heads, tokens, head_dim]` by the names of reports; nothing for an empty one.
+            past: `[batch, heads, tokens, head_dim]` by names as in reports; empty without a past.
         """
         row = self.binding.port_map
         given = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
-        given = {name: given.get(name, np.array(self._eager.window or 0)) for name in self.binding.inputs}
+        given = {name: given.get(name, np.array(self._sizes.window or 0)) for name in self.binding.inputs}
         for name, port in self.binding.past.items():
-            given[port] = _moved(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
+            given[port] = _transpose(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
         return {name: np.ascontiguousarray(array, dtype=self._dtypes[name]) for name, array in given.items()}
 
-    def _empty(self, name: str, rows: int) -> Array:
-        """No keys or values, or an empty ring; sizes that the graph leaves open are the model's."""
-        slots = (self._eager.window or 0) + MOST_NEW if name in self.limits.rings else 0
-        heads, size = self._eager.cache_shapes[name][1], self._eager.cache_shapes[name][3]
-        return np.zeros((rows, heads, slots, size))
+    def _empty(self, name: str, batch: int) -> Array:
+        """Keys or values of no tokens, or an empty ring buffer, with the model's sizes."""
+        length = (self._sizes.window or 0) + RING_MARGIN if name in self.limits.rings else 0
+        heads, size = self._sizes.cache_shapes[name][1], self._sizes.cache_shapes[name][3]
+        return np.zeros((batch, heads, length, size))
 
 
-def _moved(array: Array, given: str, wanted: str) -> Array:
+def _transpose(array: Array, given: str, wanted: str) -> Array:
     return array if given == wanted else array.transpose([given.index(axis) for axis in wanted])
 
 
 def _dtype(graph: str, port: str, declared: str) -> str:
     if declared not in DTYPES:
         raise InputRefused(
-            f"`{graph}` has the port `{port}` of type {declared}",
+            f"`{graph}` has `{port}` of the unsupported type {declared}",
             hint="verify runs graphs of float32, float16 or float64",
         )
     return DTYPES[declared]

@@ -1,4 +1,4 @@
-"""Forecast: what a verification will need of memory and time, said before it begins; it may then go layer by layer."""
+"""Estimates the memory and time of a verification, and decides whether it runs layer by layer."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.memory import available_memory
 from llmconv.progress import say
-from llmconv.runtime.low_memory.pieced_graph import PIECE
+from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES
 
 SMALL = 50_000_000
-"""Elements up to which nothing is forecast."""
+"""Models with fewer elements need no estimate."""
 WORTH_SAYING = 400_000_000
-"""Elements from which the forecast is printed."""
+"""The estimate is printed for models with at least this many elements."""
 BASE = 400 << 20
-"""Bytes beside the weights: results, activations, sessions."""
+"""Bytes for results, activations and sessions."""
 ADDRESSES = 3 << 29
-"""Bytes of addresses beside the weights: stacks and heaps of threads."""
+"""Bytes of address space for stacks and heaps of threads."""
 PER_ELEMENT = 8 + 4
-"""Bytes of an element of the model: in float64 and in float32."""
+"""Bytes per element of the model, which is held in float64 and in float32."""
 SECONDS = 0.45e-6
-"""Per element, of the quick suite on two idle cores, the twins with it; see docs/benchmarks.md."""
+"""Seconds per element for the quick suite on two idle cores, scaled weights included; see docs/benchmarks.md."""
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What a verification needs.
+class CostEstimate:
+    """The resources that a verification needs.
 
     Attributes:
-        elements: of the model.
-        whole: bytes of memory with the model held as a whole.
-        layered: the same layer by layer.
-        mapped: bytes of files that are mapped beside; they take addresses.
+        elements: number of elements of the model.
+        whole: bytes of memory with the whole model held.
+        layered: bytes of memory layer by layer.
+        mapped: bytes of mapped files, which take address space.
     """
 
     elements: int
@@ -48,8 +48,8 @@ class Forecast:
     mapped: int
 
     @classmethod
-    def of(cls, reference: Path, graphs: int) -> Forecast:
-        """For some distinct graphs of a model.
+    def of(cls, reference: Path, graphs: int) -> CostEstimate:
+        """The estimate for a model folder and a number of distinct graphs.
 
         Raises:
             InputRefused: the reference has no safetensors weights.
@@ -64,11 +64,11 @@ class Forecast:
         is_cast = any(tensor.dtype.itemsize < 4 for tensor in tensors.values())
         sessions = 4 * elements * (graphs + 1) if is_cast else 0  # onnxruntime folds the casts of weights
         stored = sum(tensor.nbytes for tensor in tensors.values())
-        layered = BASE + 10 * max(layers, default=elements) + min(4 * elements, PIECE)
+        layered = BASE + 10 * max(layers, default=elements) + min(4 * elements, PIECE_BYTES)
         return cls(elements, BASE + PER_ELEMENT * elements + sessions, layered, (graphs + 2) * stored)
 
     def lacking(self, size: int) -> int | None:
-        """Bytes that are available, where they are too few for `size`; None where they suffice."""
+        """The available bytes if they are fewer than `size`, else None."""
         have, addresses = available_memory(), available_memory(mapped=True)
         if have is not None and have < size:
             return have
@@ -76,56 +76,56 @@ class Forecast:
 
     @property
     def minutes(self) -> str:
-        """Of the quick suite, in words."""
+        """Duration of the quick suite, in words."""
         minutes = max(1, round(self.elements * SECONDS / 60))
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 
-def choose(forecast: Forecast, asked: bool | None, why_not: str = "") -> tuple[bool, str]:
-    """Whether to go layer by layer, and a note where nobody asked for it.
+def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tuple[bool, str]:
+    """Whether to verify layer by layer, and a note if the user did not ask for it.
 
     Args:
-        forecast: of the model.
-        asked: what the user wants; None for whatever fits.
-        why_not: why it cannot be done layer by layer; empty when it can.
+        estimate: of the model.
+        wanted: the user's choice; None to choose by the available memory.
+        why_not: why it cannot run layer by layer; empty if it can.
 
     Raises:
-        InputRefused: nobody asked, and neither fits into memory.
+        InputRefused: `wanted` is None and neither way fits into memory.
     """
-    have = None if forecast.elements < SMALL else forecast.lacking(forecast.whole)
-    layered, note = bool(asked), ""
-    if asked is None and have is not None:
-        if why_not or forecast.lacking(forecast.layered) is not None:
-            raise too_little(forecast, have, why_not)
+    have = None if estimate.elements < SMALL else estimate.lacking(estimate.whole)
+    layered, note = bool(wanted), ""
+    if wanted is None and have is not None:
+        if why_not or estimate.lacking(estimate.layered) is not None:
+            raise too_little(estimate, have, why_not)
         layered = True
         note = (
-            f"layer by layer, as with `--low-memory`: the whole model takes about {forecast.whole / GB:.1f} GB of "
+            f"layer by layer, as with `--low-memory`: the whole model takes about {estimate.whole / GB:.1f} GB of "
             f"memory, and {have / GB:.1f} GB are available"
         )
-    if forecast.elements >= WORTH_SAYING or note:
-        _say(forecast, layered)
+    if estimate.elements >= WORTH_SAYING or note:
+        _say(estimate, layered)
     return layered, note
 
 
-def too_little(forecast: Forecast, have: int, why_not: str) -> InputRefused:
-    """The refusal of what does not fit."""
-    way = f"layer by layer it cannot be verified: {why_not}" if why_not else (
-        f"layer by layer it takes about {forecast.layered / GB:.1f} GB; close other programs, or raise the limit"
+def too_little(estimate: CostEstimate, have: int, why_not: str) -> InputRefused:
+    """The error for a model that does not fit into memory; arguments as in `choose`, `have` in bytes."""
+    way = f"it cannot be verified layer by layer: {why_not}" if why_not else (
+        f"layer by layer it takes about {estimate.layered / GB:.1f} GB; close other programs, or raise the limit"
     )  # fmt: skip
     return InputRefused(
-        f"verify needs about {forecast.whole / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
+        f"verify needs about {estimate.whole / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
         hint=f"{way}; `--no-low-memory` begins all the same",
     )
 
 
-def _say(forecast: Forecast, layered: bool) -> None:
+def _say(estimate: CostEstimate, layered: bool) -> None:
     have = available_memory()
-    needed = (forecast.layered if layered else forecast.whole) / GB
+    needed = (estimate.layered if layered else estimate.whole) / GB
     of = f" of {have / GB:.1f}" if have is not None else ""
     how = "layer by layer" if layered else "the whole model in memory"
-    say(f"{how}: about {needed:.1f}{of} GB of memory, {forecast.minutes} on {os.cpu_count()} idle cores")
+    say(f"{how}: about {needed:.1f}{of} GB of memory, {estimate.minutes} on {os.cpu_count()} idle cores")
 
 
 def distinct_files(paths: Sequence[Path]) -> int:
-    """How many files differ; a graph and its copy take one session."""
+    """Number of files with different content; identical graphs share one session."""
     return len({path.read_bytes() for path in paths if path.is_file()})

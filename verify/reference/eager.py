@@ -1,4 +1,4 @@
-"""The reference's side: every output of every call, in float64, with the noise of the graph's dtype."""
+"""The reference: every output of the eager model in float64, with the rounding noise of the graph's dtype."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.eager.limit_margins import Place
+from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.scale_factors import Factors
+from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.merged_chain import LEAST, another_order, are_merged, is_another, joined, merged_steps
-from llmconv.verify.reference.prefix import Behind, Start
-from llmconv.verify.reference.weight_scaling import Change
-from llmconv.verify.results.measure import NoiseFloor, Truth, cache_rows, state_rows
+from llmconv.verify.reference.prefix import PrefixedRunner, PrefixStart
+from llmconv.verify.reference.weight_scaling import WeightScaling
+from llmconv.verify.results.measure import ExpectedOutput, NoiseFloor, cache_rows, state_rows
 from llmconv.verify.scenarios.calls import (
     GARBAGE,
     GARBAGE_AFTER_FLOAT16,
     GARBAGE_IN_FLOAT16,
     Call,
     Chain,
-    Facts,
+    ModelFacts,
     full_mask,
 )
 from llmconv.verify.scenarios.table import Scenario
@@ -36,20 +37,25 @@ from llmconv.verify.scenarios.windows import windows_of
 
 ORIGINAL = "original_max_position_embeddings"
 
-Truths = list[list[dict[str, Truth]]]
-"""By chain, by call, by output."""
+ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]
+"""By chain, by call, by output name."""
 
 
 class Eager:
-    """The model in float64 and in the graph's dtype, and the noise between the two.
+    """The model in float64 and in the graph's dtype, and the rounding noise between the two.
 
     Args:
-        folder: of the model.
-        dtype: of the graphs.
-        keep: remembers what it computed, for several folders with graphs of one model.
-        code: a folder that is trusted: the model's own code there builds the model, if it has any.
-        factors: scale the weights.
+        folder: the model's folder.
+        dtype: numpy name of the graphs' dtype.
+        keep: keep all results, to verify several folders with graphs of one model.
+        code: a trusted folder whose own code builds the model; None to run no code of the folder.
+        factors: the factor of each weight, by name and shape; None for the weights as stored.
+
+    Attributes:
+        is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
     """
+
+    is_layered = False
 
     def __init__(
         self,
@@ -58,14 +64,14 @@ class Eager:
         *,
         keep: bool = False,
         code: Path | None = None,
-        factors: Factors | None = None,
+        factors: ScaleFactors | None = None,
     ) -> None:
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
-        self._kept: dict[str, Truths] | None = {} if keep else None
-        self._twins: dict[str, Eager] = {}
+        self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
+        self._variants: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
-        self._run_twins: list[Eager] = []
-        self._reached: dict[str, dict[Place, float]] = {}
+        self._run_variants: list[Eager] = []
+        self._reached: dict[str, dict[ModelLimit, float]] = {}
         self._run: set[str] = set()
         self._rounded_model, self._rounded = self._open(dtype)
         self._model, self._exact = self._open("float64")
@@ -74,41 +80,41 @@ class Eager:
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        """The model, and what runs it."""
-        scaled = dtype == "float64" and self.dtype == "float32" and self._factors  # which takes longer than to copy
+        """The model, and the runner that the scenarios use."""
+        scaled = (
+            dtype == "float64" and self.dtype == "float32" and self._factors
+        )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
         model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
-        """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
-        if dtype in {self.dtype, *self._twins}:
-            return self._twins.get(dtype, self)
+        """The same model with the noise of another dtype; with `keep` it is opened once."""
+        if dtype in {self.dtype, *self._variants}:
+            return self._variants.get(dtype, self)
         other = copy(self)
-        other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
+        other.dtype, other._variants, other._kept = dtype, {}, ({} if self._kept is not None else None)
         other._rounded_model, other._rounded = other._open(dtype)
         other._floor = NoiseFloor(dtype)
         others = GARBAGE_AFTER_FLOAT16 if self.dtype == "float16" else GARBAGE
         other._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else others
         if self._kept is not None:
-            self._twins[dtype] = other
+            self._variants[dtype] = other
         return other
 
-    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
-        """The same model behind a prefix.
+    def with_prefix(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
+        """The same model after a prefix.
 
         Args:
-            entry: of the graph that has it.
-            start: makes the keys and values of the prefix for a runner.
+            entry: the prefix in the manifest.
+            start: returns the keys and values of the prefix for a runner.
         """
         other = copy(self)
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
         other._steps = {}
         other._virtual, other._first_position = entry.length, entry.first_position
         runners = [
-            Behind(runner, start(runner), entry.first_position)
-            for runner in (self._exact, self._rounded)
-            if isinstance(runner, EagerRunner)
+            PrefixedRunner(runner, start(runner), entry.first_position) for runner in (self._model, self._rounded_model)
         ]
         other._exact, other._rounded = runners
         return other
@@ -118,22 +124,27 @@ class Eager:
         """The model in float64, and in the graph's dtype."""
         return self._exact, self._rounded
 
-    def facts(self) -> Facts:
-        """What the scenarios must know of the model."""
+    @property
+    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The modules that `runners` run."""
+        return self._model.model, self._rounded_model.model
+
+    def facts(self) -> ModelFacts:
+        """The properties of the model that the scenarios depend on."""
         config = self._model.config
         limit = getattr(config, "max_position_embeddings", None)
         original = original_context(config)
         if limit:
             limit = max(limit, 4 * (original or 0)) - self._first_position
         shapes = self.cache_shapes()
-        return Facts(
+        return ModelFacts(
             self._model.vocab_size,
             max_positions=limit,
             windows=windows_of(config),
             takes_positions=self._model.takes_positions,
             original=original,
             keeps_states=any(is_state(name) for name in shapes),
-            no_made_up="no past is made up behind a prefix" if self._virtual else "",
+            no_synthetic_past="no synthetic past after a prefix" if self._virtual else "",
             cache=shapes,
             parameters=self._model.model.num_parameters(),
             garbage=self._garbage,
@@ -142,7 +153,7 @@ class Eager:
         )
 
     def _continued(self, prompt: Array, steps: int) -> Array:
-        """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
+        """A prompt [1, tokens] and its greedy continuation, [1, tokens + steps]."""
         ids, past, new = prompt, None, prompt
         for _ in range(steps):
             mask = np.ones_like(ids)
@@ -152,7 +163,7 @@ class Eager:
         return ids
 
     def rotary_frequencies(self) -> list[tuple[Array, float]]:
-        """Frequencies of the rotary embeddings, float32 [head_dim / 2], with the factor of their cosines and sines."""
+        """Rotary frequencies, float32 [head_dim / 2], each with the factor of its cosines and sines."""
         found = []
         for module in self._rounded_model.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -164,80 +175,85 @@ class Eager:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers."""
         return int(self._model.config.num_hidden_layers)
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
+        """Shapes of the cache for one sequence and one token, by output name."""
         one = np.zeros((1, 1), dtype=np.int64)
         present = self._exact.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
     def heeds_positions(self) -> bool:
-        """Whether logits change when two tokens exchange their positions."""
+        """Whether the logits depend on `position_ids`."""
         ids, mask = np.zeros((1, 3), dtype=np.int64), full_mask(1, 3)
         ids[0, 1] = 1
         near, far = (self._exact.prefill(ids, mask, np.array([at])).logits for at in ((0, 1, 2), (0, 2, 1)))
         return not np.array_equal(near, far, equal_nan=True)
 
     def embed(self, input_ids: Array) -> tuple[Array, Array]:
-        """Embeddings of tokens, exact and as the graph's dtype has them."""
+        """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
-    def twin(self, change: Change) -> Eager:
-        """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
-        twin = self._twins.get(change.name)
-        if twin is None:
+    def scaled(self, scaling: WeightScaling) -> Eager:
+        """The same model with scaled weights; this one releases its memory until it is used again."""
+        scaled = self._variants.get(scaling.name)
+        if scaled is None:
             self.release()
-            twin = self._twin(change)
-        self._run_twins.append(twin)
+            scaled = self._scaled(scaling)
+        self._run_variants.append(scaled)
         if self._kept is not None:
-            self._twins = {**self._twins, change.name: twin}
-        return twin
+            self._variants = {**self._variants, scaling.name: scaled}
+        return scaled
 
     def begin(self) -> None:
-        """Limits that were reached for other graphs count for nothing: the next graph has to be run on the same."""
-        self._run_twins.clear()
+        """Forgets the limits that were reached for other graphs."""
+        self._run_variants.clear()
         self._run.clear()
-        for twin in self._twins.values():
-            twin.begin()
+        for scaled in self._variants.values():
+            scaled.begin()
 
     def release(self) -> None:
-        """A large model leaves memory until it is used again."""
+        """Releases the memory of a large model until it is used again."""
         self._model.release()
         self._rounded_model.release()
 
-    def _twin(self, change: Change) -> Eager:
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
+    def _scaled(self, scaling: WeightScaling) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=scaling.factor_of)
 
-    def own_shares(self) -> dict[Place, float]:
-        """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
+    def own_shares(self) -> dict[ModelLimit, float]:
+        """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""
         if self._kept is None:
-            return dict(self._model.reach.shares)
+            return dict(self._model.limit_margins.shares)
         return _largest(self._reached[name] for name in self._run)
 
-    def shares(self) -> dict[Place, float]:
-        """The same of the model and its twins."""
-        return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
+    def shares(self) -> dict[ModelLimit, float]:
+        """The same, with own and scaled weights."""
+        return _largest([self.own_shares(), *(scaled.own_shares() for scaled in self._run_variants)])
 
-    def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
-        """Every output of every call."""
+    def expected_outputs(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
+        """Every output of every call.
+
+        Args:
+            scenario: results are kept by its name.
+            chains: its calls.
+        """
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]
         self._run.add(scenario.name)
         if scenario.name not in self._kept:
-            self._model.reach.shares = {}
-            # In float64 the steps are the same for all dtypes but for the garbage in a cache.
+            self._model.limit_margins.shares = {}
+            # float64 steps are equal for all dtypes, except for the garbage in a cache
             self._kept[scenario.name] = [
                 self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
                 for at, chain in enumerate(chains)
             ]
-            known = self._reached.get(scenario.name, {})  # in float64, for graphs of another dtype or prefix
-            self._reached[scenario.name] = _largest([known, self._model.reach.shares])
+            known = self._reached.get(scenario.name, {})  # reached in float64, for graphs of another dtype or prefix
+            self._reached[scenario.name] = _largest([known, self._model.limit_margins.shares])
         return self._kept[scenario.name]
 
-    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
-        """Every output of a chain; its float64 steps are taken from `known`, or put there under `key`."""
+    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, ExpectedOutput]]:
+        """Every output of a chain; its float64 steps are taken from `known[key]` or stored there."""
         rounded, floor = run_chain(self._rounded, chain), self._floor.copy()
         if key not in known:
             known[key] = self._merged(chain) or run_chain(self._exact, chain)
@@ -248,12 +264,12 @@ class Eager:
         return found
 
     def _merged(self, chain: Chain) -> list[Step] | None:
-        """The float64 steps of one call for all; None where that may be another computation, or could not be told."""
+        """The float64 steps from one merged call; None where that may differ, or a difference could not be detected."""
         if len(chain) < LEAST or self._virtual or not self._floor.knows_noise or original_context(self._model.config):
             return None
         return merged_steps(self._exact, chain)
 
-    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, Truth]]:
+    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, ExpectedOutput]]:
         runs = zip(steps, rounded_steps, strict=True)
         found = []
         for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
@@ -262,8 +278,8 @@ class Eager:
             found.append(self._with_others(truths, chain[: at + 1]))
         return found
 
-    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
-        """The truths of the last of the calls, each able to doubt its noise."""
+    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
+        """Adds to the outputs of the last call a run in another order of operations."""
         chain = another_order(calls)
         if chain is None:
             return truths
@@ -277,14 +293,14 @@ class Eager:
         return {name: replace(truth, other=partial(other, name)) for name, truth in truths.items()}
 
     def _valid(self, call: Call, output: str) -> Array:
-        """The rows that are not padding; those of the prefix come first in the cache."""
+        """The rows that are not padding; in the cache, the prefix comes first."""
         valid = valid_rows(call, output)
         return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
 
 
-def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
-    """By limit, the largest share of several runs."""
-    found: dict[Place, float] = {}
+def _largest(several: Iterable[Mapping[ModelLimit, float]]) -> dict[ModelLimit, float]:
+    """The largest share of each limit in several runs."""
+    found: dict[ModelLimit, float] = {}
     for shares in several:
         for place, share in shares.items():
             found[place] = max(share, found.get(place, 0.0))
@@ -292,7 +308,7 @@ def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
 
 
 def original_context(config: Any) -> int | None:
-    """Tokens of the context before rotary frequencies were scaled; None where they are not."""
+    """Context length in tokens before rotary scaling; None without rotary scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):
@@ -301,7 +317,7 @@ def original_context(config: Any) -> int | None:
 
 
 def run_chain(runner: Runner, chain: Chain) -> list[Step]:
-    """Runs the calls one after another, each on the cache of the one before; the first one as prefill."""
+    """Runs the calls one after another, each on the cache of the previous; the first one as prefill."""
     steps: list[Step] = []
     past: Cache | None = None
     for index, call in enumerate(chain):
@@ -313,19 +329,19 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:
-    """What a call continues: the cache of the one before, as its client has changed it, or one that is made up."""
+    """The cache that a call continues: the edited cache of the previous call, or a synthetic past."""
     return call.start or (call.edit.apply(past, call.past_mask) if past else None)
 
 
 def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
-    """Every output as rows [batch, tokens, features], by name; without the `known` first tokens of keys and values."""
+    """Every output as rows [batch, tokens, features], by name; keys and values without the first `known` tokens."""
     arrays = step.present.arrays().items()
     cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}
     return {"logits": step.logits, **cached}
 
 
 def valid_rows(call: Call, output: str) -> Array:
-    """The rows of an output that are not padding; a state is one row for all tokens."""
+    """Which rows of an output are not padding, bool [batch, tokens]; a state has one row."""
     if is_state(output):
         return np.ones((len(call.input_ids), 1), dtype=bool)
     valid: Array = call.attention_mask[:, call.known :] == 1

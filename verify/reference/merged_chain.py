@@ -1,10 +1,9 @@
-"""Merged: what the calls of a chain give in float64, from one call of all their tokens.
+"""Computes the float64 outputs of a chain of calls in one call of all tokens, which saves most of the reference's time.
 
-Where every token sees those before it alone, a prompt that is fed piece by piece and the same prompt at once are one
-computation, and in float64 the two differ by far less than what is measured. A model reads all its weights in every
-call, so this is most of the time that the reference takes. Where it does not hold (frequencies that depend on the
-length, states, attention that chooses among the keys that are there), the outputs are further from the run in the
-graph's dtype, which is made call by call, than noise explains: see `is_another`.
+With causal attention, a prompt in pieces and the whole prompt give the same values; in float64 they differ by far less
+than the measured noise. Where that does not hold (frequencies that depend on the length, states, attention that
+selects among the present keys), the outputs differ from the call-by-call run in the graph's dtype by more than noise
+explains, see `is_another`.
 """
 
 from __future__ import annotations
@@ -16,24 +15,28 @@ import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Runner, Step
-from llmconv.verify.results.measure import Truth
-from llmconv.verify.scenarios.calls import Call, Chain, Edit, EditedCache
+from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, EditedCache
 
 LEAST = 3
-"""Calls of a chain from which on one call is worth it: where it is another computation, it is made in vain."""
+"""Minimum number of calls to merge; for fewer, a merged call that turns out to differ costs more than it saves."""
 
 
-class Beginning(EditedCache):
-    """The first tokens of a cache that one call made."""
+class MergedPrefix(EditedCache):
+    """The first tokens of the cache of a merged call."""
 
 
 def one_call(calls: Sequence[Call]) -> Call | None:
-    """All tokens of calls that continue each other in one call.
+    """All tokens of consecutive calls in one call.
 
-    None of a single call, where a cache was changed, and behind a past with states, which several tokens lose.
+    None for a single call, an edited cache, or a past with states, which transformers continues only token by token.
     """
     start = calls[0].start
-    if len(calls) < 2 or any(call.edit != Edit() for call in calls) or (start and any(map(is_state, start.shapes))):
+    if (
+        len(calls) < 2
+        or any(call.edit != CacheEdit() for call in calls)
+        or (start and any(map(is_state, start.shapes)))
+    ):
         return None
     ids = np.concatenate([call.input_ids for call in calls], axis=1)
     positions = np.concatenate([call.position_ids for call in calls], axis=1)
@@ -41,9 +44,9 @@ def one_call(calls: Sequence[Call]) -> Call | None:
 
 
 def another_order(calls: Sequence[Call]) -> Chain | None:
-    """The same tokens in other calls, whose rounding is another: several calls as one, one behind a past as several.
+    """The same tokens in other calls, which round differently: several calls as one, or one call as several.
 
-    None where there is no other order: a single prompt, a cache that was changed, states behind a past.
+    None where no other order exists: a single prompt, an edited cache, states after a past.
     """
     whole, first = one_call(calls), calls[0]
     if whole is not None:
@@ -64,12 +67,12 @@ def another_order(calls: Sequence[Call]) -> Chain | None:
 
 
 def joined(steps: Sequence[Step]) -> Step:
-    """Steps that continue each other as one: all logits, and the last cache."""
+    """Consecutive steps as one: all logits, and the last cache."""
     return replace(steps[-1], logits=np.concatenate([step.logits for step in steps], axis=1))
 
 
 def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
-    """The steps of a chain as its calls would make them; None where one call cannot be all of them."""
+    """The steps of a chain from one merged call; None where the calls cannot be merged."""
     whole = one_call(chain)
     if whole is None:
         return None
@@ -82,17 +85,17 @@ def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
         missing = whole.attention_mask.shape[1] - call.attention_mask.shape[1]
         present = {name: array[:, :, : array.shape[2] - missing] for name, array in arrays.items()}
         steps.append(
-            replace(step, logits=step.logits[:, new], present=Beginning(present, step.present.length - missing))
+            replace(step, logits=step.logits[:, new], present=MergedPrefix(present, step.present.length - missing))
         )
         done = new.stop
     return steps
 
 
 def are_merged(steps: Sequence[Step]) -> bool:
-    """Whether `merged_steps` made them."""
-    return isinstance(steps[0].present, Beginning)
+    """Whether the steps come from `merged_steps`."""
+    return isinstance(steps[0].present, MergedPrefix)
 
 
-def is_another(truths: Iterable[dict[str, Truth]]) -> bool:
-    """Whether some output of some call is further from the rounded run than noise explains; NaN counts."""
-    return any(not truth.excess <= 1 for outputs in truths for truth in outputs.values())
+def is_another(outputs: Iterable[dict[str, ExpectedOutput]]) -> bool:
+    """Whether an output differs from the rounded run by more than noise explains, or is NaN."""
+    return any(not truth.excess <= 1 for call in outputs for truth in call.values())

@@ -1,7 +1,7 @@
-"""The reference behind a prefix: the eager model continues the keys and values of what was trained.
+"""The eager model after a trained prefix (virtual tokens): it continues the keys and values of the prefix.
 
-The tensor that was trained is read from the folder; keys and values are made of it here once more, without the
-exporter's. Layouts: peft `PeftModel.get_prompt` for `prefix_tuning`, PaddleNLP `pre_caches.npy`.
+The trained tensor is read from the folder; its keys and values are computed here independently of the exporter.
+Layouts: peft `PeftModel.get_prompt` for `prefix_tuning`, PaddleNLP `pre_caches.npy`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 
 KeyValues = list[tuple[Array, Array]]
-"""Key and value by layer, `[1, kv_heads, P, head_dim]`."""
+"""Key and value of each layer, `[1, kv_heads, P, head_dim]`."""
 
 PARTS = ("key", "value")
 
 
 @dataclass(frozen=True)
-class Start:
-    """A cache to begin with."""
+class PrefixStart:
+    """The cache of a prefix.
+
+    Attributes:
+        layers: keys and values.
+    """
 
     layers: KeyValues
 
     @property
     def length(self) -> int:
-        """Virtual tokens."""
+        """Number of virtual tokens."""
         return int(self.layers[0][0].shape[2])
 
     def arrays(self) -> dict[str, Array]:
@@ -41,56 +45,66 @@ class Start:
         pairs = enumerate(self.layers)
         return {f"present.{layer}.{part}": a for layer, pair in pairs for part, a in zip(PARTS, pair, strict=True)}
 
-    def of_batch(self, batch: int) -> Start:
-        """The same for every sequence of a batch."""
-        return Start([(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers])
+    def of_batch(self, batch: int) -> PrefixStart:
+        """The same prefix for each sequence of a batch."""
+        return PrefixStart(
+            [(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers]
+        )
 
 
 @dataclass(frozen=True)
-class Behind:
-    """A runner of which nobody sees that every cache begins with virtual tokens, but for the cache's length."""
+class PrefixedRunner(Runner):
+    """A runner that puts the prefix before every sequence; callers see it only in the length of the cache.
+
+    Attributes:
+        runner: the model.
+        start: the prefix.
+        first_position: added to all positions.
+    """
 
     runner: EagerRunner
-    start: Start
+    start: PrefixStart
     first_position: int
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `Runner.prefill`; an empty past is the prefix."""
+        """As `Runner.prefill`; without a past the prefix is the past."""
         mask = np.pad(attention_mask, ((0, 0), (self.start.length, 0)), constant_values=1)
         past = past or self.start.of_batch(len(input_ids))
         return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past)
 
-
-def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], Start]:
-    """What the trained tensor means to a model, computed in the precision of its runner.
+def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], PrefixStart]:
+    """Computes the prefix from the trained tensor, in the precision of the runner that it is given.
 
     Raises:
-        MalformedInput: the file does not hold what the manifest says.
+        MalformedInput: the manifest declares an unknown kind, or the file lacks the tensor.
     """
     content = _read(folder, entry, "adapter")
     make = _MAKERS.get(entry.kind)
     if make is None:
         raise MalformedInput(
-            f"the manifest names a prefix of the kind `{entry.kind}`", hint="run `llmconv export` again"
+            f"unsupported prefix kind in the manifest: `{entry.kind}`", hint="run `llmconv export` again"
         )
-    return lambda runner: Start(make(content, runner))
+    return lambda runner: PrefixStart(make(content, runner))
 
 
-def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], Start]:
-    """The keys and values that the graphs map, whatever the model."""
+def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], PrefixStart]:
+    """Returns the stored keys and values that the graphs map, for any runner.
+
+    Args:
+        folder: the folder of the graphs.
+        entry: the prefix in the manifest.
+        layers: number of layers.
+    """
     names = [(f"prefix.{layer}.key", f"prefix.{layer}.value") for layer in range(layers)]
-    start = Start([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
+    start = PrefixStart([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
     return lambda runner: start
 
 
 def _read(folder: Path, entry: PrefixEntry, name: str) -> Array:
     tensors = read_header(folder / entry.file).tensors if (folder / entry.file).is_file() else {}
     if name not in tensors:
-        raise MalformedInput(f"`{entry.file}` lacks the tensor `{name}`", hint="run `llmconv export` again")
+        raise MalformedInput(f"missing key in `{entry.file}`: `{name}`", hint="run `llmconv export` again")
     return tensors[name].read()
 
 
@@ -107,7 +121,7 @@ def _of_caches(content: Array, runner: EagerRunner) -> KeyValues:
 
 
 def _of_embeddings(content: Array, runner: EagerRunner) -> KeyValues:
-    """`[P, hidden]`: tokens without ids, which the model runs first."""
+    """`[P, hidden]`: embeddings that the model runs before the tokens."""
     arrays = runner.run_embedded(content[None]).arrays()
     return [(arrays[f"present.{layer}.key"], arrays[f"present.{layer}.value"]) for layer in range(len(arrays) // 2)]
 

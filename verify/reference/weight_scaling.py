@@ -1,4 +1,4 @@
-"""Which weights are scaled, and by how much, so that constants show which the real weights leave in the noise."""
+"""Weight scalings: which weights are multiplied, so that constants matter that the real weights hide in the noise."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from math import ceil, log2
 from statistics import median
 from typing import Protocol
 
-from llmconv.runtime.eager.limit_margins import Place
+from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.table import Scenario
 
 
 @dataclass(frozen=True)
-class Change:
-    """Which weights a twin scales, and by how much.
+class WeightScaling:
+    """A set of weights and the factor that they are multiplied by.
 
     Attributes:
         name: as printed after the scenario's name.
-        pattern: matrices whose name matches are scaled.
+        pattern: regular expression; matrices whose names contain a match are scaled.
         factor: a power of two.
-        bug: what it shows.
+        bug: the faults that it exposes.
     """
 
     name: str
@@ -30,86 +30,89 @@ class Change:
     factor: float
     bug: str
 
-    def of(self, name: str, shape: Sequence[int]) -> float:
-        """The factor of a tensor, by its name in a safetensors file; 1 where it stays what it is."""
+    def factor_of(self, name: str, shape: Sequence[int]) -> float:
+        """The factor of a tensor, by its name in a safetensors file and its shape; 1 if it is not scaled."""
         return self.factor if len(shape) > 1 and re.search(self.pattern, name) else 1.0
 
     def scenario(self, row: Scenario) -> Scenario:
-        """A scenario as it is called on this twin."""
+        """The scenario with the name and bug of this scaling."""
         return replace(row, name=f"{row.name}, {self.name}", bug=self.bug)
 
 
 INPUTS = r"q_proj|k_proj|c_attn|query_key_value|qkv|gate_proj|up_proj|gate_up|c_fc|fc1|fc_in|dense_h_to_4h"
 
 
-CHANGES = (
-    Change("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
-    Change("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
+SCALINGS = (
+    WeightScaling("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
+    WeightScaling("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
 )
 
 
-REACHED = 1.5
-"""The share of a limit that a twin aims at."""
+TARGET_SHARE = 1.5
+"""The share of a limit that scaled weights should reach."""
 
 
-SCENARIOS = ("prefill, 7 tokens", "batch of 3")
-"""What is run on twins."""
+SCALED_SCENARIOS = ("prefill, 7 tokens", "batch of 3")
+"""Scenarios that run on scaled weights."""
 
 
 LOUDEST = f"{INPUTS}|v_proj|w1|w3|Wqkv|lm_head|embed_out"
 
 
-MOST = 256.0
-"""The largest factor."""
+LARGEST_FACTOR = 256.0
 
 
-def loudest(factor: float) -> Change:
-    """A twin whose weights are so large that its activations reach the limits that the model sets them."""
-    return Change(f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches")
+def loudest(factor: float) -> WeightScaling:
+    """Weights so large that activations reach the limits of the model."""
+    return WeightScaling(
+        f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches"
+    )
 
 
-def change_of(scenario: str) -> Change | None:
-    """The change that a scenario's name ends with."""
-    known = next((change for change in CHANGES if scenario.endswith(f", {change.name}")), None)
+def scaling_of(scenario: str) -> WeightScaling | None:
+    """The scaling that a scenario's name ends with; None if it ends with none."""
+    known = next((scaling for scaling in SCALINGS if scenario.endswith(f", {scaling.name}")), None)
     found = re.search(r", weights x (\d+)$", scenario)
     return loudest(float(found.group(1))) if found else known
 
 
-def changes(eager: Reaching) -> Iterator[Change]:
-    """The changes that a model is verified with; the later ones depend on what its twins before them reached."""
-    yield from CHANGES
+def scalings(eager: LimitShares) -> Iterator[WeightScaling]:
+    """The scalings that a model is verified with; later ones depend on the limits that earlier ones reached."""
+    yield from SCALINGS
     largest = 0.0
-    for share in (median, min):  # most of them, then the rest: a factor too large makes noise of everything else
+    for share in (median, min):  # most limits first, then the rest: too large a factor turns everything else into noise
         own = eager.own_shares()
-        low = [max(own.get(place, 0.0), 1 / MOST) for place in unreached(eager) if not place.is_floor]
-        factor = min(max(2.0 ** ceil(log2(REACHED / share(low))), 8.0, 8 * largest), MOST) if low else 0.0
+        low = [max(own.get(place, 0.0), 1 / LARGEST_FACTOR) for place in unreached(eager) if not place.is_floor]
+        factor = (
+            min(max(2.0 ** ceil(log2(TARGET_SHARE / share(low))), 8.0, 8 * largest), LARGEST_FACTOR) if low else 0.0
+        )
         if factor <= largest:
             return
         largest = factor
         yield loudest(factor)
 
 
-def unreached(eager: Reaching) -> list[Place]:
-    """The limits of a model that neither it nor one of its twins has reached."""
+def unreached(eager: LimitShares) -> list[ModelLimit]:
+    """The limits that the model reached with none of its weights, scaled or not."""
     return sorted(place for place, share in eager.shares().items() if 0 < share < 1)
 
 
-def unreached_checks(eager: Reaching, graphs: Iterable[str]) -> list[Check]:
-    """One check per graph where some limit was never reached: without it the graph would have computed the same."""
+def unreached_checks(eager: LimitShares, graphs: Iterable[str]) -> list[Check]:
+    """A skipped check per graph if a limit was never reached: a graph without that limit would compute the same."""
     places = unreached(eager)
     if not places:
         return []
     first = places[0]
-    told = f"{len(places)} limits of the model are reached by no run, first {first.kind} {first.limit:g}"
-    detail = f"{told} in {first.scope or 'the model'}"
+    reached = f"{len(places)} limits of the model were not reached in any run, first {first.kind} {first.limit:g}"
+    detail = f"{reached} in {first.scope or 'the model'}"
     return [Check("limits of the model", graph, "", verdict="skip", detail=detail) for graph in graphs]
 
 
-class Reaching(Protocol):
-    """A model that knows how near it came to its own limits."""
+class LimitShares(Protocol):
+    """A model that records how close it came to its limits."""
 
-    def own_shares(self) -> Mapping[Place, float]:
-        """By limit, the largest share of it that the model itself reached."""
+    def own_shares(self) -> Mapping[ModelLimit, float]:
+        """The largest share of each limit that the model reached with its own weights."""
 
-    def shares(self) -> Mapping[Place, float]:
-        """The same of the model and its twins."""
+    def shares(self) -> Mapping[ModelLimit, float]:
+        """The largest share of each limit, with own and scaled weights."""

@@ -1,1 +1,1 @@
-"""The report as files: JSON, JUnit, Markdown, HTML with plots, annotations of GitHub."""
+"""Writes reports: JSON, JUnit, Markdown, HTML with plots, annotations for GitHub, progress lines."""

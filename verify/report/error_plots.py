@@ -1,4 +1,4 @@
-"""Inline SVG for the report: errors of logits, logits against the truth, and sigma along the sequence."""
+"""Inline SVG plots: errors of logits, logits of graph and model, and sigma by position in the sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAP_LEFT, MAP_WIDTH = 70, 900
 
 
 def error_histogram(evidence: Evidence) -> str:
-    """How many logits have an error of which size; both axes are logarithmic."""
+    """Histogram of the errors of logits; both axes are logarithmic."""
     counts = evidence.histogram
     filled = np.flatnonzero(counts)
     if not len(filled):
@@ -32,7 +32,7 @@ def error_histogram(evidence: Evidence) -> str:
     parts = []
     for at in range(first, last + 1):
         height = log10(counts[at] + 1) / top * (HEIGHT - TOP - BOTTOM)
-        x, size = LEFT + (at - first) * width, _power(at)
+        x, size = LEFT + (at - first) * width, _exponent(at)
         title = f"{counts[at]:,} logits with an error from {10**size:.1e}"
         parts.append(
             f'<rect x="{x:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{max(1.0, width - 1):.1f}" '
@@ -44,23 +44,23 @@ def error_histogram(evidence: Evidence) -> str:
     return _svg(WIDTH, HEIGHT, parts)
 
 
-def _power(at: int) -> float:
+def _exponent(at: int) -> float:
     return LOWEST + at / PER_DECADE
 
 
 def logit_scatter(evidence: Evidence) -> str:
-    """Logits of the graph over those of the truth; a correct graph draws a line."""
+    """Scatter plot of the graph's logits over the exact ones; a correct graph gives a line."""
     if not evidence.points:
         return ""
     points = np.array(evidence.points)
     low, high = float(points.min()), float(points.max())
     span = (high - low) or 1.0
 
-    def place(value: float, start: float, end: float) -> float:
+    def scale(value: float, start: float, end: float) -> float:
         return start + (value - low) / span * (end - start)
 
     dots = (
-        f'<circle cx="{place(truth, LEFT, WIDTH - 10):.1f}" cy="{place(found, HEIGHT - BOTTOM, TOP):.1f}" r="1.6" '
+        f'<circle cx="{scale(truth, LEFT, WIDTH - 10):.1f}" cy="{scale(found, HEIGHT - BOTTOM, TOP):.1f}" r="1.6" '
         f'fill="{"#2563a8" if abs(found - truth) < 0.01 * span else "#c0392b"}"/>'
         for truth, found in points
     )
@@ -74,25 +74,25 @@ def logit_scatter(evidence: Evidence) -> str:
 
 
 def position_map(evidence: Evidence) -> str:
-    """The largest sigma of a row by layer (the worse of its outputs) and position in the sequence."""
+    """Map of the largest sigma by layer (the worse of its outputs) and position in the sequence."""
     rows = _by_layer(evidence)
-    seen = max((int(np.flatnonzero(row)[-1]) + 1 for row in rows.values() if row.any()), default=0)
-    if not seen:
+    length = max((int(np.flatnonzero(row)[-1]) + 1 for row in rows.values() if row.any()), default=0)
+    if not length:
         return ""
-    width = (MAP_WIDTH - MAP_LEFT) / seen
+    width = (MAP_WIDTH - MAP_LEFT) / length
     parts = []
     for at, (label, row) in enumerate(rows.items()):
         y = TOP + at * CELL
         parts.append(f'<text x="{MAP_LEFT - 6}" y="{y + CELL - 4}" text-anchor="end">{escape(label)}</text>')
-        parts += [_cell(label, position, sigma, width, y) for position, sigma in enumerate(row[:seen]) if sigma]
+        parts += [_cell(label, position, sigma, width, y) for position, sigma in enumerate(row[:length]) if sigma]
     y = TOP + len(rows) * CELL + 14
     parts.append(f'<text x="{MAP_LEFT}" y="{y}">position 0</text>')
-    parts.append(f'<text x="{MAP_WIDTH}" y="{y}" text-anchor="end">{seen - 1}</text>')
+    parts.append(f'<text x="{MAP_WIDTH}" y="{y}" text-anchor="end">{length - 1}</text>')
     return _svg(MAP_WIDTH, y + 6, parts)
 
 
 def _by_layer(evidence: Evidence) -> dict[str, Array]:
-    """Layers in order, what is no layer's last."""
+    """Sigma by position for each layer, in order, then for the outputs without a layer."""
     rows: dict[str, Array] = {}
     last = 1 << 30
     for output in sorted(evidence.positions, key=lambda name: last if layer_of(name) is None else layer_of(name) or 0):

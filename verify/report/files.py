@@ -1,4 +1,4 @@
-"""The report as files: report.json, junit.xml, summary.md and report.html, all escaped, none needs a network."""
+"""Writes a report as report.json, junit.xml, summary.md and report.html; all are escaped and work offline."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 """Characters that XML 1.0 does not allow, section 2.2."""
 
 MARKDOWN_ROWS = 200
-"""A CI step summary holds 1 MiB; a reader holds less."""
+"""Maximum number of rows; a CI step summary is limited to 1 MiB."""
 
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
-
-
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
 
 PROBE = 4 << 20
-"""Bytes that a place for a report must have room for; the reports of the largest models come near."""
+"""Bytes of free space that a report must have; the reports of the largest models are almost as large."""
 
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @checked
 def write_report(report: Report, folder: Written, date: str = "") -> None:
-    """Writes the four files into `folder`, which is made if need be.
+    """Writes the four files into `folder`, which is created if needed.
 
     Args:
-        date: that they bear, see `today`, which is also the default.
+        report: the report.
+        folder: the folder.
+        date: date of the report, see `today`; default: now.
 
     Raises:
         OutputFailed: a file cannot be written.
@@ -59,7 +59,7 @@ def write_report(report: Report, folder: Written, date: str = "") -> None:
 
 
 def today(environment: Mapping[str, str] = os.environ) -> str:
-    """Now in UTC, such as `2026-11-23T08:15:00Z`; or the time that SOURCE_DATE_EPOCH says, in seconds since 1970.
+    """The time in UTC, such as `2026-11-23T08:15:00Z`: SOURCE_DATE_EPOCH (seconds since 1970) if set, else now.
 
     https://reproducible-builds.org/specs/source-date-epoch/
     """
@@ -69,23 +69,23 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
     return moment.strftime(DATE)
 
 
-def require_place(folder: Path) -> None:
-    """Finds out before anything is computed whether a report could be written.
+def require_writable(folder: Path) -> None:
+    """Checks before a run whether a report can be written, and removes an older report.
 
-    An older report is removed, so that a run which ends before its own is written leaves none that says something else.
+    Otherwise a run that fails before it writes its report would leave the report of another run.
 
     Raises:
-        InputRefused: something in the way is neither a file nor a link.
-        OutputFailed: it could not, or the disk has no room for it.
+        InputRefused: a path of the report is neither a file nor a link.
+        OutputFailed: the folder is not writable, or the disk is full.
     """
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
-        with TemporaryFile(dir=place) as file:
+        with TemporaryFile(dir=existing) as file:
             file.write(b"\0" * PROBE)
             file.flush()
     except OSError as error:
         raise _unwritable(folder, error) from error
-    if place == folder.absolute():
+    if existing == folder.absolute():
         with Folder.open(folder) as home:
             for name in NAMES:
                 home.require_replaceable(name)
@@ -101,12 +101,12 @@ def _unwritable(folder: Path, error: OSError) -> OutputFailed:
 
 
 def render_json(report: Report, date: str) -> str:
-    """What `llmconv verify --json` prints, and the date."""
+    """The output of `llmconv verify --json`, with the date."""
     return json.dumps({**report.as_dict(), "date": date}, indent=2) + "\n"
 
 
 def render_junit(report: Report, date: str) -> str:
-    """One test case per check: class is scenario and graph, name is the output."""
+    """JUnit XML with one test case per check: class is scenario and graph, name is the output."""
     counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in ("fail", "skip")}
     suite = ElementTree.Element(
         "testsuite",
@@ -147,7 +147,7 @@ def _xml(text: str) -> str:
 
 
 def render_markdown(report: Report, date: str = "") -> str:
-    """Verdict, where to look, and the worst of every scenario, first of those that differ."""
+    """Markdown with the verdict, the location of a fault, and the worst checks of every scenario, failed ones first."""
     lines = [
         f"# {report.verdict.upper()}: {_cell(report.folder)}",
         "",
@@ -155,9 +155,9 @@ def render_markdown(report: Report, date: str = "") -> str:
         "",
     ]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
-    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copy_lines(), *report.notes]] + [""]
     if report.quantization:
-        lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
+        lines += ["**Quantization:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     shown = sorted(report.highlights(), key=lambda check: check.verdict != "fail")
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]
@@ -173,5 +173,5 @@ def _row(check: Check) -> str:
 
 
 def _cell(text: str, limit: int = NAME_LIMIT) -> str:
-    """Text that Markdown does not interpret."""
+    """Text with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text, limit))

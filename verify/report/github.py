@@ -1,6 +1,6 @@
-"""Annotations of GitHub Actions: what fails appears beside the change, `::error title=…::…`.
+"""Annotations of GitHub Actions, `::error title=…::…`, which show failures next to the change.
 
-A step shows ten of each kind and drops the rest without a word, so the last one tells how many there are more.
+A step shows at most ten annotations of each kind, so the last one contains the number of the others.
 Source: docs.github.com, "Workflow commands for GitHub Actions".
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from llmconv.verify.results.report import Report, check_line, clean
 
 LIMIT = 9
-"""One less than a step shows."""
+"""One less than the maximum of a step."""
 
 
 def annotation_lines(report: Report) -> list[str]:
-    """One line per failed group of outputs, and one for the verdict where that is no pass."""
+    """One line per failed group of outputs, and lines for the location of a fault and for an inconclusive verdict."""
     failed = [check for check in report.highlights() if check.verdict == "fail"]
     where = report.where.text if report.where else ""
     lines = [_command("error", f"llmconv verify {report.folder}", where)] if where else []
@@ -31,7 +31,7 @@ def _command(kind: str, title: str, message: str) -> str:
 
 
 def _data(text: str) -> str:
-    """A message: nothing in it begins another command."""
+    """An escaped message, which cannot start another command."""
     return clean(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,4 +1,4 @@
-"""report.html: one file that says in ten seconds what is wrong and where; no network, everything escaped."""
+"""report.html: verdict, location of a fault, plots and tables in one escaped file without network access."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ WORDS = {
 ROWS = 500
 FIRST = 8
 NUMBERS = ("step", "sigma", "worst row", "max abs")
-ALONG = "Worst sigma of a row over all scenarios, scaled weights included, by layer and position in the sequence:"
-EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the worst of its outputs.</p>'
+ALONG = "Largest sigma over all scenarios, including scaled weights, by layer and position in the sequence:"
+EXPLAIN = '<p class="small">One row per scenario, graph and kind of output, with the worst of its outputs.</p>'
 
 
 def render_html(report: Report, date: str) -> str:
-    """The page, with the date of the report."""
+    """The HTML page; `date` is in the format of `files.today`."""
     title = f"{report.verdict.upper()}: {report.folder}"
     body = [_banner(report, date), *_failures(report), *_quantization(report)]
     graphs = dict.fromkeys(check.graph for check in report.shown() if check.output)
@@ -52,7 +52,7 @@ def render_html(report: Report, date: str) -> str:
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
         names = " = ".join([graph, *(name for name, first in report.copies.items() if first == graph)])
         body += _graph(names, [check for check in report.checks if check.graph == graph])
-        body += _spread(report.evidence[graph]) if graph in report.evidence else []
+        body += _error_distribution(report.evidence[graph]) if graph in report.evidence else []
         body += _unmatched(report.unmatched.get(graph, []))
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -66,9 +66,7 @@ def render_html(report: Report, date: str) -> str:
 
 def _banner(report: Report, date: str) -> str:
     where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
-    notes = "".join(
-        f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copies_told(), *report.notes]
-    )
+    notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copy_lines(), *report.notes])
     day, _, clock = date.removesuffix("Z").partition("T")
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
@@ -81,17 +79,17 @@ def _banner(report: Report, date: str) -> str:
 
 def _failures(report: Report) -> list[str]:
     failed = [check for check in report.highlights() if check.verdict == "fail"]
-    more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, all below</p>' if failed[FIRST:] else ""
-    return ["<h2>What differs first</h2>", _table(failed[:FIRST]), more] if failed else []
+    more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, see below</p>' if failed[FIRST:] else ""
+    return ["<h2>First differences</h2>", _table(failed[:FIRST]), more] if failed else []
 
 
 def _quantization(report: Report) -> list[str]:
-    """What quantisation cost, and how far every matrix is from the model's."""
+    """The loss of accuracy by quantization, and the relative error of every matrix."""
     section = report.quantization
     if section is None:
         return []
     lines = "".join(f"<p>{_text(line)}</p>" for line in section.lines())
-    head = '<tr><th>tensor</th><th>graph</th><th>stored</th><th class="number">relative error</th></tr>'
+    head = '<tr><th>tensor</th><th>graph</th><th>format</th><th class="number">relative error</th></tr>'
     rows = "".join(
         f"<tr><td>{_text(one['tensor'])}</td><td>{_text(one['graph'])}</td><td>{_text(one['stored'])}</td>"
         f'<td class="number">{one["relative_error"]:.2e}</td></tr>'
@@ -101,31 +99,31 @@ def _quantization(report: Report) -> list[str]:
         f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
     )
     table = (
-        f"<details><summary>Every matrix</summary>{_wide(f'<table>{head}{rows}</table>')}{more}</details>"
+        f"<details><summary>All matrices</summary>{_wide(f'<table>{head}{rows}</table>')}{more}</details>"
         if rows
         else ""
     )
-    return [f"<h2>What quantisation cost</h2>{lines}{table}"]
+    return [f"<h2>Loss of accuracy by quantization</h2>{lines}{table}"]
 
 
 def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
     curve = depth_curve(checks)
     return [
         f"<h2>{_text(graph)}: sigma by scenario and layer</h2>",
-        '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the gate, '
-        "red is not; hover for figures.</p>",
+        '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the limit, '
+        "red exceeds it; hover for values.</p>",
         _wide(heat_map(checks)),
         f'<p class="small">Largest sigma over all scenarios, by layer:</p>{_wide(curve)}' if curve else "",
     ]
 
 
-def _spread(evidence: Evidence) -> list[str]:
-    """How errors are spread over logits and positions, and the likeliest tokens that differ."""
-    drawn = [
-        ("Errors of logits, by size", error_histogram(evidence)),
-        ("Logits of the graph over the eager model's", logit_scatter(evidence)),
+def _error_distribution(evidence: Evidence) -> list[str]:
+    """Plots of errors by logits and positions, and the changed most likely tokens."""
+    plots = [
+        ("Histogram of the errors of logits", error_histogram(evidence)),
+        ("Logits of the graph over those of the eager model", logit_scatter(evidence)),
     ]
-    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in drawn if svg)
+    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in plots if svg)
     along = position_map(evidence)
     return [
         f'<p class="small">{ALONG}</p>{_wide(along)}' if along else "",
@@ -135,7 +133,7 @@ def _spread(evidence: Evidence) -> list[str]:
 
 
 def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
-    """The nodes without a counterpart in the model, folded."""
+    """A collapsed table of the nodes without a counterpart in the model."""
     if not nodes:
         return []
     rows = "".join(
@@ -143,7 +141,7 @@ def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
         for one in nodes[:ROWS]
     )
     table = f"<table><tr><th>node</th><th>operator</th><th>module</th></tr>{rows}</table>"
-    title = f"{len(nodes)} nodes compute what the model does not: what an exporter writes differently, or a fault"
+    title = f"{len(nodes)} nodes compute values that the model does not: other code of the exporter, or a fault"
     more = f'<p class="small">and {len(nodes) - ROWS} more in report.json</p>' if nodes[ROWS:] else ""
     return [f"<details><summary>{title}</summary>{_wide(table)}{more}</details>"]
 
@@ -152,9 +150,9 @@ def _flips(evidence: Evidence) -> str:
     if not evidence.rows:
         return ""
     if not evidence.flips:
-        return f'<p class="small">Likeliest tokens: the same in all {evidence.rows} rows.</p>'
+        return f'<p class="small">Most likely tokens: the same in all {evidence.rows} rows.</p>'
     head = "<tr><th>scenario</th><th>row</th>" + "".join(
-        f'<th class="number">{name}</th>' for name in ("margin of the eager model", "explained by rounding up to")
+        f'<th class="number">{name}</th>' for name in ("margin in the eager model", "maximum explained by rounding")
     )
     rows = "".join(
         f'<tr class="{"pass" if flip.margin <= flip.noise else "fail"}"><td>{_text(flip.scenario)}</td>'
@@ -162,7 +160,7 @@ def _flips(evidence: Evidence) -> str:
         f'<td class="number">{flip.margin:.2e}</td><td class="number">{flip.noise:.2e}</td></tr>'
         for flip in evidence.flips[:FIRST]
     )
-    text = f"Likeliest tokens that differ: {evidence.flipped} of {evidence.rows} rows, the first:"
+    text = f"Most likely tokens that differ: {evidence.flipped} of {evidence.rows} rows, the first ones:"
     return f'<p class="small">{text}</p>{_wide(f"<table>{head}</tr>{rows}</table>")}'
 
 
@@ -175,12 +173,12 @@ def _table(checks: Sequence[Check]) -> str:
 
 
 def _column(name: str) -> str:
-    """Classes of a column of numbers; some are left out where the page is narrow."""
+    """CSS classes of a column of numbers; some columns are hidden on narrow pages."""
     return "number" if "sigma" in name or "row" in name else "number extra"
 
 
 def _wide(content: str) -> str:
-    """What scrolls sideways by itself where the page is narrow."""
+    """Content that scrolls horizontally on narrow pages."""
     return f'<div class="wide">{content}</div>'
 
 
@@ -197,18 +195,18 @@ def _row(check: Check) -> str:
 def _about(report: Report) -> str:
     gates = GATES["float32"]
     seeds = report.settings.get("seeds", {})
-    given = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
-    settings = ", ".join(f"{name} {value}" for name, value in given.items())
+    shown = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
+    settings = ", ".join(f"{name} {value}" for name, value in shown.items())
     settings += f"; {len(seeds)} scenarios, seeds in report.json" if seeds else ""
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
-        f"float64): how far the graph is off, in units of the model's own rounding noise. {SCALE} A graph in float32 "
+        f"float64): the error of the graph in units of the model's own rounding noise. {SCALE} A graph in float32 "
         f"passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
         f'<p class="small">{_text(versions)}</p><p class="small">{_text(settings)}</p>'
     )
 
 
 def _text(text: str, limit: int = NAME_LIMIT) -> str:
-    """Escaped; what stands between backticks is set as code."""
+    """Escaped text, with parts in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(clean(text, limit)))

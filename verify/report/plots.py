@@ -1,4 +1,4 @@
-"""Inline SVG for the report: sigma as a map of scenario by layer, and by layer along the depth."""
+"""Inline SVG plots: sigma by scenario and layer as a heat map, and by layer as a curve."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LEFT, TOP, ROW = 310, 26, 18
 WIDTH = 900
 LABEL_WIDTH = 36
 LABEL = 48
-"""Characters of a scenario's name that there is room for."""
+"""Maximum number of shown characters of a scenario's name."""
 CURVE_HEIGHT = 180
 CURVE_LEFT = 50
 
 
 def heat_map(checks: Sequence[Check]) -> str:
-    """One row per scenario, one column per layer (the worse of key and value) and one for the logits."""
+    """Heat map with one row per scenario, one column per layer (the worse of key and value) and one for the logits."""
     outputs = [check for check in checks if check.output and check.verdict != "skip"]
     names = list(dict.fromkeys(check.name for check in outputs))
     columns = layer_count(outputs) + 1
@@ -61,13 +61,13 @@ def _cell(check: Check, x: float, y: int, width: float) -> str:
     )
     label = f'<text x="{x + width / 2:.1f}" y="{y + 13}" text-anchor="middle" fill="{ink}">{figure}</text>'
     return (
-        f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 1):.1f}" height="{ROW - 1}" fill="{colour(check)}">'
+        f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 1):.1f}" height="{ROW - 1}" fill="{color(check)}">'
         f"<title>{title}</title></rect>{label if width >= LABEL_WIDTH else ''}"
     )
 
 
-def colour(check: Check) -> str:
-    """Green up to the gate, paler for less noise; red beyond, darker for more."""
+def color(check: Check) -> str:
+    """CSS color of a check: green if passed, paler for less noise; red if failed, darker for larger errors."""
     if check.verdict == "fail":
         depth = min(1.0, log10(max(check.sigma, 1.0)) / 5)
         return f"hsl(4 75% {58 - 26 * depth:.0f}%)"
@@ -75,7 +75,7 @@ def colour(check: Check) -> str:
 
 
 def depth_curve(checks: Sequence[Check]) -> str:
-    """The largest sigma of each layer's keys and values over all scenarios, on a logarithmic axis, with the gate."""
+    """Curve of the largest sigma of each layer's keys and values over all scenarios, logarithmic, with the limit."""
     layers = layer_count(checks)
     if not layers:
         return ""
@@ -106,7 +106,7 @@ def _axis(top: float) -> str:
     ]
     y = _y(GATE, top)
     gate = f'<line x1="{CURVE_LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c0392b" stroke-dasharray="5 4"/>'
-    return "".join(lines) + gate + f'<text x="{CURVE_LEFT + 6}" y="{y - 4:.1f}" fill="#c0392b">gate {GATE:g}</text>'
+    return "".join(lines) + gate + f'<text x="{CURVE_LEFT + 6}" y="{y - 4:.1f}" fill="#c0392b">limit {GATE:g}</text>'
 
 
 def _x(layer: int, layers: int) -> float:
@@ -114,13 +114,13 @@ def _x(layer: int, layers: int) -> float:
 
 
 def _y(sigma: float, top: float) -> float:
-    """0.1 at the bottom, `top` near the upper edge."""
+    """Vertical coordinate: 0.1 at the bottom, `top` near the upper edge."""
     share = (log10(max(sigma, 0.1)) + 1) / (log10(top) + 1)
     return CURVE_HEIGHT - share * (CURVE_HEIGHT - 24)
 
 
 def layer_count(checks: Sequence[Check]) -> int:
-    """Layers that the outputs name."""
+    """Number of layers in the names of outputs."""
     return 1 + max((layer for check in checks if (layer := layer_of(check.output)) is not None), default=-1)
 
 

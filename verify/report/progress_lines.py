@@ -1,4 +1,4 @@
-"""Lines: what the command prints while scenarios are compared, one line for each that passes."""
+"""ScenarioLines: the lines printed during a comparison, one for each scenario that passes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from llmconv.verify.results.report import WORDS, Check, clean, lines_of
 
 
 class ScenarioLines:
-    """Gathers the checks of a scenario until the next one begins."""
+    """Collects the checks of a scenario until the next one starts."""
 
     def __init__(self) -> None:
         self._checks: list[Check] = []
         self._graphs: set[str] = set()
 
-    def see(self, checks: Sequence[Check]) -> list[str]:
-        """The lines of scenarios that are over, now that these checks have come."""
+    def add(self, checks: Sequence[Check]) -> list[str]:
+        """Adds checks and returns the lines of finished scenarios."""
         lines = []
         for check in checks:
             if self._checks and self._checks[0].name != check.name:
@@ -26,44 +26,44 @@ class ScenarioLines:
 
     def close(self) -> list[str]:
         """The lines of the last scenario."""
-        lines, self._checks = lines_of_scenario(self._checks, some=len(self._graphs) > 1), []
+        lines, self._checks = lines_of_scenario(self._checks, several_graphs=len(self._graphs) > 1), []
         return lines
 
 
-def lines_of_scenario(checks: Sequence[Check], *, some: bool = False) -> list[str]:
-    """One line; where something differs or is left out, that too, per graph and kind of output.
+def lines_of_scenario(checks: Sequence[Check], *, several_graphs: bool = False) -> list[str]:
+    """One line, and one for every group of outputs that failed and every reason for skipped checks.
 
     Args:
-        checks: of one scenario.
-        some: there are several graphs; one that was compared alone is named.
+        checks: checks of one scenario.
+        several_graphs: whether there are several graphs, so that the only graph of a scenario is named.
     """
     if not checks:
         return []
     failed, skipped = ([check for check in checks if check.verdict == verdict] for verdict in ("fail", "skip"))
     compared = [check for check in checks if check.verdict != "skip"]
-    lines = [_line(compared, len(failed), some=some)] if compared else []
+    lines = [_line(compared, len(failed), several_graphs=several_graphs)] if compared else []
     return lines + lines_of(failed) + _of_skipped(skipped)
 
 
-def _line(checks: Sequence[Check], failed: int, *, some: bool) -> str:
+def _line(checks: Sequence[Check], failed: int, *, several_graphs: bool) -> str:
     """`PASSED | left padding | 18 outputs | sigma 1.02 | worst row 1.38 | max abs 7.6e-07`."""
     outputs = [check for check in checks if check.output]
     if not outputs:
-        said = dict.fromkeys(check.detail or check.graph for check in checks if check.verdict == "pass")
-        parts = [f"{failed} of {len(checks)} differ"] if failed else ["; ".join(said)]
+        details = dict.fromkeys(check.detail or check.graph for check in checks if check.verdict == "pass")
+        parts = [f"{failed} of {len(checks)} differ"] if failed else ["; ".join(details)]
         return _joined("fail" if failed else "pass", checks[0].name, parts)
     parts = [
         f"{failed} of {len(outputs)} outputs differ" if failed else f"{len(outputs)} output{'s' * (len(outputs) > 1)}"
     ]
     graphs = {check.graph for check in outputs}
-    parts = [*sorted(graphs), *parts] if some and len(graphs) == 1 else parts
+    parts = [*sorted(graphs), *parts] if several_graphs and len(graphs) == 1 else parts
     sigma, row, most = (max(getattr(check, name) for check in outputs) for name in ("sigma", "row_sigma", "max_abs"))
     parts += [f"sigma {sigma:.2f}", f"worst row {row:.2f}", f"max abs {most:.1e}"] if sigma or most else []
     return _joined("fail" if failed else "pass", checks[0].name, parts)
 
 
 def _of_skipped(checks: Sequence[Check]) -> list[str]:
-    """A line for every reason, with the graphs that have it."""
+    """A line for every reason, with the graphs that it applies to."""
     graphs: dict[str, list[str]] = {}
     for check in checks:
         graphs.setdefault(check.detail, []).append(check.graph)

@@ -1,4 +1,4 @@
-"""What the report draws: how errors are spread, where along a sequence they grow, and which likeliest tokens flip."""
+"""Evidence: the data of the report's figures: error histogram, sigma by position, points, flipped tokens."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import Measure, Truth
+from llmconv.verify.results.measure import ExpectedOutput, Measure
 from llmconv.verify.scenarios.calls import Call
 
 LOWEST, HIGHEST = -12, 4
-"""Powers of ten that the histogram of absolute errors spans; what lies outside is counted at its ends."""
+"""Range of the histogram of absolute errors, in powers of ten; errors outside are counted in the end bins."""
 PER_DECADE = 4
 BINS = (HIGHEST - LOWEST) * PER_DECADE
 POSITIONS = 256
-"""Tokens of a sequence that the map of positions has columns for."""
+"""Columns of the map of positions: the first tokens of a sequence."""
 POINTS = 24
-"""Logits kept of every call, half of them those with the largest errors."""
+"""Logits kept per call, half of them those with the largest errors."""
 FLIPS = 200
 
 
 @dataclass(frozen=True)
 class Flip:
-    """One row whose likeliest token is another than the truth's.
+    """One row whose likeliest token differs from that of the exact logits.
 
     Attributes:
-        scenario: where.
+        scenario: name of the scenario.
         row: (sequence in the batch, token of the call).
-        margin: by how much the truth prefers its own token.
-        noise: up to which margin rounding explains it.
+        margin: exact logit of the exact likeliest token minus that of the graph's.
+        noise: the largest margin that rounding explains.
     """
 
     scenario: str
@@ -42,14 +42,15 @@ class Flip:
 
 @dataclass
 class Evidence:
-    """Of one graph, over all scenarios.
+    """The evidence on one graph, over all scenarios.
 
     Attributes:
-        histogram: logits by the power of ten of their absolute error, [BINS].
-        points: (truth, graph) of some logits.
-        flips: the first of them; `flipped` counts all.
-        positions: the largest sigma of a row, by output and position in the sequence.
-        rows: rows of logits that were compared.
+        histogram: number of logits by power of ten of the absolute error, [BINS].
+        points: (exact, graph) values of some logits.
+        flips: the first flipped rows.
+        positions: largest sigma of a row, by output and position in the sequence.
+        rows: number of compared rows of logits.
+        flipped: number of all flipped rows.
     """
 
     histogram: Array = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
@@ -60,7 +61,13 @@ class Evidence:
     flipped: int = 0
 
     def see_rows(self, output: str, found: Measure, first: int) -> None:
-        """Notes the sigma of every row of an output, whose first row is that of the token `first`."""
+        """Records the sigma of each row.
+
+        Args:
+            output: name of the output.
+            found: its measured errors.
+            first: position in the sequence of its first row.
+        """
         if found.ratios is None:
             return
         worst = found.ratios.max(axis=0)[: max(0, POSITIONS - first)]
@@ -68,17 +75,24 @@ class Evidence:
         np.maximum(there, worst, out=there)
 
     def join_rows(self, other: Evidence) -> None:
-        """Notes the sigmas of rows of another run of the graph, on other weights or settings, whose logits differ."""
+        """Adds the row sigmas of a run with other weights or settings, whose logits cannot be added."""
         for output, worst in other.positions.items():
             np.maximum(self.positions[output], worst, out=self.positions[output])
 
-    def see_logits(self, scenario: str, call: Call, truth: Truth, logits: Array) -> None:
-        """Notes errors, points and flips of logits [batch, tokens, vocabulary]; padding is left out."""
+    def see_logits(self, scenario: str, call: Call, truth: ExpectedOutput, logits: Array) -> None:
+        """Records errors, points and flips of the logits of a call; padding is left out.
+
+        Args:
+            scenario: name of the scenario.
+            call: the call.
+            truth: the expected logits.
+            logits: those of the graph, [batch, tokens, vocabulary].
+        """
         if logits.shape != truth.exact.shape or not truth.valid.any():
             return
         exact, found = truth.exact[truth.valid], logits[truth.valid].astype(np.float64)
         error = np.nan_to_num(np.abs(found - exact), nan=np.inf)
-        for row in error:  # one by one, as the logarithms of all of them would take much memory
+        for row in error:  # one by one: the logarithms of all rows would take much memory
             with np.errstate(divide="ignore"):
                 at = (np.clip(np.log10(row), LOWEST, HIGHEST - 1e-9) - LOWEST) * PER_DECADE
             self.histogram += np.bincount(at.astype(np.int64), minlength=BINS)
@@ -92,7 +106,7 @@ class Evidence:
         spread = np.linspace(0, len(error) - 1, half, dtype=np.int64)
         self.points += [(float(exact[i]), float(found[i])) for i in [*largest, *spread] if np.isfinite(found[i])]
 
-    def _keep_flips(self, scenario: str, truth: Truth, logits: Array) -> None:
+    def _keep_flips(self, scenario: str, truth: ExpectedOutput, logits: Array) -> None:
         flipped = np.argwhere(truth.flipped(logits))
         self.flipped += len(flipped)
         for batch, token in flipped[: FLIPS - len(self.flips)]:

@@ -1,10 +1,10 @@
-"""How far a graph is from the truth, in units of the model's own rounding noise.
+"""Sigma: the error of a graph in units of the eager model's own rounding noise, and the gates that it must pass.
 
     sigma = RMS(graph - eager in float64) / RMS(eager in the graph's dtype - eager in float64)
 
-A correct graph has sigma about 1, because it makes rounding errors of the same size as the eager model; `SCALE` says
-what others have. Sigma is taken over all rows of an output and for every row (one position of one sequence), so that
-one broken position is not diluted by good ones.
+A correct graph has a sigma of about 1, because its rounding errors are as large as those of the eager model; `SCALE`
+gives typical values of faults. Sigma is computed over all rows of an output and for each row (one position of one
+sequence), so that a single broken position is not diluted by correct ones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ SCALE = (
     "A correct graph has a sigma of about 1, another form of GELU hundreds, "
     "a wrong epsilon a thousand or more, a wrong structure ten thousand or more."
 )
-"""What sigma means, as the report and the pages say it; figures: docs/calibration.json, own and scaled weights."""
+"""How to read sigma, for reports and documentation; measured values: docs/calibration.json."""
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The largest sigma that passes: over an output, and of its worst row."""
+    """The largest sigma that passes.
+
+    Attributes:
+        aggregate: over all rows of an output.
+        row: of the worst row.
+    """
 
     aggregate: float
     row: float
@@ -40,38 +45,38 @@ GATES = {
     "float16": Gates(1.8, 5.0),
     "bfloat16": Gates(2.5, 5.0),
 }
-"""By the graph's dtype: 1.5 times the largest sigma of clean exports, rows 2.4 times, see docs/calibration.md."""
+"""By the graph's dtype: 1.5 times the largest sigma of correct exports, 2.4 times for rows; docs/calibration.md."""
 
 ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""One unit in the last place of 1, by dtype."""
+"""One unit in the last place of 1.0, by dtype."""
 
 ULP_SHARE = 0.5
-"""The floor is never below this share of one unit in the last place, where the eager run happens to be exact."""
+"""Lower limit of the noise in units in the last place, for eager runs that happen to be exact."""
 
 FEW_ROWS = 8
-"""Rows of an output up to which its noise is measured once more before it is said to differ."""
+"""For outputs of at most this many rows, the noise is measured a second time before they fail."""
 
 AT_ONCE = 8
-"""Rows of logits that are taken at once, where their logarithms are of no use later."""
+"""Rows of logits per block, to limit the memory of their logarithms."""
 
-LUCK = 16
-"""How many times smaller than usual the noise of a row may have been by chance."""
+CHANCE = 16
+"""The largest factor by which the noise of a row may be below the usual noise by chance."""
 
 
 @dataclass(frozen=True)
-class Truth:
-    """One output of the eager model, as rows [batch, tokens, features], and its noise.
+class ExpectedOutput:
+    """One output of the eager model as rows [batch, tokens, features], with its rounding noise.
 
     Attributes:
-        exact: computed in float64.
-        noise: RMS of the eager model's own rounding error per row, [batch, tokens].
-        total_noise: the same over all valid rows.
+        exact: the output computed in float64.
+        noise: RMS of the eager model's rounding error per row, [batch, tokens].
+        total_noise: RMS of the rounding error over all valid rows.
         max_noise: largest absolute rounding error per row, [batch, tokens].
-        valid: bool [batch, tokens]; rows under padding are not compared.
-        other: the run in the graph's dtype once more, [batch, tokens, features], in another order of operations; None
-            where there is no other order.
-        excess: the noise as it was measured over what was usual for the output before, of all rows or of the worst, in
-            units of the gates of float32; 0 where nothing was measured before.
+        valid: bool [batch, tokens]; False for padding, which is not compared.
+        other: computes the output in the graph's dtype again, [batch, tokens, features], in another order of
+            operations; None where no other order exists.
+        excess: the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and
+            of the worst row), in units of the float32 gates; 0 without earlier measurements.
     """
 
     exact: Array
@@ -84,61 +89,63 @@ class Truth:
 
     @property
     def near_tie(self) -> Array:
-        """Margin of likeliest tokens that noise could overturn, [batch, tokens]: twice the gate's worst row of it."""
+        """Largest top-1 margin that noise can overturn, [batch, tokens]: twice the noise that the row gate allows."""
         return 2 * np.maximum(self.max_noise, GATES["float32"].row * self.noise)
 
     def margins(self, logits: Array) -> Array:
-        """By how much the truth prefers its own likeliest token to that of some logits, [batch, tokens]."""
+        """Exact logit of the exact likeliest token minus that of the likeliest token of `logits`, [batch, tokens]."""
         best, chosen = (array.argmax(axis=-1)[..., None] for array in (self.exact, logits))
         at = np.take_along_axis
         margins: Array = at(self.exact, best, -1)[..., 0] - at(self.exact, chosen, -1)[..., 0]
         return margins
 
     def flipped(self, logits: Array) -> Array:
-        """Rows that are not padding whose likeliest token is another, bool [batch, tokens]."""
+        """Valid rows whose likeliest token differs, bool [batch, tokens]."""
         flipped: Array = (self.exact.argmax(axis=-1) != logits.argmax(axis=-1)) & self.valid
         return flipped
 
-    def last(self) -> Truth:
-        """The last token only, for graphs that give no other logits."""
+    def last(self) -> ExpectedOutput:
+        """The last token only, for graphs that return the logits of the last token."""
         noise, valid, other = self.noise[:, -1:], self.valid[:, -1:], self.other
         total = max(rms(noise[valid]), 1e-300)
         again = (lambda: other()[:, -1:]) if other else None
-        return Truth(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
+        return ExpectedOutput(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether luck may have made the noise small: of so few rows none is typical."""
+        """Whether the noise may be small by chance, because it was measured on few rows."""
         return self.other is not None and int(self.valid.sum()) <= FEW_ROWS
 
-    def again(self) -> Truth:
-        """The larger of two noises, row by row: of the run that was measured, and of another order of operations.
+    def again(self) -> ExpectedOutput:
+        """The same output with the larger noise, row by row, of the measured run and of another order of operations.
 
-        What is far more is no noise: rotary frequencies that depend on the length make two orders two computations.
+        A far larger difference is not noise: with rotary frequencies that depend on the length, the two orders are
+        different computations.
         """
         assert self.other
         error = self.other().astype(np.float64) - self.exact
         noise = rms_rows(error)
-        unlucky = (noise > self.noise) & (noise < LUCK * self.noise)
-        rows = np.where(unlucky, noise, self.noise)
-        most = np.where(unlucky, np.abs(error).max(axis=-1, initial=0.0), self.max_noise)
-        total = max(self.total_noise, rms(rows[self.valid & unlucky]))
+        understated = (noise > self.noise) & (noise < CHANCE * self.noise)
+        rows = np.where(understated, noise, self.noise)
+        most = np.where(understated, np.abs(error).max(axis=-1, initial=0.0), self.max_noise)
+        total = max(self.total_noise, rms(rows[self.valid & understated]))
         return replace(self, noise=rows, total_noise=total, max_noise=np.maximum(most, self.max_noise), other=None)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What was measured of one output of one call.
+    """The measured errors of one output of one call.
 
     Attributes:
-        sigma, row_sigma: over all valid rows, and of the worst row.
+        sigma: over all valid rows.
+        row_sigma: of the worst row.
         row: (sequence in the batch, token) of the worst row.
         max_abs: largest absolute difference.
-        flips: rows whose likeliest token differs and no near-tie explains it (logits only).
-        divergence: largest Kullback-Leibler divergence of a row from the truth, in nats (logits only).
-        agreement: share of rows with the truth's likeliest token (logits only).
+        flips: rows whose likeliest token differs without a near-tie (logits only).
+        divergence: largest Kullback-Leibler divergence of a row from the exact one, in nats (logits only).
+        agreement: share of rows with the same likeliest token as the exact logits (logits only).
         ratios: sigma of every row, [batch, tokens]; 0 under padding.
-        problem: why nothing could be measured, or what else is wrong; empty when all is well.
+        problem: why the output could not be measured, or another defect; empty if there is none.
     """
 
     sigma: float = 0.0
@@ -152,15 +159,18 @@ class Measure:
     ratios: Array | None = field(default=None, compare=False, repr=False)
 
     def passes(self, gates: Gates) -> bool:
-        """Within the gates, with nothing else wrong."""
+        """Whether sigma is within the gates and no other problem was found."""
         return not self.problem and not self.flips and self.sigma <= gates.aggregate and self.row_sigma <= gates.row
 
 
 class NoiseFloor:
     """Rounding noise of the eager model, pooled per output over the scenarios so far.
 
-    A single row of a small output may by luck be nearly exact, and would make any graph look bad; the pooled noise
-    says what is usual for that output.
+    A single row of a small output may be nearly exact by chance, and would make any graph look wrong; the pooled noise
+    is the usual noise of that output.
+
+    Args:
+        dtype: numpy name of the graph's dtype.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -168,7 +178,7 @@ class NoiseFloor:
         self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def copy(self) -> NoiseFloor:
-        """The same floor, which what comes later does not change."""
+        """An independent copy of the current state."""
         other = copy(self)
         other._pool = self._pool.copy()
         for name, sums in self._pool.items():
@@ -177,11 +187,18 @@ class NoiseFloor:
 
     @property
     def knows_noise(self) -> bool:
-        """Whether something was measured before."""
+        """Whether any noise was measured so far."""
         return bool(self._pool)
 
-    def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> Truth:
-        """The output `name` of one call, from the float64 run and the run in the graph's dtype, both as rows."""
+    def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> ExpectedOutput:
+        """The expected output of one call, and its noise.
+
+        Args:
+            name: of the output; noise is pooled by it.
+            exact: rows of the float64 run, [batch, tokens, features].
+            rounded: the same rows of the run in the graph's dtype.
+            valid: bool [batch, tokens]; False for padding.
+        """
         error = rounded.astype(np.float64) - exact
         noise, size = rms_rows(error), rms_rows(exact)
         pool = self._pool[name]
@@ -195,27 +212,26 @@ class NoiseFloor:
         rows = np.maximum(noise, max(median, usual * total_size))
         rows = np.maximum(rows, np.maximum(self._ulp * ULP_SHARE * size, 1e-300))
         excess = _excess(noise[valid], before * size[valid], self._ulp * ULP_SHARE * size[valid]) if seen else 0.0
-        return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid, excess=excess)
+        return ExpectedOutput(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid, excess=excess)
 
 
 def _excess(noise: Array, usual: Array, ulp: Array) -> float:
-    """See `Truth.excess`; all of them by row."""
+    """`ExpectedOutput.excess` of the noise, usual noise and unit in the last place of each row."""
     least, gates = np.maximum(np.maximum(usual, ulp), 1e-300), GATES["float32"]
     return max(rms(noise) / rms(least) / gates.aggregate, float((noise / least).max(initial=0.0)) / gates.row)
 
 
-def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
-    """Compares one output with the truth.
+def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Measure:
+    """Measures the error of one output of a graph.
 
     Args:
-        truth: what the eager model says.
-        output: the graph's rows [batch, tokens, features].
-        tokens: the rows are logits, so the likeliest token is compared too.
+        truth: the expected output.
+        output: the graph's rows, [batch, tokens, features].
+        tokens: the rows are logits, so the likeliest tokens are compared as well.
     """
     if output.shape != truth.exact.shape:
-        return Measure(
-            problem=f"shape {list(output.shape)} instead of {list(truth.exact.shape)} (batch, tokens, features)"
-        )
+        expected, got = list(truth.exact.shape), list(output.shape)
+        return Measure(problem=f"shape mismatch: expected {expected}, got {got} (batch, tokens, features)")
     if not np.array_equal(np.isfinite(output), np.isfinite(truth.exact)):
         return Measure(problem="NaN or infinity where the eager model has numbers, or the reverse")
     error = np.where(np.isfinite(truth.exact), output.astype(np.float64) - truth.exact, 0.0)
@@ -234,8 +250,8 @@ def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
     return replace(found, **_of_tokens(truth, output)) if tokens else found
 
 
-def _of_tokens(truth: Truth, logits: Array) -> dict[str, Any]:
-    """What is measured of logits alone."""
+def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
+    """The fields of `Measure` that only logits have."""
     divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
     return {
         "flips": unexplained_flips(truth, logits),
@@ -245,10 +261,11 @@ def _of_tokens(truth: Truth, logits: Array) -> dict[str, Any]:
 
 
 def divergences(exact: Array, logits: Array) -> Array:
-    """Kullback-Leibler divergence of the tokens' probabilities from the truth's, in nats.
+    """Kullback-Leibler divergence of the token probabilities from the exact ones, in nats.
 
     Args:
-        exact, logits: [rows, vocabulary].
+        exact: exact logits, [rows, vocabulary].
+        logits: the logits to compare, [rows, vocabulary].
 
     Returns:
         [rows], at least 0.
@@ -261,7 +278,7 @@ def divergences(exact: Array, logits: Array) -> Array:
 
 
 def divergence_of(wanted: Array, found: Array) -> Array:
-    """`divergences` of log-probabilities; a token that the truth rules out adds nothing."""
+    """Kullback-Leibler divergence of log-probabilities over the last axis; tokens of probability 0 add nothing."""
     with np.errstate(invalid="ignore"):
         terms = np.where(np.isfinite(wanted), np.exp(wanted) * (wanted - found), 0.0)
     nats: Array = np.maximum(terms.sum(axis=-1), 0.0)
@@ -269,37 +286,34 @@ def divergence_of(wanted: Array, found: Array) -> Array:
 
 
 def log_probabilities(logits: Array) -> Array:
-    """Natural logarithms over the last axis."""
+    """Natural logarithm of the softmax over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
 
 
-def unexplained_flips(truth: Truth, logits: Array) -> int:
-    """Rows whose likeliest token differs although the truth's margin is more than noise could overturn.
-
-    The margin counts as a near-tie up to twice the gate's worst row of noise.
-    """
+def unexplained_flips(truth: ExpectedOutput, logits: Array) -> int:
+    """Number of rows whose likeliest token differs by more than a near-tie, see `ExpectedOutput.near_tie`."""
     return int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum())
 
 
 def cache_rows(array: Array) -> Array:
-    """[batch, heads, tokens, head_dim] as rows [batch, tokens, heads x head_dim]."""
+    """Keys or values [batch, heads, tokens, head_dim] as rows [batch, tokens, heads x head_dim]."""
     batch, heads, tokens, size = array.shape
     return array.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * size)
 
 
 def state_rows(array: Array) -> Array:
-    """[batch, …] as rows [batch, 1, …]: a state has no token axis."""
+    """A state [batch, …] as rows [batch, 1, features]: it has no token axis."""
     return array.reshape(len(array), 1, -1)
 
 
 def rms(values: Array) -> float:
-    """Root of the mean square; 0 of nothing."""
+    """Root mean square; 0 for an empty array."""
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
 
 
 def rms_rows(values: Array) -> Array:
-    """Root of the mean square over the last axis."""
+    """Root mean square over the last axis."""
     result: Array = np.sqrt(np.mean(np.square(values, dtype=np.float64), axis=-1))
     return result

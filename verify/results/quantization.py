@@ -1,4 +1,4 @@
-"""Quantization: what a report says of a graph whose weights are quantised, beside whether the graph is right."""
+"""Quantization: the section of a report on quantized weights and the loss of accuracy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Cost:
-    """A graph as it is shipped against the model at full precision, over the tokens of some pieces of text.
+class AccuracyCost:
+    """The difference between a graph and the model at full precision over the tokens of some texts.
 
     Attributes:
-        graph: its name.
-        tokens: how many were compared.
+        graph: name of the graph.
+        tokens: number of compared tokens.
         divergence: KL(model || graph) of the next token in nats: `mean`, `median`, `p99`, `p99_9`, `max`.
-        agreement: share of tokens after which both find the same one likeliest.
-        perplexity: of the text, by the model and by the graph; None for random tokens, which have none.
+        agreement: share of tokens with the same most likely next token.
+        perplexity: perplexity of the text for the model and for the graph; None for random tokens.
     """
 
     graph: str
@@ -27,17 +27,17 @@ class Cost:
 
     @property
     def text(self) -> str:
-        """One line."""
+        """One line for the report."""
         nats = self.divergence
         kl = f"KL divergence mean {nats['mean']:.3g}, p99 {nats['p99']:.3g}, max {nats['max']:.3g} nats"
-        same = f"likeliest token the same in {self.agreement:.1%} of {self.tokens} tokens"
+        same = f"same most likely token after {self.agreement:.1%} of {self.tokens} tokens"
         if self.perplexity is None:
-            return f"{kl}; {same}; no perplexity, as the tokens are random (`--text FILE`)"
+            return f"{kl}; {same}; no perplexity for random tokens (give `--text FILE`)"
         model, graph = self.perplexity
         return f"{kl}; {same}; perplexity {model:.4g} before, {graph:.4g} after (x {graph / model:.4f})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """JSON data."""
         perplexity = None
         if self.perplexity is not None:
             model, graph = self.perplexity
@@ -57,30 +57,30 @@ class Quantization:
     """The section of a report.
 
     Attributes:
-        weights: of every quantised matrix `graph`, `tensor`, `stored` (how) and `relative_error`.
-        rounded: operators that round activations at run time, which the verdict on the graph is without.
-        cost: None where it could not be measured.
-        max_divergence, min_agreement: limits that a user gave.
+        weights: `graph`, `tensor`, `stored` (format) and `relative_error` of every quantized matrix.
+        rounded: operators that round activations at run time; correctness is checked without this rounding.
+        cost: the loss of accuracy; None if it was not measured.
+        max_divergence, min_agreement: limits of the loss of accuracy, if any.
     """
 
     weights: list[dict[str, Any]] = field(default_factory=list)
     rounded: list[str] = field(default_factory=list)
-    cost: Cost | None = None
+    cost: AccuracyCost | None = None
     max_divergence: float | None = None
     min_agreement: float | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for the report."""
         errors = sorted((one["relative_error"], one["tensor"]) for one in self.weights)
         lines = []
         if errors:
             least, most = errors[0], errors[-1]
             span = f"relative error {least[0]:.2g} to {most[0]:.2g} (`{most[1]}`)"
-            lines.append(f"{len(errors)} quantised matrices, {span}")
+            lines.append(f"{len(errors)} quantized matrices, {span}")
         return lines + ([self.cost.text] if self.cost else [])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """JSON data."""
         return {
             "weights": self.weights,
             "rounded_activations": self.rounded,

@@ -1,12 +1,12 @@
-"""Report: what was checked, what came out, and the verdict as a whole."""
+"""Report: the checks of a verification, the verdict, and their lines for terminal and JSON."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 from llmconv.runtime.cache_names import is_present
 from llmconv.verify.results.evidence import Evidence
@@ -18,19 +18,22 @@ LINE_LIMIT = 1000
 
 @dataclass(frozen=True)
 class Check:
-    """One output of one graph in one scenario, over all its steps; or one structural check (sigma 0).
+    """The result for one output of one graph in one scenario, over all its steps; or of an audit (sigma 0).
 
     Attributes:
         name: the scenario, or `structure`, `weights`, `prefill and decode agree`.
-        graph: the graph's file.
+        graph: file name of the graph.
         output: such as `logits` or `present.3.key`.
-        sigma, row_sigma: the largest over the steps; the gates are those of `compare.GATES`.
+        sigma: the largest over the steps; the gates are `measure.GATES`.
+        row_sigma: the largest of a single row.
         max_abs: the largest absolute difference.
-        divergence, agreement: of logits: the largest Kullback-Leibler divergence of a row in nats, and the share of
-            rows with the same likeliest token, in the worst step.
         verdict: `pass`, `fail` or `skip`.
         step: the step with the largest sigma; on failure the first that fails.
-        detail: what is wrong, in words.
+        steps: number of steps.
+        row: (sequence in the batch, token) of the worst row.
+        detail: the reason for the verdict, in words.
+        divergence: of logits, the largest Kullback-Leibler divergence of a row in nats.
+        agreement: of logits, the share of rows with the same likeliest token, in the worst step.
     """
 
     name: str
@@ -49,21 +52,29 @@ class Check:
 
     @property
     def is_measured(self) -> bool:
-        """Whether numbers were compared; of files, weights and structure none are."""
+        """Whether an output was compared; audits of files, weights and structure compare none."""
         return bool(self.output) and self.verdict != "skip"
+
+
+Checks: TypeAlias = Iterator[list[Check]]
+"""Checks as they are made, a list at a time."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The first place where a graph differs.
+    """The location of a failure.
 
     Attributes:
-        layer: the first layer whose keys or values leave the floor; None when only the logits do. Where a node is
-            named, the node's layer, None outside the layers.
-        text: the same in words.
-        node: the first node that differs; empty where none was searched for or found.
+        scenario: the first failing scenario.
+        graph: file name of the graph.
+        step: the first failing step.
+        layer: the first layer whose keys or values differ; None if only the logits do. If a node is named, its layer,
+            or None outside the layers.
+        output: the first output that differs.
+        text: the location in words.
+        node: the first node that differs; empty if none was searched for or found.
         scope: the node's module, such as `model.layers.7.self_attn.q_norm`.
-        finding: what the node or the weight has and the model has not, in words; empty where it is of no known kind.
+        finding: the fault in words; empty if it is of an unknown kind.
     """
 
     scenario: str
@@ -84,7 +95,7 @@ class UnmatchedNode:
     Attributes:
         node: its name.
         operator: such as `Where`.
-        scope: the module that it belongs to; empty where its name does not say.
+        scope: its module; empty if the node's name does not contain one.
     """
 
     node: str
@@ -97,18 +108,19 @@ class Report:
     """All checks of a folder; true when the graphs equal the eager model.
 
     Attributes:
-        folder, reference: names of the folders.
+        folder: name of the folder or the graphs.
+        reference: name of the model's folder.
         suite: `quick` or `full`.
-        checks: one per graph, scenario and output, in the order of the work.
-        where: on failure, where to look.
-        notes: what a reader should know, one line each.
-        unseen: kinds of faults that no run of this folder could show; in the summary too.
-        versions: of the libraries that took part.
-        settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
-        evidence: what the page draws, by graph.
-        copies: graphs that are the same bytes as another, by their own names; they are run and shown once.
-        unmatched: by graph, the nodes whose values the model does not compute; empty where they were not looked for.
-        quantization: of graphs with quantised weights; None for others.
+        checks: one per graph, scenario and output, in order.
+        where: the location of a failure; None if nothing failed.
+        notes: remarks for the reader, one line each.
+        unseen: kinds of faults that these runs could not show; also in the summary.
+        versions: versions of the libraries, by name.
+        settings: threads and optimization level of onnxruntime, number of runs, gates, seeds by scenario.
+        evidence: the data of the figures, by graph.
+        copies: for each graph with the same bytes as another, the name of the other, which alone is run and shown.
+        unmatched: by graph, the nodes whose values the model does not compute; empty if they were not searched for.
+        quantization: results for quantized weights; None for other graphs.
     """
 
     folder: str
@@ -133,7 +145,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """`pass`, `fail`, or `inconclusive` when no output was compared."""
+        """`pass`, `fail`, or `inconclusive` if no output of some graph was compared."""
         if any(check.verdict == "fail" for check in self.checks):
             return "fail"
         passed = [check for check in self.checks if check.verdict == "pass" and check.output]
@@ -143,30 +155,30 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 pass, 1 fail, 5 inconclusive."""
+        """0 for pass, 1 for fail, 5 for inconclusive."""
         return {"pass": 0, "fail": 1, "inconclusive": 5}[self.verdict]
 
     @property
     def worst(self) -> Check | None:
-        """The check with the largest sigma; None where none was measured."""
+        """The check with the largest sigma; None if none was measured."""
         measured = (check for check in self.checks if check.output and check.sigma)
         return max(measured, key=lambda check: check.sigma, default=None)
 
     def highlights(self) -> list[Check]:
-        """The worst check of every scenario, graph and kind of output; of graphs that are one file, once."""
+        """The worst check of every scenario, graph and kind of output, without copies."""
         groups = groups_of(self.shown())
         return [max(group, key=lambda check: (check.verdict != "pass", check.sigma)) for group in groups]
 
     def shown(self) -> list[Check]:
-        """All checks but those of copies."""
+        """All checks except those of copies."""
         return [check for check in self.checks if check.graph not in self.copies]
 
-    def copies_told(self) -> list[str]:
-        """A line per graph that is the same bytes as another."""
+    def copy_lines(self) -> list[str]:
+        """A line per graph with the same bytes as another."""
         return [f"`{first}` and `{name}` are the same bytes, run once" for name, first in self.copies.items()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
+        """Plain data for JSON, equal for equal runs; NaN and infinity are strings."""
         content = {
             "schema": 1,
             "verdict": self.verdict,
@@ -189,19 +201,19 @@ class Report:
         return content
 
     def lines(self) -> list[str]:
-        """For people and grep: one line per check, verdict word first, then what follows from them."""
+        """Lines for the terminal: one per group of checks, beginning with the verdict, then the closing lines."""
         return [*lines_of(self.checks), *self.closing_lines()]
 
     def closing_lines(self) -> list[str]:
-        """Notes, where to look, and the summary."""
-        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copies_told(), *self.notes]]
+        """Notes, the location of a failure, and the summary."""
+        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copy_lines(), *self.notes]]
         lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]
 
     def summary(self) -> str:
-        """The last line: the verdict, how many outputs passed, differ and were left out, and the largest sigma."""
+        """The last line: the verdict, numbers of checks that passed, differ and were skipped, and the largest sigma."""
         passed, failed, skipped = (
             sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
         )
@@ -212,7 +224,7 @@ class Report:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+    """The fields with NaN and infinity as strings, which JSON lacks."""
     return {name: str(v) if isinstance(v, float) and not isfinite(v) else v for name, v in fields.items()}
 
 
@@ -220,12 +232,12 @@ WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
 
 
 def lines_of(checks: Sequence[Check]) -> list[str]:
-    """One line per group, verdict word first."""
+    """One line per group, beginning with the verdict."""
     return [group_line(group) for group in groups_of(checks)]
 
 
 def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
-    """Checks of one scenario, graph and kind of output: logits, tokens, scores, or the whole cache."""
+    """The checks grouped by scenario, graph and kind of output: logits, tokens, scores, or the whole cache."""
     groups: dict[tuple[str, str, str], list[Check]] = {}
     for check in checks:
         kind = "present" if is_present(check.output) else check.output
@@ -234,7 +246,7 @@ def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
 
 
 def group_line(group: list[Check]) -> str:
-    """The worst check of a group that passed; the first that failed of one that did not, and how many others."""
+    """The line of a group: its worst check if all passed, else the first failed check and the number of others."""
     failed = [check for check in group if check.verdict != "pass"]
     if len(group) == 1:
         return check_line(group[0], group[0].output)
@@ -246,7 +258,7 @@ def group_line(group: list[Check]) -> str:
 
 
 def check_line(check: Check, what: str) -> str:
-    """`PASSED | decode chain, 16 steps | decode.onnx logits | sigma 1.02 | max abs 3.1e-07`."""
+    """A line such as `PASSED | decode chain, 16 steps | decode.onnx logits | sigma 1.02 | max abs 3.1e-07`."""
     name = check.name
     if check.verdict == "fail" and check.steps > 1:
         name += f", step {check.step}"
@@ -257,5 +269,5 @@ def check_line(check: Check, what: str) -> str:
 
 
 def clean(text: str, limit: int = NAME_LIMIT) -> str:
-    """Text from a file, fit for a terminal: no control characters, not endless."""
+    """Text from a file without control characters, cut to `limit` characters."""
     return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\ufffd]", "?", text)[:limit]

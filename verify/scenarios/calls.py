@@ -1,4 +1,4 @@
-"""The calls that a scenario makes: tokens, masks, positions, and what happens to the cache in between."""
+"""Call: the inputs of one model call in a scenario (tokens, mask, positions), and edits of the cache between calls."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import numpy as np
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 GARBAGE = 1e6
-"""Written under the zeros of a mask: more than a timid mask of -10,000 hides, and finite in bfloat16 and float32."""
+"""Value of masked cache slots: too large for a weak mask of -10,000 to hide, finite in bfloat16 and float32."""
 
 GARBAGE_IN_FLOAT16 = 100.0
-"""There larger ones overflow in the product of queries and keys, before they are masked, in the eager model too."""
+"""Larger values overflow in the product of queries and keys before the mask, also in the eager model."""
 
 GARBAGE_AFTER_FLOAT16 = 1e4
-"""In a float32 copy of a float16 graph, whose mask is the lowest number of float16, -65,504."""
+"""For a float32 copy of a float16 graph, whose mask is the lowest float16 number, -65,504."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What scenarios must know of a model.
+class ModelFacts:
+    """The properties of a model that the scenarios depend on.
 
     Attributes:
         vocab_size: rows of the embedding.
-        max_positions: longest context that the model can take at all; None for no limit.
-        windows: tokens that sliding or chunked layers see, smallest first; empty without any.
-        takes_positions: whether `position_ids` reach the model.
-        original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
-        keeps_states: some layer keeps a state, of which no tokens can be taken back.
-        no_edits: why caches cannot be changed between two calls; empty where they can.
-        no_made_up: why no past can be made up; empty where it can.
-        cache: shapes of a cache of one sequence and one token, by the names of the graphs' outputs.
-        parameters: of the model; a cache of many fewer numbers is no burden beside it.
-        thorough: the suite is `full`, which has more room for made-up pasts.
-        garbage: what lies under the mask of a cache.
-        padding: the id of the token that stands for padding; None without one.
-        greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
+        max_positions: maximum context length in tokens; None for no limit.
+        windows: sizes in tokens of sliding windows and attention chunks, smallest first.
+        takes_positions: whether the model uses `position_ids`.
+        original: context length before rotary scaling, where other frequencies begin; None without rotary scaling.
+        keeps_states: some layer keeps a recurrent state, from which no token can be removed.
+        no_edits: why caches cannot be edited between two calls; empty if they can.
+        no_synthetic_past: why synthetic pasts cannot be used; empty if they can.
+        cache: cache shapes for one sequence and one token, by output name.
+        parameters: number of parameters; limits the size of synthetic pasts.
+        thorough: the suite is `full`, which allows larger synthetic pasts.
+        garbage: value of masked cache slots.
+        padding: id of the padding token; None without one.
+        greedy: continues a prompt [1, tokens] by the given number of greedy tokens.
     """
 
     vocab_size: int
@@ -51,7 +51,7 @@ class Facts:
     original: int | None = None
     keeps_states: bool = False
     no_edits: str = ""
-    no_made_up: str = ""
+    no_synthetic_past: str = ""
     cache: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: int = 0
     thorough: bool = False
@@ -61,13 +61,13 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Edit:
-    """What a client does to a cache between two calls.
+class CacheEdit:
+    """A change that a client makes to a cache between two calls.
 
     Attributes:
-        rows: which sequence each row continues, as a beam search exchanges them; None for their own.
-        drop: tokens at the end that are taken back, as a rejected draft is.
-        garbage: what the mask hides is overwritten by this number; 0 leaves it as it is.
+        rows: the sequence that each row continues, as in a beam search; None for no change.
+        drop: number of tokens removed from the end, as after a rejected draft.
+        garbage: value written to masked slots; 0 for no change.
     """
 
     rows: tuple[int, ...] | None = None
@@ -75,21 +75,27 @@ class Edit:
     garbage: float = 0.0
 
     def apply(self, cache: Cache, mask: Array) -> Cache:
-        """The cache afterwards.
+        """The edited cache.
 
         Args:
-            cache: of any runner; stays as it was.
-            mask: of the tokens that are left in it, [batch, tokens]; a prefix in front of them is not masked.
+            cache: of any runner; not changed.
+            mask: of its remaining tokens, [batch, tokens]; a prefix before them is never masked.
         """
-        if self == Edit():
+        if self == CacheEdit():
             return cache
-        if isinstance(cache, EditsItself):
+        if isinstance(cache, EditableCache):
             return cache.edited(self, mask)
         arrays = {name: self.of_array(name, array, mask) for name, array in cache.arrays().items()}
         return EditedCache(arrays, cache.length - self.drop)
 
     def of_array(self, name: str, array: Array, mask: Array) -> Array:
-        """One output of a cache afterwards; see `apply`."""
+        """One edited array of a cache.
+
+        Args:
+            name: of the graph's output.
+            array: [batch, heads, tokens, head_dim], or a state [batch, …].
+            mask: as for `apply`.
+        """
         array = array[list(self.rows)] if self.rows is not None else array.copy()
         if is_state(name):
             return array
@@ -100,68 +106,74 @@ class Edit:
 
 
 @runtime_checkable
-class EditsItself(Protocol):
-    """A cache that knows more than its arrays."""
+class EditableCache(Protocol):
+    """A cache that edits itself, because its arrays do not describe it completely."""
 
-    def edited(self, edit: Edit, mask: Array) -> Cache:
-        """See `Edit.apply`."""
+    def edited(self, edit: CacheEdit, mask: Array) -> Cache:
+        """See `CacheEdit.apply`."""
 
 
 @dataclass(frozen=True)
 class EditedCache:
-    """A cache as arrays, see `runner.Cache`."""
+    """A cache as plain arrays, see `runner.Cache`."""
 
     content: Mapping[str, Array]
     length: int
 
     def arrays(self) -> Mapping[str, Array]:
-        """By name."""
+        """Arrays by name."""
         return self.content
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a runner; see `Runner.prefill` for shapes.
+    """The inputs of one call of a runner; see `Runner.prefill` for shapes.
 
     Attributes:
-        uniform: positions are those that the mask implies, so a graph without `position_ids` can run the call.
-        edit: what happens to the cache before it.
-        start: the made-up past of a chain's first call; None where it begins with nothing.
-        known: tokens of that past, for every call of the chain; they are not compared with the model's.
+        input_ids: new tokens.
+        attention_mask: of past and new tokens.
+        position_ids: of the new tokens.
+        uniform: the positions follow from the mask, so that a graph without `position_ids` can run the call.
+        edit: applied to the cache before the call.
+        start: the synthetic past of a chain's first call; None for an empty cache.
+        known: tokens of the synthetic past, in every call of the chain; their cache is not compared.
     """
 
     input_ids: Array
     attention_mask: Array
     position_ids: Array
     uniform: bool = True
-    edit: Edit = field(default_factory=Edit)
-    start: MadeUp | None = None
+    edit: CacheEdit = field(default_factory=CacheEdit)
+    start: SyntheticPast | None = None
     known: int = 0
 
     @property
     def past_mask(self) -> Array:
-        """Of the tokens before the new ones, [batch, past tokens]."""
+        """The mask of the tokens before the new ones, [batch, past tokens]."""
         return self.attention_mask[:, : self.attention_mask.shape[1] - self.input_ids.shape[1]]
 
     @property
     def valid(self) -> Array:
-        """Bool [batch, new tokens]: the tokens that are not padding."""
+        """Which new tokens are not padding, bool [batch, new tokens]."""
         valid: Array = self.attention_mask[:, self.past_mask.shape[1] :] == 1
         return valid
 
 
 Chain = list[Call]
+"""Calls that continue each other's cache."""
 
 
-def chain(mask: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, jumps: bool = False) -> Chain:
-    """Calls that feed one batch piece by piece.
+def chain(
+    mask: Array, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator, jumps: bool = False
+) -> Chain:
+    """Calls that feed one batch of random tokens in pieces.
 
     Args:
-        mask: [batch, sum of lengths], 0 where a token is padding.
-        lengths: new tokens of each call.
-        facts: for the vocabulary.
-        rng: makes the tokens.
-        jumps: positions start high and leave gaps, instead of counting the mask.
+        mask: [batch, sum of lengths], 0 for padding.
+        lengths: number of new tokens of each call.
+        facts: the model's vocabulary and context.
+        rng: generates the tokens.
+        jumps: positions start high and have gaps, instead of following from the mask.
     """
     ids = rng.integers(0, facts.vocab_size, mask.shape)
     positions = default_positions(mask, mask.shape[1])
@@ -171,7 +183,15 @@ def chain(mask: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Gene
 
 
 def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], uniform: bool = True) -> Chain:
-    """Calls of so many new tokens each, all arrays [batch, sum of lengths]."""
+    """Calls that feed the given tokens in pieces.
+
+    Args:
+        ids: token ids, [batch, sum of lengths].
+        mask: attention mask of the same shape.
+        positions: position ids of the same shape.
+        lengths: number of new tokens of each call.
+        uniform: the positions follow from the mask.
+    """
     calls, done = [], 0
     for length in lengths:
         new = slice(done, done + length)
@@ -180,11 +200,17 @@ def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], un
     return calls
 
 
-def continuing(past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, padding: int = 0) -> Chain:
-    """Calls of so many new tokens each that continue a made-up past, at the positions that follow it.
+def continuing(
+    past: SyntheticPast, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator, padding: int = 0
+) -> Chain:
+    """Calls that continue a synthetic past, at the positions after it.
 
     Args:
-        padding: slots that are masked at the start of the last row.
+        past: the synthetic past.
+        lengths: number of new tokens of each call.
+        facts: the model's vocabulary.
+        rng: generates the tokens.
+        padding: number of masked slots at the start of the last row.
     """
     mask = full_mask(past.rows, past.length + sum(lengths))
     mask[-1, :padding] = 0
@@ -198,17 +224,23 @@ def continuing(past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.rando
 
 
 def moved(calls: Chain, by: int) -> Chain:
-    """The same calls at positions so much higher."""
+    """The same calls, with all positions increased by `by`."""
     return [replace(call, position_ids=call.position_ids + by, uniform=False) for call in calls]
 
 
 def full_mask(batch: int, length: int) -> Array:
-    """No padding."""
+    """A mask of ones, [batch, length]."""
     return np.ones((batch, length), dtype=np.int64)
 
 
 def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
-    """Prompts of several lengths padded on one side, then `steps` tokens that all rows have."""
+    """The mask of padded prompts, followed by tokens that all rows have.
+
+    Args:
+        lengths: tokens of each prompt.
+        steps: tokens after the prompts.
+        side: `left` or `right`, the side of the padding.
+    """
     longest = max(lengths)
     rows = [[0] * (longest - length) + [1] * length for length in lengths]
     if side == "right":
@@ -217,7 +249,7 @@ def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
 
 
 def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
-    """Zeros in the middle of the mask, in other places for each row; first and last token stay."""
+    """A mask with zeros in the middle, at different places in each row; the first and last token are ones."""
     mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
     mask[:, [0, -1]] = 1
     mask[:, length // 2] = 0

@@ -1,8 +1,8 @@
-"""MadeUp: a past that no model computed, so that thousands of tokens cost no more than the memory of their cache.
+"""SyntheticPast: a cache of random numbers, which makes pasts of thousands of tokens cheap.
 
-A window of 4,096 tokens is too long to be crossed by running so many tokens in float64. But a graph and the eager model
-continue whatever cache they are given: random numbers, the same for both, of which the tokens at the edge of the window
-are loud. Numbers are multiples of 1/16 of few bits, exact in every floating-point type.
+Running 4,096 tokens in float64 to cross a window takes too long. But a graph and the eager model continue any cache:
+here the same random numbers for both, with large values at the edge of the window. All numbers are small multiples of
+1/16, which are exact in every floating-point type.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.runtime.array_cache import SLOT_AXIS
+from llmconv.runtime.array_cache import TOKEN_AXIS
 from llmconv.runtime.cache_names import is_state
 from llmconv.tensors import Array
 
 LARGEST = 24
 STEP = 1 / 16
 LOUDER = 32
-"""Values of loud tokens are so many times larger: one of thousands still shows."""
+"""Factor of the values of the loud tokens, so that one token among thousands is visible."""
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class MadeUp:
-    """A cache of random keys and values; states are zero, as those of an empty past. See `Cache`.
+class SyntheticPast:
+    """A `Cache` of random keys and values; states are zero, as in an empty past.
 
     Attributes:
-        shapes: of a cache of one sequence and one token, by the names of the graphs' outputs.
-        rows: sequences.
-        length: tokens in it.
-        loud: first loud slot, and the one after the last.
-        seed: of the numbers.
+        shapes: cache shapes for one sequence and one token, by output name.
+        rows: number of sequences.
+        length: number of tokens.
+        loud: first slot with large values, and the slot after the last.
+        seed: of the random numbers.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -44,7 +44,7 @@ class MadeUp:
     seed: int
 
     def arrays(self) -> dict[str, Array]:
-        """By name, float32; made anew each time, so that nothing is held between two calls."""
+        """Arrays by name, float32; generated anew on each call, so that no memory is held between two calls."""
         return {name: self._array(name, shape) for name, shape in self.shapes.items()}
 
     def _array(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -52,7 +52,7 @@ class MadeUp:
         if is_state(name):
             return np.zeros(whole, dtype=np.float32)
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        whole[SLOT_AXIS] = self.length
+        whole[TOKEN_AXIS] = self.length
         array: Array = rng.integers(-LARGEST, LARGEST + 1, whole, dtype=np.int8).astype(np.float32)
         array *= STEP
         if name.endswith(".value"):
@@ -60,7 +60,7 @@ class MadeUp:
         return array
 
     def kept_by(self, arrays: Mapping[str, Array]) -> bool:
-        """Whether a cache that continues this one still begins with it, bit by bit; states change by design."""
+        """Whether a later cache begins with exactly this one; states are not compared, since they change."""
         return all(
             name not in arrays or np.array_equal(arrays[name][:, :, : self.length], self._array(name, shape))
             for name, shape in self.shapes.items()
@@ -69,5 +69,5 @@ class MadeUp:
 
 
 def elements_per_token(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Numbers that one more token of one sequence adds to a cache."""
+    """Elements that one token of one sequence adds to a cache."""
     return sum(int(np.prod(shape)) for name, shape in shapes.items() if not is_state(name))

@@ -1,28 +1,26 @@
-"""What is run: each scenario is one row, with the public bug that it would have caught.
+"""The table of scenarios: one row each, with a public bug that it would have caught.
 
-A scenario is a few chains; a chain is a few calls, each continuing the cache that the call before it made. The same
-calls run on the eager model and on every graph. Tokens are random but seeded by the scenario's name, padding included:
-what lies under a zero of the mask is garbage on purpose.
+A scenario consists of chains; a chain consists of calls, each of which continues the cache of the call before. The same
+calls run on the eager model and on every graph. All tokens, also those of padding, are random and seeded by the
+scenario's name.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import numpy as np
 
-from llmconv.errors import UsageProblem
 from llmconv.runtime.runner import default_positions
 from llmconv.verify.scenarios import long_pasts as pasts
 from llmconv.verify.scenarios import sweep as coverage
 from llmconv.verify.scenarios.calls import (
+    CacheEdit,
     Call,
     Chain,
-    Edit,
-    Facts,
+    ModelFacts,
     chain,
     full_mask,
     holes_mask,
@@ -36,44 +34,44 @@ LONG_LENGTHS = (16, 17, 64, 65, 127)
 STEPS = 16
 GREEDY_STEPS = 32
 WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
-"""Windows whose edge prompts cross in every way, and in one, in quick and in full; a made-up past crosses all."""
+"""By whether the suite is full: largest window crossed in every way, and in one way; synthetic pasts cross all."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row of the matrix.
+    """One row of the table.
 
     Attributes:
         name: unique, as printed.
-        bug: a public bug of this kind, and what it broke.
-        chains: makes the calls for a model; an empty list where the scenario does not apply.
+        bug: a public bug of this kind, and its effect.
+        chains: returns the calls for a model; empty where the scenario does not apply.
         suite: `quick` scenarios also run in `full`.
-        left_out: why a model does not get all of the chains that apply to it; empty when it does.
+        left_out: why some chains that apply to the model are not run; empty if all are.
     """
 
     name: str
     bug: str
-    chains: Callable[[Facts, np.random.Generator], list[Chain]]
+    chains: Callable[[ModelFacts, np.random.Generator], list[Chain]]
     suite: str = "quick"
-    left_out: Callable[[Facts], str] = lambda facts: ""
+    left_out: Callable[[ModelFacts], str] = lambda facts: ""
 
     @property
     def seed(self) -> int:
-        """Of its tokens."""
+        """Seed of the tokens."""
         return zlib.crc32(self.name.encode())
 
-    def build(self, facts: Facts) -> list[Chain]:
-        """The calls, the same ones for every run; chains too long for the model are left out."""
+    def build(self, facts: ModelFacts) -> list[Chain]:
+        """The calls, equal in every run; chains longer than the model's context are left out."""
         chains = self.chains(facts, np.random.default_rng(self.seed))
         limit = facts.max_positions or 1 << 40
         return [chain for chain in chains if max(int(call.position_ids.max()) for call in chain) < limit]
 
 
-def _prefill(length: int) -> Callable[[Facts, np.random.Generator], list[Chain]]:
+def _prefill(length: int) -> Callable[[ModelFacts, np.random.Generator], list[Chain]]:
     return lambda facts, rng: [chain(full_mask(1, length), [length], facts, rng)]
 
 
-def _every_split(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _every_split(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     ids = rng.bit_generator.state
     chains = []
     for cut in range(1, 9):
@@ -82,8 +80,8 @@ def _every_split(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return chains
 
 
-def _window(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Prompts and steps across the edges of short windows; of longer ones a prompt, beside a short one."""
+def _window(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Prompts and steps across the edges of short windows; for longer windows one prompt next to a short one."""
     every, once = WINDOW_LIMITS[facts.thorough]
     chains = []
     for width in facts.windows:
@@ -93,14 +91,14 @@ def _window(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return chains
 
 
-def _crossed(width: int, facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _crossed(width: int, facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     across = [chain(full_mask(1, length), [length], facts, rng) for length in (width, width + 1, 2 * width + 3)]
     before = max(1, width - 2)
     return [*across, chain(full_mask(1, width + 3), [before, *[1] * (width + 3 - before)], facts, rng)]
 
 
-def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Alone, and the beginning of five rows of which each begins elsewhere; then those beside them, and padding's."""
+def _edge_tokens(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """First and last token alone and in a batch, then their neighbors and those of the padding token."""
     last = facts.vocab_size - 1
     wanted = [1, last - 1, *([facts.padding + by for by in (-1, 0, 1)] if isinstance(facts.padding, int) else [])]
     others = np.array([[token for token in wanted if 0 <= token <= last]], dtype=np.int64)
@@ -110,26 +108,26 @@ def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [[Call(tokens, mask, default_positions(mask, mask.shape[1]))] for tokens, mask in masks]
 
 
-def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _high_positions(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions:
         return []
     return [chain(full_mask(4, 9), [6, 1, 2], facts, rng, jumps=True)]
 
 
-def _context_end(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _context_end(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions or not facts.max_positions or facts.max_positions < 8:
         return []
     return [moved(chain(full_mask(1, 8), [4, 4], facts, rng), facts.max_positions - 8)]
 
 
-def _context_middle(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _context_middle(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions or not facts.max_positions or facts.max_positions < 64:
         return []
     return [moved(chain(full_mask(1, 8), [6, 1, 1], facts, rng), facts.max_positions // 2)]
 
 
-def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Prompts on both sides of the border, steps across it, and two rows of which one alone is beyond it."""
+def _original_context(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Prompts on both sides of the original context's end, steps across it, and a batch with one row beyond it."""
     if not facts.takes_positions or not facts.original:
         return []
     border = facts.original
@@ -140,13 +138,13 @@ def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [*prompts, stepping, far, apart]
 
 
-def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _no_token(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     mask = ragged_mask((6, 0), 3, "left")
     return [chain(mask, [6, 1, 2], facts, rng)]
 
 
-def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Two steps after each of which the rows continue other ones, padding included."""
+def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Two exchanges of rows, with padding, as in a beam search."""
     if facts.no_edits:
         return []
     mask = ragged_mask((7, 4, 2), 3, "left")
@@ -154,7 +152,7 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     kept = np.arange(3)
     for at, rows in ((1, (2, 0, 0)), (3, (1, 2, 0))):
         kept = kept[list(rows)]
-        calls[at] = replace(calls[at], edit=Edit(rows=rows))
+        calls[at] = replace(calls[at], edit=CacheEdit(rows=rows))
         for later in range(at, len(calls)):
             positions = default_positions(mask[kept], mask.shape[1])[:, 6 + later : 7 + later]
             width = calls[later].attention_mask.shape[1]
@@ -162,30 +160,30 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [calls]
 
 
-def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """A draft of four tokens, of which three are taken back."""
+def _taken_back(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """A draft of four tokens, three of which are removed."""
     if facts.keeps_states or facts.no_edits:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
     second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
-    return [[*first, replace(second[0], edit=Edit(drop=3)), second[1]]]
+    return [[*first, replace(second[0], edit=CacheEdit(drop=3)), second[1]]]
 
 
-def _holes(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _holes(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     mask = holes_mask(4, 40, rng)
-    if facts.keeps_states:  # transformers takes a single new token for no padding, whatever its mask says
+    if facts.keeps_states:  # transformers ignores the mask of a single new token
         mask[:, 33] = 1
     return [chain(mask, [33, 1, 6], facts, rng)]
 
 
-def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _garbage(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.no_edits:
         return []
     calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
-    return [[calls[0], *(replace(call, edit=Edit(garbage=facts.garbage)) for call in calls[1:])]]
+    return [[calls[0], *(replace(call, edit=CacheEdit(garbage=facts.garbage)) for call in calls[1:])]]
 
 
-def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _greedy(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.greedy is None:
         return []
     prompt = rng.integers(0, facts.vocab_size, (1, 8))
@@ -194,8 +192,8 @@ def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [8, *[1] * (ids.shape[1] - 8)])]
 
 
-def _repeated(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Two equal rows of a few tokens, each several times in a row, then one token again and again."""
+def _repeated(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Two equal rows of repeated tokens, then steps with the same token."""
     runs, steps = (3, 1, 2, 4), 3
     row = np.repeat(rng.integers(0, facts.vocab_size, len(runs)), runs)
     ids = np.tile([*row, *[row[-1]] * steps], (2, 1))
@@ -377,35 +375,3 @@ SCENARIOS = (
         "full",
     ),
 )
-
-
-def scenarios(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, list[Chain]]]:
-    """The scenarios of a suite that apply to a model, with their calls; or those that are named, of any suite.
-
-    Raises:
-        UsageProblem: a name that no scenario has.
-    """
-    facts = replace(facts, thorough=suite == "full")
-    built = [(scenario, scenario.build(facts)) for scenario in chosen(suite, only)]
-    return [(scenario, chains) for scenario, chains in built if chains]
-
-
-def left_out(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, str]]:
-    """What of these scenarios applies to the model and is not run, with the reason."""
-    facts = replace(facts, thorough=suite == "full")
-    reasons = [(scenario, scenario.left_out(facts)) for scenario in chosen(suite, only)]
-    return [(scenario, reason) for scenario, reason in reasons if reason]
-
-
-def chosen(suite: str, only: Sequence[str] = ()) -> list[Scenario]:
-    """The rows that `scenarios` builds."""
-    unknown = set(only) - {scenario.name for scenario in SCENARIOS}
-    if unknown:
-        near = get_close_matches(min(unknown), [scenario.name for scenario in SCENARIOS], n=3, cutoff=0.3)
-        raise UsageProblem(
-            f"there is no scenario `{min(unknown)}`",
-            hint=f"one of: {', '.join(near)}" if near else "docs/verification.md lists them",
-        )
-    if only:
-        return [scenario for scenario in SCENARIOS if scenario.name in only]
-    return [scenario for scenario in SCENARIOS if suite == "full" or scenario.suite == "quick"]

@@ -1,4 +1,4 @@
-"""Windows: how many tokens the layers of a model see, read from its config under all the names that families use."""
+"""Window sizes of a model, from the fields of its config that families use for them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 WINDOW = re.compile(r"^(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)$")
-"""Fields that hold a number of tokens.
+"""Names of config fields that contain a window size in tokens.
 
 `sliding_window` in most families, `window_size` in GPT-Neo, `attention_chunk_size` in Llama 4, `attention_window_size`
 in RecurrentGemma, `sliding_window_size` in Inkling, `local_attention` in ModernBERT's decoder.
 """
 
 MOST = 6
-"""Windows that are crossed at most; no known family has more than two."""
+"""Maximum number of windows that are crossed; no known family has more than two."""
 
 
 def windows_of(config: Any) -> tuple[int, ...]:
     """Sizes in tokens of all sliding windows and attention chunks that a config declares, smallest first.
 
-    A size that no layer uses is not told from one that is used: crossing it costs a little time and proves as much.
+    A size that no layer uses is included as well: crossing it only costs time.
 
     Args:
-        config: of the language model, from transformers; layers may have configs of their own.
+        config: transformers config of the language model; layers may have their own configs.
     """
     fields = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     sizes = {*_sizes(config.to_dict()), *_sizes(fields)}

@@ -1,1 +1,1 @@
-"""Several adapters in one."""
+"""Methods to combine several adapters: linear, SVD, pruning, TIES, DARE."""

@@ -1,21 +1,21 @@
-"""Several adapters in one: how the changes that each makes of a weight become one change.
+"""Methods to combine several adapters: the updates of one weight by all of them become one update.
 
-A method works on the whole change of each tensor (the task vector), not on the factors A and B of it, so that it fits
-adapters of any kind and rank. Changes are made by row blocks, as often as they are needed, and never held: `ties` and
-`magnitude_prune` pass over them twice more to find what to keep; only `svd` of changes that are no LoRA holds a tensor.
+A method works on the whole update of each tensor (the task vector), not on its factors A and B, so it fits adapters of
+any kind and rank. Updates are computed by row blocks as often as needed, and never held: `ties` and `magnitude_prune`
+compute them twice more to find their thresholds; only `svd` of updates other than LoRA holds a tensor.
 
 =================  =====================================================================================================
-`linear`, `cat`    Σ wᵢ·Δᵢ, exactly; what PEFT calls linear has terms B₁·A₂ besides, its cat is this sum
-`svd`              the best approximation of Σ wᵢ·Δᵢ of a rank (Eckart and Young); a matrix for each expert
-`magnitude_prune`  Σ wᵢ·Δᵢ with only the largest of each Δᵢ
-`ties`             the largest of each Δᵢ; of those, at each place, the mean of wᵢ·Δᵢ over the ones with the sign that
-                   most have (TIES, arXiv 2306.01708)
-`dare_linear`      Σ wᵢ·Δᵢ with a random part of each Δᵢ, divided by that part's share (DARE, arXiv 2311.03099)
-`dare_ties`        the same parts, elected and averaged as in `ties`
+`linear`, `cat`    Σ wᵢ·Δᵢ, exactly; PEFT's `linear` also has terms B₁·A₂, its `cat` is this sum
+`svd`              the best approximation of Σ wᵢ·Δᵢ by a given rank (Eckart and Young); a matrix for each expert
+`magnitude_prune`  Σ wᵢ·Δᵢ with only the largest elements of each Δᵢ
+`ties`             the largest elements of each Δᵢ; per element, the mean of wᵢ·Δᵢ over those with the majority sign
+                   (TIES, arXiv 2306.01708)
+`dare_linear`      Σ wᵢ·Δᵢ with random elements of each Δᵢ, divided by the density (DARE, arXiv 2311.03099)
+`dare_ties`        the same random elements, averaged as in `ties`
 =================  =====================================================================================================
 
-Order and names follow `peft/utils/merge_utils.py`: signs are elected before weights count, by the sum of what is kept
-(`total`) or by number (`frequency`); a tie is positive.
+Order and names follow `peft/utils/merge_utils.py`: the majority sign is that of the sum of the kept elements, not yet
+multiplied by weights (`total`), or of their number (`frequency`); a tie is positive.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from math import prod
 import numpy as np
 
 from llmconv.convert.adapters.combining.selection import kth_largest
-from llmconv.convert.adapters.placement.tuned_weight import Once
-from llmconv.convert.adapters.rounding import round_into
+from llmconv.convert.adapters.placement.tuned_weight import KeptUntilLastRow
 from llmconv.convert.algebra.blas_threads import single_threaded
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.errors import UsageProblem
 from llmconv.tensors import Array, DType, LazyTensor
 
 TILE_ELEMENTS = 1 << 20
-"""Elements that are combined at once: 8 MiB for each adapter, and as much again a few times."""
+"""Elements combined at once: 8 MiB for each adapter, and a few intermediate results of this size."""
 
 SIGNS = ("total", "frequency")
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What becomes of several adapters.
+    """A method to combine adapters, with its options.
 
     Attributes:
         method: one of `METHODS`.
-        densities: for a method that prunes, the share of each adapter's change that is kept.
-        seed: of a method that draws.
-        rank: of `svd`.
+        densities: share of each adapter's update to keep, for a method that prunes.
+        seed: random seed of `dare_*`.
+        rank: rank of the result of `svd`.
         majority_sign: one of `SIGNS`.
     """
 
@@ -60,26 +60,30 @@ class Combination:
 
     @property
     def is_sum(self) -> bool:
-        """Whether whole changes are only added."""
+        """Whether whole updates are only added."""
         method = METHODS[self.method]
         return method.kept is _whole and not (method.elects or method.truncates)
 
     def check(self, adapters: int) -> None:
-        """The options suit each other.
+        """Checks the options.
+
+        Args:
+            adapters: number of adapters.
 
         Raises:
-            UsageProblem: they do not.
+            UsageProblem: an unknown method, or options that contradict it.
         """
         if self.method not in METHODS or self.majority_sign not in SIGNS:
             raise UsageProblem(
-                f"there is no way {self.method!r} with majority sign {self.majority_sign!r} to combine adapters",
+                f"unsupported combination {self.method!r} with majority sign {self.majority_sign!r}",
                 hint=f"`--combine` is one of {', '.join(METHODS)}, `--majority-sign` one of {', '.join(SIGNS)}",
             )
         if self.seed and METHODS[self.method].kept is not _drawn:
-            raise UsageProblem(f"`--seed` means nothing to `--combine {self.method}`", hint="it is for `dare_*`")
+            raise UsageProblem(f"`--seed` does not apply to `--combine {self.method}`", hint="it is for `dare_*`")
         if self.majority_sign != "total" and not METHODS[self.method].elects:
             raise UsageProblem(
-                f"`--majority-sign` means nothing to `--combine {self.method}`", hint="it is for `ties` and `dare_ties`"
+                f"`--majority-sign` does not apply to `--combine {self.method}`",
+                hint="only to `ties`, `dare_ties`",
             )
         self._check_densities(adapters)
         if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
@@ -92,7 +96,7 @@ class Combination:
         pruning = ", ".join(name for name, method in METHODS.items() if method.prunes)
         if self.densities and not METHODS[self.method].prunes:
             raise UsageProblem(
-                f"`--density` means nothing to `--combine {self.method}`", hint=f"it is for `--combine` {pruning}"
+                f"`--density` does not apply to `--combine {self.method}`", hint=f"it is for `--combine` {pruning}"
             )
         if METHODS[self.method].prunes and len(self.densities) not in (1, adapters):
             raise UsageProblem(
@@ -105,20 +109,20 @@ class Combination:
             )
 
     def density(self, number: int) -> float:
-        """Of the adapter of this number."""
+        """The density of adapter `number`."""
         return self.densities[number if len(self.densities) > 1 else 0] if self.densities else 1.0
 
 
 @dataclass(frozen=True)
 class TaskVector:
-    """The change that one adapter makes of one weight.
+    """The update of one weight by one adapter.
 
     Attributes:
-        delta: the change, float64, of the weight's shape.
-        weight: w.
-        density: the share that is kept.
-        key: tells the adapter from others, whatever the order they are given in.
-        factors: where the change is a product of two thin matrices, those.
+        delta: the update, float64, of the weight's shape.
+        weight: the adapter's weight w.
+        density: share of the elements to keep.
+        key: identifies the adapter, independent of the order of adapters.
+        factors: returns two thin matrices, if the update is their product.
     """
 
     delta: LazyTensor
@@ -128,21 +132,21 @@ class TaskVector:
     factors: Callable[[], tuple[Array, Array]] | None = None
 
 
-Rows = Callable[[int, int], Array]
-"""`rows(start, stop)` of a change: float64, of two dimensions."""
+ReadRows = Callable[[int, int], Array]
+"""`rows(start, stop)` of an update: float64, two-dimensional."""
 
 
 def combine(
     base: LazyTensor, name: str, vectors: Sequence[TaskVector], combination: Combination, dtype: DType
 ) -> LazyTensor:
-    """`base` plus the combined change, rounded once (nearest even) to `dtype`.
+    """`base` plus the combined update, rounded once (nearest even) to `dtype`.
 
-    The bytes depend on neither the order of `vectors` nor how rows are divided.
+    The result does not depend on the order of `vectors` or the division into rows.
 
     Args:
         base: the weight.
-        name: of the tensor, from which with the seed comes what is drawn.
-        vectors: one per adapter that changes it.
+        name: of the tensor; part of the random seed.
+        vectors: one per adapter that updates it.
         combination: the method and its options.
         dtype: element type of the result.
     """
@@ -162,23 +166,23 @@ def combine(
 
 
 @dataclass(frozen=True)
-class Method:
-    """One way to combine.
+class CombinationMethod:
+    """One method to combine adapters.
 
     Attributes:
-        kept: what of one adapter's change is used, for the tensor of a name, with a seed.
-        prunes: that is a share of it, the density.
-        elects: signs are elected, and what agrees is averaged; otherwise changes are added.
-        truncates: the sum becomes one of a rank.
+        kept: `kept(vector, name, seed)` returns the kept elements of one update, zeros elsewhere.
+        prunes: only a share of the elements is kept, the density.
+        elects: elements with the majority sign are averaged; otherwise updates are added.
+        truncates: the sum is approximated by a low rank.
     """
 
-    kept: Callable[[TaskVector, str, int], Rows]
+    kept: Callable[[TaskVector, str, int], ReadRows]
     prunes: bool = False
     elects: bool = False
     truncates: bool = False
 
 
-def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> Rows:
+def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> ReadRows:
     method = METHODS[combination.method]
     if method.truncates:
         return _truncated(vectors, combination.rank or 1)
@@ -189,11 +193,11 @@ def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) 
     return lambda start, stop: _elect([rows(start, stop) for rows in kept], weights, combination.majority_sign)
 
 
-def _whole(vector: TaskVector, name: str = "", seed: int = 0) -> Rows:
+def _whole(vector: TaskVector, name: str = "", seed: int = 0) -> ReadRows:
     return lambda start, stop: vector.delta.rows(start, stop).reshape(stop - start, -1)
 
 
-def _sum(kept: Sequence[Rows], weights: Array, start: int, stop: int) -> Array:
+def _sum(kept: Sequence[ReadRows], weights: Array, start: int, stop: int) -> Array:
     total: Array = weights[0] * kept[0](start, stop)
     for weight, rows in zip(weights[1:], kept[1:], strict=True):
         total += weight * rows(start, stop)
@@ -201,7 +205,7 @@ def _sum(kept: Sequence[Rows], weights: Array, start: int, stop: int) -> Array:
 
 
 def _elect(kept: Sequence[Array], weights: Array, method: str) -> Array:
-    """The mean of what agrees with the elected sign (PEFT `calculate_majority_sign_mask`, `disjoint_merge`)."""
+    """The mean of the elements with the majority sign (PEFT `calculate_majority_sign_mask`, `disjoint_merge`)."""
     stacked = np.stack(kept)
     signs = np.sign(stacked)
     elected = np.where((stacked if method == "total" else signs).sum(axis=0) >= 0, 1, -1)
@@ -210,11 +214,11 @@ def _elect(kept: Sequence[Array], weights: Array, method: str) -> Array:
     return mean
 
 
-def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
-    """The change without its smallest elements; those that are as large as the last one kept are all kept."""
+def _largest(vector: TaskVector, name: str, seed: int) -> ReadRows:
+    """The update without its smallest elements; elements equal to the threshold are all kept."""
     if vector.density == 1:
         return _whole(vector)
-    threshold, count = Once(1 << 62), int(vector.density * prod(vector.delta.shape))
+    threshold, count = KeptUntilLastRow(1 << 62), int(vector.density * prod(vector.delta.shape))
 
     def rows(start: int, stop: int) -> Array:
         least = threshold.take(stop - start, lambda: kth_largest(vector.delta, count))
@@ -224,8 +228,8 @@ def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
     return rows
 
 
-def _drawn(vector: TaskVector, name: str, seed: int) -> Rows:
-    """A random part of the change, divided by its share; a counter-based generator gives any row its numbers."""
+def _drawn(vector: TaskVector, name: str, seed: int) -> ReadRows:
+    """Random elements of the update, divided by the density; a counter-based generator serves rows in any order."""
     key = int.from_bytes(hashlib.sha256(f"{seed}\0{name}\0{vector.key}".encode()).digest()[:16], "little")
     columns, limit = prod(vector.delta.shape[1:]), int(vector.density * 2**53)
 
@@ -238,14 +242,14 @@ def _drawn(vector: TaskVector, name: str, seed: int) -> Rows:
     return rows
 
 
-def _truncated(vectors: Sequence[TaskVector], rank: int) -> Rows:
-    """The sum of the changes, of at most `rank`; a tensor of one dimension stays whole."""
+def _truncated(vectors: Sequence[TaskVector], rank: int) -> ReadRows:
+    """The sum of the updates, truncated to `rank`; a one-dimensional tensor stays whole."""
     delta = vectors[0].delta
     rows = [_whole(vector) for vector in vectors]
     weights = np.array([vector.weight for vector in vectors])[:, None, None]
     if len(delta.shape) < 2:
         return lambda start, stop: _sum(rows, weights, start, stop)
-    once = Once(delta.num_rows)
+    once = KeptUntilLastRow(delta.num_rows)
     if all(vector.factors for vector in vectors):
 
         def product(start: int, stop: int) -> Array:
@@ -265,18 +269,18 @@ def _truncated(vectors: Sequence[TaskVector], rank: int) -> Rows:
 
 
 def _truncated_factors(vectors: Sequence[TaskVector], rank: int) -> tuple[Array, Array]:
-    """By the decomposition of a small matrix between the orthogonal parts of the factors."""
+    """Two factors of the truncated sum, by the SVD of a small matrix between the orthogonal parts of its factors."""
     pairs = [vector.factors() for vector in vectors if vector.factors]
     left = np.hstack([vector.weight * pair[0] for vector, pair in zip(vectors, pairs, strict=True)])
     right = np.vstack([pair[1] for pair in pairs])
-    with single_threaded():  # the last bits depend on how many threads divide the work
+    with single_threaded():  # the last bits depend on the number of threads
         (left, upper), (down, lower) = np.linalg.qr(left), np.linalg.qr(right.T)
         u, s, v = np.linalg.svd(upper @ lower.T)
         return left @ (u[:, : min(rank, len(s))] * s[:rank]), v[: min(rank, len(s))] @ down.T
 
 
 def _truncated_matrix(whole: Array, rank: int) -> Array:
-    """Of a matrix, of each of a stack of them, or of a convolution as a matrix of its outputs."""
+    """The truncation of a matrix, of each matrix in a stack, or of a convolution as out×(all others)."""
     matrix = whole.reshape(len(whole), -1) if whole.ndim > 3 else whole
     with single_threaded():
         u, s, v = np.linalg.svd(matrix, full_matrices=False)
@@ -284,13 +288,13 @@ def _truncated_matrix(whole: Array, rank: int) -> Array:
     return made
 
 
-METHODS: dict[str, Method] = {
-    "linear": Method(_whole),
-    "cat": Method(_whole),
-    "svd": Method(_whole, truncates=True),
-    "magnitude_prune": Method(_largest, prunes=True),
-    "ties": Method(_largest, prunes=True, elects=True),
-    "dare_linear": Method(_drawn, prunes=True),
-    "dare_ties": Method(_drawn, prunes=True, elects=True),
+METHODS: dict[str, CombinationMethod] = {
+    "linear": CombinationMethod(_whole),
+    "cat": CombinationMethod(_whole),
+    "svd": CombinationMethod(_whole, truncates=True),
+    "magnitude_prune": CombinationMethod(_largest, prunes=True),
+    "ties": CombinationMethod(_largest, prunes=True, elects=True),
+    "dare_linear": CombinationMethod(_drawn, prunes=True),
+    "dare_ties": CombinationMethod(_drawn, prunes=True, elects=True),
 }
-"""By the names that PEFT has for them."""
+"""By PEFT's names."""

@@ -1,4 +1,4 @@
-"""The k-th largest magnitude of a tensor that is never held: two passes over its row blocks."""
+"""The k-th largest magnitude of a tensor, by two passes over its row blocks, without holding it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from llmconv.tensors import Array, LazyTensor
 
 SHIFT = 44
-"""Bits of a float64 below those that the first pass counts by: exponent and eight bits of the fraction are left."""
+"""Low bits of a float64 that the first pass ignores: it counts by exponent and eight bits of the fraction."""
 
 
 def kth_largest(tensor: LazyTensor, count: int) -> float:

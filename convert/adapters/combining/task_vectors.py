@@ -1,4 +1,4 @@
-"""TaskVectors: the change that each adapter makes by itself of each weight, for methods that need them apart."""
+"""TaskVectors: the separate update of each weight by each adapter, for methods that do more than add them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.methods import Combination, TaskVector, combine
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.weight_updates import add_changes
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 FLOAT64 = BY_NAME["float64"]
@@ -21,8 +21,8 @@ class TaskVectors:
     """Each adapter placed alone on the same base.
 
     Attributes:
-        summed: the changes are only added, so nobody needs them apart.
-        order: the adapters by their content, so that sums are the same whatever the order they were given in.
+        summed: updates are only added, so they are not computed separately.
+        order: numbers of the adapters sorted by content, so that sums do not depend on the order given.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class TaskVectors:
         """Places the adapters, unless they are only summed.
 
         Args:
-            base: with no edits yet.
-            adapters: all of them.
-            weights: one each.
-            combination: what is to become of them.
+            base: without edits.
+            adapters: all adapters.
+            weights: one per adapter.
+            combination: the method and its options.
 
         Raises:
             MalformedInput, UnsupportedInput: see `Edits.place`.
@@ -47,11 +47,11 @@ class TaskVectors:
         self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
 
     def combined(self, name: str, current: LazyTensor, dtype: DType) -> LazyTensor:
-        """The weight with the combined change, rounded once to `dtype`.
+        """The weight with the combined update, rounded once to `dtype`.
 
         Args:
             name: of the tensor.
-            current: the weight that is changed.
+            current: the weight before the update.
             dtype: element type of the result.
         """
         vectors = [
@@ -75,7 +75,7 @@ def _placed(base: Edits, adapter: Adapter) -> Edits:
 
 
 def _digest(adapter: Adapter) -> str:
-    """Of what decides the adapter's change."""
+    """sha256 of the adapter's config and weights."""
     digest = hashlib.sha256(adapter.settings.read_bytes())
     for path in adapter.weights:
         with open(path, "rb") as file:
@@ -85,7 +85,7 @@ def _digest(adapter: Adapter) -> str:
 
 
 def _difference(edits: Edits, name: str) -> LazyTensor:
-    """What one adapter adds to a weight, float64: the result less the weight, whatever the kind of change."""
+    """The update of a weight by one adapter, float64: the result minus the weight, for any kind of update."""
     weight = edits.current(name)
     result = add_changes(weight, edits.changes[name], FLOAT64)
 
@@ -97,9 +97,9 @@ def _difference(edits: Edits, name: str) -> LazyTensor:
 
 
 def _factors(edits: Edits, name: str) -> Callable[[], tuple[Array, Array]] | None:
-    """Two thin matrices whose product the change is, for a matrix that only LoRA changes."""
+    """Returns two thin matrices with the update as their product, for a matrix with LoRA updates only."""
     changes, weight = edits.changes[name], edits.current(name)
-    plain = [change for change in changes if isinstance(change, LowRank)]
+    plain = [change for change in changes if isinstance(change, LoraProduct)]
     if len(plain) != len(changes) or len(weight.shape) != 2:
         return None
 

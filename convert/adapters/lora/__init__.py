@@ -1,1 +1,1 @@
-"""What PEFT's LoRA can say: its config, its variants, and where its factors belong."""
+"""LoRA as PEFT stores it: config, variants, and the layout of factors."""

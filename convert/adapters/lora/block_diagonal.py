@@ -1,10 +1,10 @@
-"""BD-LoRA: a factor of which only the blocks on the diagonal are stored, made the whole matrix that it means."""
+"""BD-LoRA: expands factors of which only the blocks on the diagonal are stored."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.lora.config import Blocks
+from llmconv.convert.adapters.lora.config import BlockDiagonal
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -15,7 +15,7 @@ def is_blocked(parts: tuple[str, ...], module: str) -> bool:
 
 
 def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
-    """The block-diagonal matrix of `count` blocks that are stored below each other (PEFT `BlockDiagonalLinear`).
+    """The block-diagonal matrix of `count` blocks, which are stored stacked by rows (PEFT `BlockDiagonalLinear`).
 
     Args:
         factor: rows×(columns/count).
@@ -25,12 +25,12 @@ def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
         rows×columns.
 
     Raises:
-        MalformedInput: the rows do not divide into blocks.
+        MalformedInput: the number of rows is not a multiple of `count`.
     """
     rows, width = factor.shape
     if rows % count:
         raise MalformedInput(
-            f"a factor of {rows} rows is to have {count} blocks", hint="`nblocks` is of another adapter; copy it again"
+            f"a factor of {rows} rows cannot have {count} blocks", hint="`nblocks` is of another adapter; copy it again"
         )
     height = rows // count
 
@@ -45,8 +45,15 @@ def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
     return LazyTensor(factor.dtype, (rows, count * width), load)
 
 
-def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: Blocks | None) -> tuple[LazyTensor, LazyTensor]:
-    """A and B of a module with those that are blocked made whole."""
+def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | None) -> tuple[LazyTensor, LazyTensor]:
+    """A and B of a module, expanded where they are stored as blocks.
+
+    Args:
+        a: r×in, or its blocks.
+        b: out×r, or its blocks.
+        module: path of the module.
+        blocks: `use_bdlora` of the config.
+    """
     if blocks and len(a.shape) == len(b.shape) == 2:
         a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a
         b = unblocked(b, blocks.count) if is_blocked(blocks.b, module) else b

@@ -1,4 +1,4 @@
-"""LoraConfig: the fields of a PEFT `adapter_config.json` that change the merged weight; others are refused."""
+"""LoraConfig: the fields of a PEFT `adapter_config.json` that affect the merged weight; others are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.convert.adapters.lora.patterns import matches, require_few
+from llmconv.convert.adapters.lora.patterns import MatchTime, matches, require_few
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
@@ -21,16 +21,16 @@ REFUSED: dict[str, str] = {
     "kasa_config": "the base is truncated by an SVD first; " + FORMULA,
     "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
 }
-"""Config field to the way out, for every field that makes the update something else than W + s·B·A."""
+"""Unsupported config field to the way out: the merged weight would not be W + s·B·A."""
 
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
+"""Values of `init_lora_weights` for which training changes the base, so that A and B do not fit the original one."""
 
 SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
-"""Values of it whose training did not."""
+"""Values of `init_lora_weights` for which training keeps the base."""
 
 QUANTIZED_BASE = "loftq"
-"""Of these, the one whose base differs from the original by more than the initial adapter."""
+"""The value for which the base differs from the original by more than the initial adapter."""
 
 NO_INITIAL = (
     "give the adapter as it was before training with `--initial-adapter`, or save the trained one with PEFT's "
@@ -51,16 +51,16 @@ KNOWN = {
     *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
     "use_bdlora",
 }
-"""Fields that are read, or that say only where and how the adapter was trained."""
+"""Fields that are read, or irrelevant to the merged weight."""
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockDiagonal:
     """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its blocks are stored.
 
     Attributes:
         count: `nblocks`.
-        a: parts of the last component of a module's path that say that its A is blocked.
+        a: A is stored as blocks if the last component of the module's path contains one of these words.
         b: the same for B.
     """
 
@@ -71,25 +71,26 @@ class Blocks:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What an adapter's config says about the merged weight.
+    """The fields of an adapter's config that affect the merged weight.
 
     Attributes:
-        rank: `r`, or None where the file does not say (the tensors do).
+        rank: `r`, or None if the file does not contain it (the tensors do).
         alpha: `lora_alpha`.
         use_rslora: scale by alpha/√r instead of alpha/r.
         rank_pattern: regular expression of module paths to rank.
         alpha_pattern: regular expression of module paths to alpha.
-        modules_to_save: modules whose whole weights are in the file.
+        modules_to_save: modules of which the file contains the whole weights.
         bias: `none`, `all` or `lora_only`: which biases the file replaces.
-        warnings: what a user should know, one line each.
-        dora: `use_dora`: rows are scaled to the trained magnitudes.
+        warnings: one line each.
+        dora: `use_dora`: outputs are scaled to trained magnitudes.
         layers: `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model.
-        parameters: `target_parameters`: tensors, mostly of fused experts, that are adapted themselves.
+        parameters: `target_parameters`: adapted parameters, mostly of fused experts.
         tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
         blocks: `use_bdlora`, or None.
         fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
-        base_class: the class of the model it was trained on (`auto_mapping.base_model_class`), or nothing.
-        peft_version: the first two numbers of the version that wrote the file, or None.
+        base_class: class of the model it was trained on (`auto_mapping.base_model_class`), or empty.
+        peft_version: first two numbers of the version that wrote the file, or None.
+        match_time: shared by all patterns of the adapter.
     """
 
     rank: int | None
@@ -104,10 +105,11 @@ class LoraConfig:
     layers: tuple[tuple[int, int], ...] = ()
     parameters: tuple[str, ...] = ()
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    blocks: Blocks | None = None
+    blocks: BlockDiagonal | None = None
     fused_by_unsloth: bool = False
     base_class: str = ""
     peft_version: tuple[int, int] | None = None
+    match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def scale(self, module: str, rank: int) -> float:
         """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
@@ -117,25 +119,30 @@ class LoraConfig:
             rank: rows of its A.
 
         Raises:
-            MalformedInput: the config gives the module another rank, or an alpha that makes no sense.
+            MalformedInput: the config has another rank for the module.
         """
-        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module), self.rank)
+        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
         if expected not in (None, rank):
             raise MalformedInput(
-                f"the adapter config gives `{module}` rank {expected}, its tensors have rank {rank}",
-                hint="config and tensors are of different adapters; copy the adapter again",
+                f"rank mismatch for `{module}`: the adapter config has rank {expected}, its tensors have rank {rank}",
+                hint="config and tensors belong to different adapters; copy the adapter again",
             )
-        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module, self.match_time), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def matching_key(pattern: Mapping[str, Any], module: str) -> str:
+def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
     """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
 
+    Args:
+        pattern: regular expressions to values.
+        module: path of the module.
+        time: shared by all patterns of an adapter.
+
     Raises:
-        MalformedInput: a key is no regular expression, or one that is an attack.
+        MalformedInput: a key is an invalid regular expression, or takes too long.
     """
-    return next((key for key in pattern if matches(key, module)), "")
+    return next((key for key in pattern if matches(key, module, time)), "")
 
 
 def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
@@ -143,11 +150,11 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
 
     Args:
         fields: the content of `adapter_config.json`.
-        alpha: `lora_alpha` for a file that does not carry it.
-        initial: the adapter as it was before training is at hand, so a base that training changed is known.
+        alpha: `lora_alpha` if the file does not contain it.
+        initial: the adapter as it was before training is given too, so training may have changed the base.
 
     Raises:
-        UnsupportedInput: a field that makes the update something else than W + s·B·A.
+        UnsupportedInput: a field for which the merged weight is not W + s·B·A.
         MalformedInput: a value of the wrong kind, or an alpha of 0.
         UsageProblem: `alpha` contradicts the file.
     """
@@ -155,10 +162,10 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
     own = fields.get("lora_alpha")
     if alpha is not None and own is not None and alpha != own:
         raise UsageProblem(
-            f"`--alpha {alpha:g}` contradicts the adapter, which says `lora_alpha` {own}",
+            f"`--alpha {alpha:g}` contradicts the adapter, which has `lora_alpha` {own}",
             hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
-    warnings = [f"the adapter config sets `{name}`, which is not known and not used" for name in _unknown(fields)]
+    warnings = [f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in _unknown(fields)]
     if own is None and alpha is None:
         warnings.append("the adapter config has no `lora_alpha`; PEFT's default 8 is used")
     rank = fields.get("r")
@@ -196,11 +203,11 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
             hint=NO_QUANTIZED if quantized else NO_INITIAL,
         )
     if init is not None and not isinstance(init, bool | str):
-        raise _odd("init_lora_weights", init)
+        raise _invalid("init_lora_weights", init)
     if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
         raise UnsupportedInput(
-            f"the adapter has `init_lora_weights` {init!r}, which is not known and may have changed the base",
-            hint="where training left the base as it was, set `init_lora_weights` to true in `adapter_config.json`",
+            f"the adapter has the unknown `init_lora_weights` {init!r}, which may have changed the base",
+            hint="if training did not change the base, set `init_lora_weights` to true in `adapter_config.json`",
         )
 
 
@@ -219,13 +226,13 @@ def _number(name: str, value: Any) -> float:
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value := fields.get(name) or False, bool):
-        raise _odd(name, value)
+        raise _invalid(name, value)
     return value
 
 
 def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     if not isinstance(value := fields.get(name) or {}, dict) or not all(isinstance(key, str) for key in value):
-        raise _odd(name, value)
+        raise _invalid(name, value)
     require_few(value)
     return list(value.items())
 
@@ -233,14 +240,14 @@ def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
 def _names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = fields.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _odd(name, value)
+        raise _invalid(name, value)
     return tuple(value)
 
 
 def _layers(fields: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     value = fields.get("layer_replication") or []
     if not isinstance(value, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in value):
-        raise _odd("layer_replication", value)
+        raise _invalid("layer_replication", value)
     return tuple((start, stop) for start, stop in value)
 
 
@@ -248,7 +255,7 @@ def _tokens(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     value = fields.get("trainable_token_indices") or {}
     by_module = value if isinstance(value, dict) else {"": value}
     if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
-        raise _odd("trainable_token_indices", value)
+        raise _invalid("trainable_token_indices", value)
     return {module: tuple(ids) for module, ids in by_module.items()}
 
 
@@ -258,12 +265,12 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
 
 
-def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
+def _blocks(fields: Mapping[str, Any]) -> BlockDiagonal | None:
     own = dict(_map(fields, "use_bdlora"))
     if not own:
         return None
     count = int(_number("nblocks", own.get("nblocks", 1)))
-    return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+    return BlockDiagonal(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
 
 
 def _class(value: Any) -> str:
@@ -277,11 +284,11 @@ def _version(value: Any) -> tuple[int, int] | None:
 
 def _bias(fields: Mapping[str, Any]) -> str:
     if (value := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise _odd("bias", value)
+        raise _invalid("bias", value)
     return str(value)
 
 
-def _odd(name: str, value: Any) -> MalformedInput:
+def _invalid(name: str, value: Any) -> MalformedInput:
     return MalformedInput(
         f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
     )

@@ -1,4 +1,4 @@
-"""DoRA: the weight with its low-rank change, every output scaled to a trained magnitude."""
+"""DoRA: a weight plus its low-rank product, with every output scaled to a trained magnitude."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from functools import cached_property
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import Array, LazyTensor
 
 
 @dataclass(frozen=True)
-class Dora:
-    """One adapter's change of one weight: m/‖V‖·V − W with V = W + s·B·A (PEFT `tuners/lora/dora.py`, `variants.py`).
+class DoraUpdate:
+    """The update of one weight: m/‖V‖·V − W with V = W + s·B·A (PEFT `tuners/lora/dora.py`, `variants.py`).
 
-    ‖V‖ is the length of the weights of each output: of a row, or of a column where the weight is stored transposed.
+    ‖V‖ is the L2 norm of the weights of each output: of a row, or of a column if the weight is stored in×out.
 
     Attributes:
-        changes: whose sum is s·B·A; the weight of the adapter is no part of their scale.
+        changes: products with the sum s·B·A, not multiplied by the adapter's weight.
         magnitude: m, one number per output.
-        weight: the adapter's weight: how much of the change is made.
-        columns: memory for m/‖V‖ where outputs are columns; what is first computed stays there.
+        weight: the adapter's weight, by which the update is multiplied.
+        columns: cache of m/‖V‖ for weights stored in×out.
     """
 
-    changes: Sequence[LowRank]
+    changes: Sequence[LoraProduct]
     magnitude: LazyTensor
     weight: float
     columns: list[Array] = field(default_factory=list, compare=False)
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         old = _rows(base, start, stop)
         new = self._adapted(base, old, start, stop)
         if self.changes[0].transposed:
@@ -66,6 +66,6 @@ def _rows(tensor: LazyTensor, start: int, stop: int) -> Array:
 
 
 def _factors(magnitudes: Array, squares: Array) -> Array:
-    """m/‖V‖; outputs whose weights are all zero stay zero."""
+    """m/‖V‖; 0 for outputs with zero weights."""
     norms = np.sqrt(squares)
     return np.divide(magnitudes, norms, out=np.zeros_like(norms), where=norms > 0)

@@ -1,8 +1,8 @@
-"""Whole tensors in an adapter's file: those that training made, and the base's own that PEFT saved beside them.
+"""Whole tensors in an adapter's file: trained ones (`modules_to_save`), and originals that PEFT saves next to them.
 
-With `save_embedding_layers`, which it sets by itself for a resized vocabulary, PEFT (`get_peft_model_state_dict`)
-writes the embedding and the head as they lie in its wrappers: `.base_layer.weight` below LoRA's factors,
-`.token_adapter.base_layer.weight` below trained rows, and for `modules_to_save` the same tensor as `.weight` and as
+With `save_embedding_layers`, which is on by default for a resized vocabulary, PEFT (`get_peft_model_state_dict`) writes
+the embedding and the head by the names in its wrappers: `.base_layer.weight` under LoRA,
+`.token_adapter.base_layer.weight` under trained rows, and for `modules_to_save` the same tensor as `.weight` and as
 `.modules_to_save.weight`, with `.original_module.weight` for the one before training.
 """
 
@@ -23,29 +23,29 @@ FLOAT32 = BY_NAME["float32"]
 
 
 @dataclass(frozen=True)
-class Wholes:
-    """The whole tensors of a file, by the names that they have in the model.
+class WholeTensors:
+    """The whole tensors of a file, by their names in the model.
 
     Attributes:
-        trained: those that training made.
-        originals: those of the base, as they were before.
+        trained: tensors after training.
+        originals: tensors of the base, before training.
     """
 
     trained: dict[str, LazyTensor] = field(default_factory=dict)
     originals: dict[str, LazyTensor] = field(default_factory=dict)
 
     def place(self, plain: str) -> tuple[dict[str, LazyTensor], str]:
-        """Where a tensor of this name goes, and under which key."""
+        """The dictionary and the key for a tensor of this name."""
         if ORIGINAL.search(plain):
             return self.originals, ORIGINAL.sub("", plain)
         return self.trained, TRAINED.sub("", plain)
 
     def all(self) -> dict[str, LazyTensor]:
-        """What takes the place of the base's tensors."""
+        """The tensors that replace the base's."""
         return self.originals | self.trained
 
     def untrained(self, saved: Collection[str]) -> dict[str, LazyTensor]:
-        """Those of the base: an embedding or a head that is no saved module was saved because it was resized."""
+        """The tensors that were not trained: an embedding or head outside `modules_to_save` was only resized."""
         ends = (*EMBEDDINGS, *HEADS)
         more = {
             name: tensor
@@ -56,41 +56,41 @@ class Wholes:
 
 
 def is_saved(name: str, modules: Collection[str]) -> bool:
-    """Whether the tensor is of one of the `modules_to_save`, which PEFT looks for at the end of a module's path."""
+    """Whether the tensor is in `modules_to_save`; PEFT compares the end of the module's path."""
     return name.rpartition(".")[0].endswith(tuple(modules))
 
 
-def put(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
-    """Puts a tensor in its place.
+def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
+    """Adds a tensor to `place`, refusing a duplicate key.
 
     Args:
-        place: where to put it.
-        key: under which key.
+        place: dictionary to change.
+        key: the key.
         tensor: the tensor.
         named: file and name of the tensor, for messages.
-        may_repeat: the same tensor may be there already.
+        may_repeat: an equal tensor may be there already.
 
     Raises:
-        MalformedInput: a tensor is there.
+        MalformedInput: another tensor has this key.
     """
     if key in place and not (may_repeat and equal(place[key], tensor)):
         raise MalformedInput(
-            f"{named} twice, under different names",
+            f"{named} twice, under different names (duplicate key)",
             hint="several adapters are in one file; save each in its own folder",
         )
     place[key] = tensor
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors hold the same numbers, whatever floating-point type they are stored in."""
+    """Whether two tensors have equal values, in whatever floating-point types they are stored."""
     if one.shape != other.shape:
         return False
     wide = all(tensor.dtype.name in FLOATS for tensor in (one, other))
     return equal(cast(one, FLOAT32), cast(other, FLOAT32)) if wide else equal(one, other)
 
 
-def without_own(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The originals that are not what the base has itself."""
+def changed_originals(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The originals that differ from the base's tensors."""
     return {
         name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))
     }

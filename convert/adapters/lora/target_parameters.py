@@ -1,9 +1,9 @@
-"""Adapted parameters (`target_parameters`): which tensor a wrapper means, and the change of each expert.
+"""`target_parameters` of PEFT: which tensor the factors of a wrapper are for, and the update of each expert.
 
-Layout (PEFT `tuners/lora/layer.py`, `ParamWrapper`): a module whose parameters are adapted is wrapped once for each, in
-the order in which it declares them, so the first one's factors are the innermost: `experts.base_layer.lora_A.weight`,
-the last one's `experts.lora_A.weight`. A is (E·r)×in with each expert's rows together; B is out×(r·E) with the expert
-as the fastest index (Unsloth: each expert's columns together).
+Layout (PEFT `tuners/lora/layer.py`, `ParamWrapper`): a module is wrapped once for each adapted parameter, in the order
+in which it declares them, so the factors of the first are the innermost: `experts.base_layer.lora_A.weight`, those of
+the last `experts.lora_A.weight`. A is (E·r)×in with the rows of an expert together; B is out×(r·E) with the expert as
+the fastest index (Unsloth: the columns of an expert together).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from llmconv.convert.adapters.lora.config import LoraConfig
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -24,34 +24,34 @@ DECLARED = (
     *("gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "w1", "w3", "fc1", "input_linear", "weight"),
     *("down_proj", "down_proj_bias", "w2", "fc2", "output_linear", "bias"),
 )
-"""In what order the modules of transformers declare the parameters that they may have together."""
+"""The order in which modules of transformers declare their parameters."""
 
 ALWAYS_TRANSPOSED = ("gpt_oss", "openai_privacy_filter", "aria_text")
 """Model types whose experts are marked `is_transposed`: [E, in, out] to every version of PEFT."""
 
 SWAPPED_SINCE = (0, 19)
-"""PEFT reads unmarked [E, d1, d2] as [E, out, in] since then (pull request 3083), before as [E, in, out]."""
+"""PEFT reads unmarked [E, d1, d2] as [E, out, in] since this version (pull request 3083), before as [E, in, out]."""
 
-Shapes = tuple[int, int]
+MatrixShape = tuple[int, int]
 """Rows of B and columns of A."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the factors of one tensor divide among its experts.
+class ExpertLayout:
+    """How the factors of one fused tensor are divided among its experts.
 
     Attributes:
-        experts: E.
+        experts: E, the number of experts.
         transposed: the tensor is [E, in, out].
-        together: an expert's columns of B lie together, as Unsloth has them.
+        together: the columns of B of an expert lie together (Unsloth).
     """
 
     experts: int
     transposed: bool
     together: bool
 
-    def changes(self, a: LazyTensor, b: LazyTensor, scale: float) -> list[LowRank]:
-        """The change of each expert.
+    def changes(self, a: LazyTensor, b: LazyTensor, scale: float) -> list[LoraProduct]:
+        """The update of each expert.
 
         Args:
             a: (E·r)×in.
@@ -60,7 +60,7 @@ class Layout:
         """
         rank = a.shape[0] // self.experts
         return [
-            LowRank(_rows(a, index * rank, rank), self._columns(b, index, rank), scale, self.transposed)
+            LoraProduct(_rows(a, index * rank, rank), self._columns(b, index, rank), scale, self.transposed)
             for index in range(self.experts)
         ]
 
@@ -76,20 +76,20 @@ def _rows(tensor: LazyTensor, first: int, count: int) -> LazyTensor:
 
 @lru_cache(maxsize=4)
 def _whole(tensor: LazyTensor) -> Array:
-    """All of a B, of which every expert needs some columns; a few are kept, so that it is not read once for each."""
+    """All of a B, of which every expert needs some columns; a few are cached, so that it is not read per expert."""
     return np.asarray(tensor.read())
 
 
 def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[str]) -> dict[str, str]:
-    """The tensor that each wrapper of an adapter means, for the modules that are such wrappers.
+    """Module path of each wrapper of adapted parameters to the name of its tensor.
 
     Args:
         modules: paths of all modules with factors.
-        config: with its `parameters`.
-        names: what the base's tensors are called, also by other versions of transformers.
+        config: its `parameters` lists the targets.
+        names: the base's tensors, also under the names of other versions of transformers.
 
     Raises:
-        UnsupportedInput: the wrappers of a module cannot be told apart.
+        UnsupportedInput: the order of the wrappers of a module is ambiguous.
     """
     wrapped: dict[str, list[str]] = {}
     for module in modules:
@@ -111,7 +111,7 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
 
 
 def _parameters(module: str, targets: Sequence[str], count: int, names: Sequence[str]) -> list[str]:
-    """Names of the module's adapted parameters; where the targets are more than it has, those that there are."""
+    """Names of the adapted parameters of the module; of more targets than wrappers, those that the base has."""
     found = {
         target.rpartition(".")[2] for target in targets if f".{module}".endswith(f".{_parent(target)}".rstrip("."))
     }
@@ -125,19 +125,19 @@ def _parent(target: str) -> str:
 
 
 def is_transposed(
-    sizes: Mapping[str, tuple[Shapes, Shapes]], config: LoraConfig, model_type: str | None, adapter: str
+    sizes: Mapping[str, tuple[MatrixShape, MatrixShape]], config: LoraConfig, model_type: str | None, adapter: str
 ) -> bool:
-    """Whether the fused tensors are [E, in, out] to an adapter: one answer for all of them.
+    """Whether an adapter treats the fused tensors as [E, in, out]: one answer for all of them.
 
     Args:
-        sizes: for each tensor, rows of B and columns of A, and the last two sizes of the tensor.
-        config: with the version of PEFT that wrote it.
+        sizes: by tensor name: (rows of B, columns of A), and the last two dimensions of the tensor.
+        config: of the adapter, with the version of PEFT that wrote it.
         model_type: of the base.
         adapter: its name, for messages.
 
     Raises:
-        MalformedInput: the adapter is of another base.
-        UnsupportedInput: neither shapes nor version decide.
+        MalformedInput: the adapter belongs to another base.
+        UnsupportedInput: neither the shapes nor the version decide.
     """
     answers = set()
     for name, (own, there) in sizes.items():

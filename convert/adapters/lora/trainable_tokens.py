@@ -1,4 +1,4 @@
-"""Trained token rows (`trainable_token_indices`): rows of an embedding that take the place of the base's."""
+"""`trainable_token_indices` of PEFT: trained rows of an embedding, which replace the base's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor, cast
 
 HEADS = ("lm_head", "embed_out")
-"""Modules that may be tied to the embedding; some checkpoints then hold its trained rows twice."""
+"""Modules that may be tied to the embedding; some checkpoints then contain its trained rows twice."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[st
 
     Args:
         deltas: module path to its trained rows.
-        config: its `tokens` gives their ids by the end of a module's path, or `""` for the only module there is.
+        config: its `tokens` has their ids by the end of a module's path, or by `""` for the only module.
 
     Raises:
-        MalformedInput: config and tensors do not say the same.
+        MalformedInput: config and tensors contradict each other.
     """
     result = {}
     for module, rows in deltas.items():
@@ -45,26 +45,26 @@ def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[st
         found = {ids for key, ids in config.tokens.items() if key == ""} or named or tied
         ids = found.pop() if len(found) == 1 else None
         if ids is None:
-            raise _contradiction(f"the file holds trained tokens of `{module}`, the config does not say which")
+            raise _contradiction(f"the file contains trained tokens of `{module}`, but the config lacks their indices")
         if len(rows.shape) != 2 or rows.shape[0] != len(ids):
             raise _contradiction(
-                f"the config names {len(ids)} trained tokens of `{module}`, the file holds {list(rows.shape)}"
+                f"shape mismatch for the trained tokens of `{module}`: expected {len(ids)} rows, got {list(rows.shape)}"
             )
         result[module] = TokenRows(ids, rows)
     found = {tokens.ids for tokens in result.values()}
-    # PEFT does not save the rows of a tied head that are the embedding's
+    # PEFT does not save the rows of a tied head, which equal the embedding's
     apart = [ids for key, ids in config.tokens.items() if key.rpartition(".")[2] not in HEADS or ids not in found]
     if len(result) < len(apart):
-        raise _contradiction(f"the config names trained tokens of {len(apart)} modules, the file of {len(result)}")
+        raise _contradiction(f"the config has trained tokens of {len(apart)} modules, the file of {len(result)}")
     return result
 
 
 def _contradiction(message: str) -> MalformedInput:
-    return MalformedInput(message, hint="config and tensors are of different adapters; copy the adapter again")
+    return MalformedInput(message, hint="config and tensors belong to different adapters; copy the adapter again")
 
 
 def with_rows(base: LazyTensor, trained: Sequence[TokenRows]) -> LazyTensor:
-    """`base` with the trained rows in their places, rounded to its element type."""
+    """`base` with the trained rows in place of its own, rounded to its element type."""
     homes = {row: (tokens.rows, at) for tokens in trained for at, row in enumerate(tokens.ids)}
 
     def load(start: int, stop: int) -> Array:

@@ -1,4 +1,4 @@
-"""What versions of transformers call the same tensor: prefixes and components that moved (`conversion_mapping.py`)."""
+"""Tensor names that differ between versions of transformers: renamed prefixes and modules (`conversion_mapping.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 Rules = tuple[tuple[str, str], ...]
-"""Regular expressions and what stands in their place, applied in order."""
+"""Regular expressions and replacements, applied in order."""
 
 PREFIXES: tuple[Rules, ...] = (
     (
@@ -38,8 +38,8 @@ PREFIXES: tuple[Rules, ...] = (
     ((r"^embed_out\.", "lm_head."),),
     ((r"^lm_head\.", "embed_out."),),
 )
-"""Old names to new and back: multimodal models of the llava kind, whose towers lost `vision_model` in transformers 5,
-and of the Qwen2-VL kind; the head of GPT-NeoX."""
+"""Old names to new and back: multimodal models like llava, whose towers lost `vision_model` in transformers 5, and like
+Qwen2-VL; the head of GPT-NeoX."""
 
 COMPONENTS: tuple[Rules, ...] = (
     ((r"\.block_sparse_moe\.", ".mlp."),),
@@ -52,11 +52,11 @@ COMPONENTS: tuple[Rules, ...] = (
         (r"\.router\.weight$", ".router.layer.weight"),
     ),
 )
-"""Mixtral and MiniMax, Phi-MoE, both ways; GraniteMoE from the model's names to the files'."""
+"""Mixtral and MiniMax, Phi-MoE, in both directions; GraniteMoE from the names of the model to those of the files."""
 
 
 def spellings(names: Sequence[str]) -> Iterator[list[str]]:
-    """Every way in which all of `names` may be spelled, as they are first: in the order of the names."""
+    """All spellings of `names` by one set of rules each, in the order of the names; first the names themselves."""
     for components in ((), *COMPONENTS):
         for prefixes in ((), *PREFIXES):
             yield [_replaced(name, (*components, *prefixes)) for name in names]

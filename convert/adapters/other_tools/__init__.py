@@ -1,6 +1,6 @@
 """LoRA adapters that are not PEFT's: one `ADAPTER` each, in the package of the program in `convert/formats/`.
 
-Each opens a file or folder as an `Adapter` in Hugging Face names; what they share is in the modules of this package.
+Each opens a file or folder as an `Adapter` in Hugging Face names, with the functions of this package.
 """
 
 from __future__ import annotations

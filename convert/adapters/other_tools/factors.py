@@ -1,6 +1,6 @@
-"""The factors of adapters that are not PEFT's, brought under the names that PEFT gives them.
+"""Factors of adapters that are not PEFT's: pairs A with B, renames them, and makes an Adapter.
 
-Whatever a conversion does to the rows of a weight it does to the rows of its B (and of DoRA's magnitude); A stays.
+A conversion that reorders or splits the rows of a weight does the same to B (and to DoRA's magnitude); A stays.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
-from llmconv.convert.adapters.peft_file import to_adapter
+from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.algebra.operations import LAYER_NUMBER, listing
 from llmconv.errors import LISTED, InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor
 
-Rows = Callable[[LazyTensor], LazyTensor]
+RowTransform = Callable[[LazyTensor], LazyTensor]
 
 PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude": "m"}
-"""What the halves of a pair are called, and DoRA's magnitude."""
+"""Names of A, of B, and of DoRA's magnitude."""
 
 
 @dataclass(frozen=True)
-class Factors:
-    """The low-rank change of one weight.
+class ForeignPair:
+    """The factors of one weight.
 
     Attributes:
         a: r×in.
         b: out×r.
         magnitude: one number per output; only with DoRA.
-        joined: pairs that it was made of.
+        joined: number of pairs that were joined into this one.
     """
 
     a: LazyTensor
@@ -46,16 +46,21 @@ class Factors:
         """r: the columns of B."""
         return self.b.shape[-1]
 
-    def with_rows(self, rows: Rows) -> Factors:
-        """The factors with `rows` done to what has a row per output."""
+    def with_rows(self, rows: RowTransform) -> ForeignPair:
+        """The factors with `rows` applied to B and the magnitude, which have a row per output."""
         return replace(self, b=rows(self.b), magnitude=self.magnitude and rows(self.magnitude))
 
 
-def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, Factors]:
-    """The factors by module, of the tensors whose names `sign` matches with the groups `module` and `part`.
+def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, ForeignPair]:
+    """The factors by module.
+
+    Args:
+        tensors: by name.
+        sign: matches the names of factors, with the groups `module` and `part` (a key of `PARTS`); others are ignored.
+        source: file name, for messages.
 
     Raises:
-        MalformedInput: half a pair, one that does not fit, or one name twice.
+        MalformedInput: a missing half, a shape mismatch, or a duplicate key.
     """
     found: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
@@ -63,7 +68,7 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
             parts, part = found.setdefault(match["module"], {}), PARTS[match["part"].lower()]
             if part in parts:
                 raise MalformedInput(
-                    f"`{source}` holds `{name}` twice, under different names", hint="save the adapter again, alone"
+                    f"`{source}` contains `{name}` twice, under different names", hint="save the adapter again, alone"
                 )
             parts[part] = tensor
     for module, parts in found.items():
@@ -79,22 +84,22 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
                 f"A of `{module}` in `{source}` has shape {list(a)}, B {list(b)}: they make no product",
                 hint="the file is damaged, or a shard of a larger one; copy the adapter again",
             )
-    return {module: Factors(parts["a"], parts["b"], parts.get("m")) for module, parts in found.items()}
+    return {module: ForeignPair(parts["a"], parts["b"], parts.get("m")) for module, parts in found.items()}
 
 
 def renamed(
-    factors: Mapping[str, Factors], table: Mapping[str, str], source: str, what: str = "the adapter's format"
-) -> dict[str, Factors]:
-    """The factors by the module that `table` has for theirs, with `{}` for the number of a layer.
+    factors: Mapping[str, ForeignPair], table: Mapping[str, str], source: str, what: str = "the adapter's format"
+) -> dict[str, ForeignPair]:
+    """The factors under new module names.
 
     Args:
         factors: by module.
-        table: module to module.
-        source: file or folder name for error messages.
-        what: whose names the table has.
+        table: old to new module name, with `{}` for the number of a layer.
+        source: file or folder name, for messages.
+        what: owner of the old names, for messages.
 
     Raises:
-        MalformedInput: modules that no row matches; lists them with the closest names.
+        MalformedInput: modules that are not in the table; lists them with similar names.
     """
     homes = {module: _home(module, table) for module in factors}
     unknown = sorted(module for module, home in homes.items() if home is None)
@@ -116,7 +121,14 @@ def _home(module: str, table: Mapping[str, str]) -> str | None:
 
 
 def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str) -> MalformedInput:
-    """The error for names that have no place, with the closest that have one."""
+    """The error for unexpected keys, with similar known names.
+
+    Args:
+        names: the unexpected names.
+        known: the known names.
+        source: file or folder name.
+        what: owner of the known names.
+    """
     options = [name.replace("{}", "0") for name in known]
     lines = []
     for name in names[:LISTED]:
@@ -124,12 +136,12 @@ def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str)
         lines.append(f"`{name[:200]}`" + (f" (close: `{close[0]}`)" if close else ""))
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return MalformedInput(
-        f"`{source}` holds {len(names)} names that {what} does not have: {', '.join(lines)}{more}",
-        hint="the adapter is of another model than the base, or of a kind that is not known",
+        f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {', '.join(lines)}{more}",
+        hint="the adapter is of another model than the base, or of an unknown kind",
     )
 
 
-def peft_names(factors: Mapping[str, Factors]) -> dict[str, LazyTensor]:
+def peft_names(factors: Mapping[str, ForeignPair]) -> dict[str, LazyTensor]:
     """The tensors under PEFT's names."""
     tensors: dict[str, LazyTensor] = {}
     for module, own in factors.items():
@@ -143,38 +155,37 @@ def as_adapter(
     files: Sequence[Path],
     settings: Path | None,
     fields: Mapping[str, Any],
-    factors: Mapping[str, Factors],
+    factors: Mapping[str, ForeignPair],
     alpha: float | None = None,
     others: Mapping[str, LazyTensor] | None = None,
     notes: Sequence[str] = (),
 ) -> Adapter:
-    """The adapter that these factors are.
+    """The Adapter with these factors.
 
     Args:
         files: with the tensors; all in one folder.
-        settings: the file with the config, where there is one.
-        fields: `r`, `lora_alpha` and others that PEFT has, as far as the files tell them.
-        factors: by Hugging Face's module.
-        alpha: `lora_alpha` where the files do not carry it.
+        settings: the file with the config, if there is one.
+        fields: `r`, `lora_alpha` and other fields of PEFT's config, as far as the files contain them.
+        factors: by module, in Hugging Face names.
+        alpha: `lora_alpha` if the files do not contain it.
         others: further tensors under PEFT's names.
-        notes: what a user should know, one line each.
+        notes: warnings, one line each.
 
     Raises:
-        InputRefused: nobody says what alpha is.
+        InputRefused: alpha is unknown.
         MalformedInput, UnsupportedInput: see `open_adapter`.
     """
-    said = fields.get("lora_alpha")
-    if factors and said is None and alpha is None:
+    own_alpha = alpha if (stated := fields.get("lora_alpha")) is None else stated
+    if factors and own_alpha is None:
         ranks = listing([str(rank) for rank in sorted({own.rank // own.joined for own in factors.values()})])
         pairs = sum(own.joined for own in factors.values())
         raise InputRefused(
-            f"`{files[0].name}` holds {pairs} LoRA pairs of rank {ranks}, but not the `lora_alpha` of their training",
+            f"`{files[0].name}` contains {pairs} LoRA pairs of rank {ranks}, but not their `lora_alpha`",
             hint="give it with `--alpha`; the update is B·A·alpha/rank",
         )
     config: dict[str, Any] = {"peft_type": "LORA", **fields}
     if any(own.magnitude is not None for own in factors.values()):
         config["use_dora"] = True
-    own_alpha = said if said is not None else alpha
     if isinstance(own_alpha, int | float):
         joined = {re.escape(module): own for module, own in factors.items() if own.joined > 1}
         config["rank_pattern"] = {module: own.rank for module, own in joined.items()}

@@ -1,4 +1,4 @@
-"""The factors of several modules as those of one, where a base has in one matrix what an adapter has in several."""
+"""Joins the factors of several modules into those of one, for a base that stores them as one matrix."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from llmconv.convert.adapters.other_tools.factors import Factors
+from llmconv.convert.adapters.other_tools.factors import ForeignPair
 from llmconv.convert.algebra.operations import concat
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import Array, DType, LazyTensor
 
-Combine = Callable[[Sequence[LazyTensor]], LazyTensor]
+JoinRows = Callable[[Sequence[LazyTensor]], LazyTensor]
 
 
 def join_modules(
-    factors: Mapping[str, Factors],
+    factors: Mapping[str, ForeignPair],
     parts: Sequence[str],
     whole: str,
     counts: Sequence[int],
     source: str,
-    combine: Combine = lambda rows: concat(rows, 0),
-) -> dict[str, Factors]:
-    """The factors with those of each layer that `parts` names put together, where the base has them in one matrix.
+    combine: JoinRows = lambda rows: concat(rows, 0),
+) -> dict[str, ForeignPair]:
+    """The factors with those of `parts` in each layer joined into one pair.
 
-    Its A is that of the trained parts, one below the other; its B has each one's own where rows and columns are its.
+    A of the joined pair stacks the A of the trained parts; its B is block-diagonal.
 
     Args:
         factors: by module.
-        parts: what the modules end with, in the order of the rows.
-        whole: what takes the place of these words.
-        counts: rows of each part.
-        source: file or folder name for error messages.
-        combine: makes the rows of all parts those of the whole; one after the other where it is not said.
+        parts: last components of the modules' paths, in the order of the rows.
+        whole: last component of the joined module's path.
+        counts: number of rows of each part.
+        source: file or folder name, for messages.
+        combine: joins the rows of all parts (default: one after the other).
 
     Raises:
-        MalformedInput: a part has another number of rows.
+        MalformedInput: a shape mismatch.
         UnsupportedInput: parts of different ranks, or DoRA on some of them only.
     """
-    result: dict[str, Factors] = {}
+    result: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         last = next((part for part in parts if module.endswith(f".{part}")), "")
         root = module.removesuffix(last)
@@ -52,11 +52,11 @@ def join_modules(
 
 def _join(
     module: str,
-    found: Sequence[Factors | None],
+    found: Sequence[ForeignPair | None],
     counts: Sequence[int],
     source: str,
-    combine: Combine,
-) -> Factors:
+    combine: JoinRows,
+) -> ForeignPair:
     trained = [part for part in found if part is not None]
     first = trained[0]
     odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]
@@ -75,9 +75,9 @@ def _join(
     rank = first.rank * len(trained)
     blocks, column = [], 0
     for part, count in zip(found, counts, strict=True):
-        blocks.append(_placed(part.b if part else None, column, (count, rank), first.b))
+        blocks.append(padded_columns(part.b if part else None, column, (count, rank), first.b.dtype))
         column += part.rank if part else 0
-    return Factors(
+    return ForeignPair(
         concat([part.a for part in trained], 0),
         combine(blocks),
         combine(magnitudes) if magnitudes else None,
@@ -85,13 +85,13 @@ def _join(
     )
 
 
-def _placed(part: LazyTensor | None, column: int, shape: tuple[int, int], like: LazyTensor) -> LazyTensor:
-    """Zeros of `shape` with `part` from `column` on."""
+def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
+    """Zeros of `shape` with `part` in the columns from `column` on."""
 
     def rows(start: int, stop: int) -> Array:
-        whole = np.zeros((stop - start, shape[1]), like.dtype.numpy)
+        whole = np.zeros((stop - start, shape[1]), dtype.numpy)
         if part is not None:
             whole[:, column : column + part.shape[1]] = part.rows(start, stop)
         return whole
 
-    return LazyTensor(like.dtype, shape, rows)
+    return LazyTensor(dtype, shape, rows)

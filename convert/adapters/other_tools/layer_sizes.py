@@ -1,4 +1,4 @@
-"""The sizes of a base's layers, by which the rows of a foreign adapter's matrices are cut and put in order."""
+"""Sizes of the layers of a base, which conversions of adapters need to split and reorder rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAMES = {
     "dim": ("head_dim",),
     "inner": ("intermediate_size", "n_inner", "ffn_hidden_size"),
 }
-"""What configs of transformers call them."""
+"""Their fields in the configs of transformers."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """Heads of queries and of keys/values, elements of a head, rows of the feed-forward."""
 
     queries: int
@@ -32,21 +32,21 @@ class Sizes:
         return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
 
 
-def sizes_of(base: Checkpoint) -> Sizes:
-    """The sizes that the base's config says.
+def sizes_of(base: Checkpoint) -> LayerSizes:
+    """The sizes in the base's config.
 
     Raises:
-        InputRefused: it does not say them, or says impossible ones.
+        InputRefused: they are missing or impossible.
     """
     config = base.config
     found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
     if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:
         dim = found["dim"] or found["hidden"] // found["queries"]
         if dim and not dim % 2:
-            return Sizes(
+            return LayerSizes(
                 found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
             )
     raise InputRefused(
-        f"the `config.json` of `{base.path.name}` does not tell the sizes of its heads",
+        f"the `config.json` of `{base.path.name}` does not contain the sizes of its heads",
         hint="give the base that the adapter was trained on, with its own `config.json`",
     )

@@ -1,4 +1,4 @@
-"""Edits: every tensor of every adapter placed on exactly one tensor of the base, shapes checked, nothing read."""
+"""Edits: the changes of each tensor of the base by all adapters; names and shapes are checked, no weights are read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.lora.saved_modules import is_saved, same_values, without_own
+from llmconv.convert.adapters.lora.saved_modules import changed_originals, is_saved, same_values
 from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
-from llmconv.convert.adapters.placement.targets import Targets, other_base
+from llmconv.convert.adapters.placement.targets import AdapterTargets, other_base
 from llmconv.convert.adapters.placement.tensor_names import match_saved
 from llmconv.convert.adapters.placement.tuned_weight import updates_of
-from llmconv.convert.adapters.placement.weight_updates import Change, add_changes
-from llmconv.convert.adapters.weighted_sum import LowRank, is_mirrored
+from llmconv.convert.adapters.placement.weight_updates import WeightChange, add_changes
+from llmconv.convert.adapters.weighted_sum import LoraProduct, is_mirrored
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -26,23 +26,23 @@ from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
 HEAD = HEADS[0]
 
 CLASS = re.compile(r"(For[A-Z]|LMHead|DoubleHeads|Model|Pretrained|PreTrained).*")
-"""What follows the family in the name of a transformers class."""
+"""The rest of the name of a transformers class after the family."""
 
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
 
 @dataclass
 class Edits:
-    """What all adapters together do to the base's tensors, by the base's names.
+    """The changes of the base's tensors by all adapters together, by the base's names.
 
     Attributes:
         tensors: the base's tensors, and those that adapters add.
         config: the base's `config.json`.
-        tied: the names of embedding and head where they are one tensor in the base, of which `tensors` has two.
+        tied: names of embedding and head if they are one tensor in the base; `tensors` then has both.
         whole: tensors that are replaced.
         tokens: rows that are replaced, after whole tensors.
-        changes: what is added after replacing.
-        warnings: what a user should know, one line each.
+        changes: updates that are added after replacing.
+        warnings: one line each.
     """
 
     tensors: dict[str, LazyTensor]
@@ -50,23 +50,23 @@ class Edits:
     tied: tuple[str, ...] = ()
     whole: dict[str, LazyTensor] = field(default_factory=dict)
     tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
-    changes: dict[str, list[Change]] = field(default_factory=dict)
+    changes: dict[str, list[WeightChange]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def touches(self, name: str | None) -> bool:
-        """Whether the tensor will differ from the base's."""
+        """Whether any adapter changes the tensor."""
         return name in self.whole or name in self.changes or name in self.tokens
 
     def replaces(self, name: str) -> bool:
-        """Whether the tensor, or rows of it, come from an adapter as they are."""
+        """Whether an adapter replaces the tensor, or rows of it."""
         return name in self.whole or name in self.tokens
 
     def only_tokens(self, name: str | None) -> bool:
-        """Whether nothing but some rows of the tensor are replaced."""
+        """Whether replaced rows are the only change of the tensor."""
         return name in self.tokens and name not in self.whole and name not in self.changes
 
     def same(self, name: str, other: str | None) -> bool:
-        """Whether all that is done to the two tensors makes one of the two; both must have been one."""
+        """Whether two tied tensors stay equal after their edits."""
         if other is None or (name in self.tokens) != (other in self.tokens):
             return False
         pairs = zip(self.tokens.get(name, []), self.tokens.get(other, []), strict=False)
@@ -78,7 +78,7 @@ class Edits:
         return alike and (one is two or equal(one, two))
 
     def current(self, name: str) -> LazyTensor:
-        """The tensor that changes are added to; in float32 where it has rows that are not of its element type."""
+        """The tensor before updates are added; in float32 if both rows are replaced and updates added."""
         tensor = self.whole.get(name) or self.tensors[name]
         if name not in self.tokens:
             return tensor
@@ -86,21 +86,21 @@ class Edits:
         return with_rows(cast(tensor, BY_NAME["float32"]) if wide else tensor, self.tokens[name])
 
     def result(self, name: str, dtype: DType) -> LazyTensor:
-        """The tensor with all that is done to it, rounded once to `dtype`."""
+        """The tensor after all edits, rounded once to `dtype`."""
         if name in self.changes:
             return add_changes(self.current(name), self.changes[name], dtype)
         return cast(self.current(name), dtype)
 
     def place(self, adapter: Adapter, weight: float) -> None:
-        """Adds one adapter, its update multiplied by `weight`.
+        """Adds one adapter, its updates multiplied by `weight`.
 
         Raises:
-            MalformedInput: a tensor that matches nothing, has another shape, or was replaced by another adapter.
-            UnsupportedInput: the weight in the base is not a floating-point tensor, or a layer that is not known.
+            MalformedInput: an unexpected key, a shape mismatch, or a tensor that another adapter replaced.
+            UnsupportedInput: the weight in the base is not floating-point, or an unsupported layer.
         """
         modules = adapter.config.modules_to_save
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
-        targets = Targets(adapter, ChainMap(self.whole, self.tensors), self.config)
+        targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config)
         homes = targets.homes(adapter.whole.keys() - new)
         homes |= match_saved(new, homes, self.tensors.keys(), adapter.name)
         self._replace_all(adapter, homes)
@@ -120,12 +120,12 @@ class Edits:
         self._warn(adapter, weight)
 
     def _tied_with(self, name: str, adapter: Adapter, homes: Mapping[str, str]) -> tuple[str, ...]:
-        """The tensors that a change is for: both of a tie that the adapter keeps, unless it has one for each."""
+        """The tensors that an update is added to: both tied ones if the adapter keeps the tie with one update."""
         kept = adapter.keeps_tie and name in self.tied and not {*self.tied} <= {*homes.values()}
         return self.tied if kept else (name,)
 
     def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
-        """Puts the adapter's whole tensors in place; what a tied base's one matrix was resized to is there twice."""
+        """Replaces whole tensors; in a tied base, a resized embedding replaces the head, too."""
         originals = {homes.get(name, name): tensor for name, tensor in adapter.originals.items()}
         trained = {
             homes.get(name, name): tensor
@@ -135,7 +135,7 @@ class Edits:
         for one, other in (self.tied, self.tied[::-1]) if self.tied else ():
             if one in originals and other not in trained:
                 originals.setdefault(other, originals[one])
-        for name, tensor in without_own(originals, self.tensors).items():
+        for name, tensor in changed_originals(originals, self.tensors).items():
             if name not in trained and not (name in self.whole and same_values(tensor, self.whole[name])):
                 self._replace(adapter.name, name, tensor)
         for name, tensor in trained.items():
@@ -176,11 +176,11 @@ class Edits:
             )
 
     def _change_bias(self, adapter: str, name: str, bias: LazyTensor, scale: float) -> None:
-        """`lora_bias`: the bias of B is one more product, of a column and a one."""
+        """`lora_bias`: the bias of B is added as a product of a column and a 1×1 matrix."""
         if bias.shape != self.current(name).shape:
             raise other_base(adapter, name, self.current(name).shape, bias.shape)
         column = LazyTensor(bias.dtype, (*bias.shape, 1), lambda start, stop: bias.rows(start, stop).reshape(-1, 1))
-        self.changes.setdefault(name, []).append(LowRank(ONE, column, scale))
+        self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
 
     def _warn(self, adapter: Adapter, weight: float) -> None:
         notes = list(adapter.config.warnings)
@@ -194,7 +194,7 @@ class Edits:
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
 
     def _other_family(self, trained: str) -> str:
-        """The base's class where it is of another family than the one the adapter was trained on; else nothing."""
+        """The base's class if it is of another family than `trained`, the class of the training base; else empty."""
         classes = self.config.get("architectures")
         own = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
         one, other = (CLASS.sub("", name) for name in (own, trained))

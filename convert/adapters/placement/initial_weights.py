@@ -1,4 +1,4 @@
-"""The initial adapter: what an adapter was before training, where its initialisation took that out of the base.
+"""The initial adapter: an adapter before training, if its initialization subtracted it from the base.
 
 PiSSA, OLoRA, CorDA and LoRA-GA train on W − s·B₀·A₀, so the trained weight is W + s·(B·A − B₀·A₀) (PEFT
 `tuners/lora/model.py`, `subtract_mutated_init`).
@@ -16,13 +16,13 @@ def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
     """`trained` with the adapter it started from.
 
     Raises:
-        MalformedInput: they are not of one training.
-        UnsupportedInput: parameters of fused experts, which no such initialisation knows.
+        MalformedInput: they are not of one training run.
+        UnsupportedInput: parameters of fused experts, which these initializations do not support.
     """
     if trained.config.parameters or initial.config.parameters:
         raise UnsupportedInput(
             f"`{trained.name}` sets `target_parameters`, which no initial adapter goes with",
-            hint="no initialisation changes such weights; leave out `--initial-adapter`",
+            hint="no initialization changes such weights; leave out `--initial-adapter`",
         )
     for module in sorted(trained.pairs.keys() | initial.pairs.keys()):
         after, before = trained.pairs.get(module), initial.pairs.get(module)

@@ -1,4 +1,4 @@
-"""Replicated layers (`layer_replication`): the base with its layers in the order that the adapter has them."""
+"""`layer_replication` of PEFT: the base with its layers repeated in the order of the adapted model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block
 """Fields with one entry for each layer."""
 
 MOST = 4096
-"""Layers that a model may get: a short config could ask for more than fit into memory."""
+"""Maximum number of layers: a short config could ask for more than fit into memory."""
 
 NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
-"""Fields with numbers of layers, which say nothing certain of a model with other layers."""
+"""Fields with layer numbers, which are ambiguous for a model with other layers."""
 
 
 def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
     """The base with the layers that the adapters were trained on (PEFT `tuners_utils.py`, `replicate_layers`).
 
     Raises:
-        UnsupportedInput: adapters of models with different layers, or a model whose layers are not found.
+        UnsupportedInput: adapters with different layers, or a model without numbered layers.
         MalformedInput: a layer that the base does not have.
     """
     wanted = {adapter.config.layers for adapter in adapters}
@@ -47,7 +47,7 @@ def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
 def _restacked(
     tensors: Mapping[str, LazyTensor], ranges: Sequence[tuple[int, int]]
 ) -> tuple[dict[str, LazyTensor], list[int], int]:
-    """The tensors under their new numbers, the old number of each, and how many layers there were."""
+    """The tensors under their new layer numbers, the old number of each layer, and the old number of layers."""
     layers = {name: match for name in tensors if (match := LAYER.fullmatch(name))}
     stacks = Counter(match[1] for match in layers.values())
     if not stacks:
@@ -69,7 +69,7 @@ def _restacked(
 
 
 def _order(ranges: Sequence[tuple[int, int]], count: int) -> list[int]:
-    """The base's layer for each layer of the model, once it is sure that they are few."""
+    """The base's layer for each layer of the model; their number is checked first."""
     if (last := max(stop for _, stop in ranges)) > count:
         raise MalformedInput(
             f"`layer_replication` names layer {last - 1}, the base has {count}",

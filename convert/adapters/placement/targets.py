@@ -1,4 +1,4 @@
-"""Targets: the tensors of the base that one adapter's factors mean, and what they do to each."""
+"""AdapterTargets: the tensors of the base that the factors of one adapter belong to, and the update of each."""
 
 from __future__ import annotations
 
@@ -9,51 +9,63 @@ from math import prod
 from typing import Any
 
 from llmconv.convert.adapters.adapter import Adapter, Pair
-from llmconv.convert.adapters.lora.dora import Dora
-from llmconv.convert.adapters.lora.experts import Part, Slab, Stack, parts, stacks
-from llmconv.convert.adapters.lora.target_parameters import Layout, Shapes, is_transposed, parameter_names
+from llmconv.convert.adapters.lora.dora import DoraUpdate
+from llmconv.convert.adapters.lora.experts import (
+    ExpertProduct,
+    ExpertRows,
+    ExpertTensors,
+    fused_tensors,
+    separate_tensors,
+)
+from llmconv.convert.adapters.lora.target_parameters import ExpertLayout, MatrixShape, is_transposed, parameter_names
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.adapters.placement.weight_updates import Change
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Modules that transformers makes as Conv1D, whose weight is stored in×out, and the model types that have them."""
+"""Modules that are a Conv1D in transformers, whose weight is stored in×out, and the model types that have them."""
 
-Changes = Iterator[tuple[str, Sequence[Change]]]
-"""Names of the base's tensors, and what is done to each."""
+NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]
+"""Names of the base's tensors, and their updates."""
 
 
-class Targets:
-    """Where the factors of one adapter belong."""
+class AdapterTargets:
+    """Maps the factors of one adapter to tensors of the base."""
 
     def __init__(self, adapter: Adapter, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> None:
-        """Of `adapter` in the base of these tensors, replaced ones included, and this `config.json`."""
+        """Prepares the mapping.
+
+        Args:
+            adapter: the adapter.
+            tensors: those of the base, replaced ones included.
+            config: the base's `config.json`.
+        """
         self.adapter, self.tensors, self.config = adapter, tensors, config
         wide = any(".experts." in f"{module}." for module in adapter.pairs)
-        self.stacks: dict[str, Stack] = stacks(tensors) if wide else {}
-        self.parts: dict[str, Part] = parts(tensors) if wide else {}
+        self.stacks: dict[str, ExpertTensors] = fused_tensors(tensors) if wide else {}
+        self.parts: dict[str, ExpertRows] = separate_tensors(tensors) if wide else {}
         self._homes: dict[str, str] = {}
 
     @cached_property
     def wanted(self) -> dict[str, str]:
-        """The tensor that each module's factors change, by the name that the adapter's model has for it."""
+        """Module path to the name of its adapted tensor in the adapter's model."""
         names = [*self.tensors, *self.stacks]
         modules = list(self.adapter.pairs)
         named = parameter_names(modules, self.adapter.config, names) if self.adapter.config.parameters else {}
         return {module: named.get(module, f"{module}.weight") for module in modules}
 
     def homes(self, others: Collection[str]) -> dict[str, str]:
-        """The base's names for all that the adapter names.
+        """Names in the adapter's model to names of the base's tensors.
 
         Args:
-            others: names of its whole tensors.
+            others: names of the adapter's whole tensors.
 
         Raises:
-            MalformedInput: a name that matches nothing.
-            UnsupportedInput: a layer of packed projections, or a bias for a layer that has none.
+            MalformedInput: a name without a match.
+            UnsupportedInput: a layer of packed projections, or a bias for a layer without one.
         """
         modules = (*self.adapter.tokens, *self.adapter.learned)
         wanted = {*others, *self.wanted.values(), *(f"{module}.weight" for module in modules)}
@@ -70,7 +82,7 @@ class Targets:
         }
 
     def _bias(self, module: str) -> str:
-        """Where the trained bias of B is added; PEFT merges none that has no place, either."""
+        """The bias that the trained bias of B is added to; PEFT refuses layers without a bias, too."""
         weight = self._homes[self.wanted[module]]
         name = f"{weight.removesuffix('.weight')}.bias"
         if name not in self.tensors:
@@ -80,12 +92,17 @@ class Targets:
             )
         return name
 
-    def changes(self, module: str, pair: Pair, weight: float) -> Changes:
-        """What a module's factors do, once `homes` is known.
+    def changes(self, module: str, pair: Pair, weight: float) -> NamedChanges:
+        """The updates of a module's factors; call `homes` first.
+
+        Args:
+            module: path of the module in the adapter's model.
+            pair: its factors.
+            weight: the adapter's weight, by which the updates are multiplied.
 
         Raises:
-            MalformedInput: shapes that do not fit.
-            UnsupportedInput: a layer whose layout is not known.
+            MalformedInput: a shape mismatch.
+            UnsupportedInput: a layer with an unknown layout.
         """
         name = self._homes[self.wanted[module]]
         if name in self.parts:
@@ -102,26 +119,26 @@ class Targets:
         wanted = self.wanted[module]
         return self.adapter.config.scale(module if wanted == f"{module}.weight" else wanted, rank)
 
-    def _factors(self, module: str, pair: Pair, weight: float, transposed: bool) -> list[LowRank]:
-        """The trained product, and the initial one to be subtracted where there is one."""
-        result = [LowRank(pair.a, pair.b, weight * self._scale(module, pair.rank), transposed)]
+    def _factors(self, module: str, pair: Pair, weight: float, transposed: bool) -> list[LoraProduct]:
+        """The trained product, and the negative initial one if there is an initial adapter."""
+        result = [LoraProduct(pair.a, pair.b, weight * self._scale(module, pair.rank), transposed)]
         if self.adapter.initial:
             before = self.adapter.initial.pairs[module]
             scale = self.adapter.initial.config.scale(module, before.rank)
-            result.append(LowRank(before.a, before.b, -weight * scale, transposed))
+            result.append(LoraProduct(before.a, before.b, -weight * scale, transposed))
         return result
 
-    def _change(self, module: str, pair: Pair, weight: float, name: str) -> Sequence[Change]:
+    def _change(self, module: str, pair: Pair, weight: float, name: str) -> Sequence[WeightChange]:
         transposed = self._is_transposed(module, pair, name)
         if not pair.magnitude:
             return self._factors(module, pair, weight, transposed)
         outputs = self.tensors[name].shape[1 if transposed else 0]
         if pair.magnitude.shape not in {(outputs,), (1, outputs, *(1,) * len(pair.kernel))}:
             raise other_base(self.adapter.name, f"{module}.lora_magnitude_vector", (outputs,), pair.magnitude.shape)
-        return [Dora(self._factors(module, pair, 1.0, transposed), pair.magnitude, weight)]
+        return [DoraUpdate(self._factors(module, pair, 1.0, transposed), pair.magnitude, weight)]
 
     def _is_transposed(self, module: str, pair: Pair, name: str) -> bool:
-        """Whether the weight is stored in×out; raises where it has another shape."""
+        """Whether the weight is stored in×out; refuses a shape mismatch."""
         weight, own = self.tensors[name], (pair.b.shape[0], pair.a.shape[1])
         if pair.kernel:
             inputs = own[1] // prod(pair.kernel)
@@ -135,19 +152,19 @@ class Targets:
         return pair.embedding or (self.is_conv1d(name) and not parameter if own[0] == own[1] else weight.shape != own)
 
     def is_conv1d(self, name: str) -> bool:
-        """For square weights, whose shape does not tell; nor does `fan_in_fan_out`, which PEFT overrides."""
+        """Whether a square weight is stored in×out; `fan_in_fan_out` is unreliable, since PEFT overrides it."""
         return self.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
 
-    def _change_part(self, module: str, pair: Pair, weight: float, part: Part) -> Changes:
-        """One expert's pair, where the base has all experts in one tensor [E, out, in]."""
+    def _change_part(self, module: str, pair: Pair, weight: float, part: ExpertRows) -> NamedChanges:
+        """The pair of one expert for a base with all experts in one tensor [E, out, in]."""
         there, own = (part.count, self.tensors[part.tensor].shape[2]), (pair.b.shape[0], pair.a.shape[1])
         if there != own or pair.magnitude:
             raise other_base(self.adapter.name, self.wanted[module], there, own)
         factors = self._factors(module, pair, weight, transposed=False)
-        yield part.tensor, [Slab(part.expert, part.first, part.count, change) for change in factors]
+        yield part.tensor, [ExpertProduct(part.expert, part.first, part.count, change) for change in factors]
 
-    def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> Changes:
-        """The pairs of all experts, where the base has one tensor or one for each."""
+    def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> NamedChanges:
+        """The pairs of all experts, for a base with one fused tensor or separate ones."""
         experts, _ = self._sizes(name)
         if pair.rank % experts:
             raise MalformedInput(
@@ -155,10 +172,10 @@ class Targets:
                 hint="the adapter was trained on another model; see its `base_model_name_or_path`",
             )
         scale = weight * self._scale(module, pair.rank // experts)
-        layout = Layout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
+        layout = ExpertLayout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
         for index, change in enumerate(layout.changes(pair.a, pair.b, scale)):
             if name in self.tensors:
-                yield name, [Slab(index, 0, self.tensors[name].shape[1], change)]
+                yield name, [ExpertProduct(index, 0, self.tensors[name].shape[1], change)]
                 continue
             first = 0
             for tensor in self.stacks[name][index]:
@@ -168,15 +185,15 @@ class Targets:
 
     @cached_property
     def _experts_transposed(self) -> bool:
-        sizes: dict[str, tuple[Shapes, Shapes]] = {}
+        sizes: dict[str, tuple[MatrixShape, MatrixShape]] = {}
         for module, pair in self.adapter.pairs.items():
             name = self._homes[self.wanted[module]]
             if name not in self.parts and self._is_fused(name, pair):
                 sizes[name] = (pair.b.shape[0], pair.a.shape[1]), self._sizes(name)[1]
         return is_transposed(sizes, self.adapter.config, self.config.get("model_type"), self.adapter.name)
 
-    def _sizes(self, name: str) -> tuple[int, Shapes]:
-        """How many experts there are, and the sizes of the matrix of each."""
+    def _sizes(self, name: str) -> tuple[int, MatrixShape]:
+        """The number of experts, and the shape of the matrix of each."""
         if name in self.tensors:
             experts, rows, columns = self.tensors[name].shape
             return experts, (rows, columns)
@@ -190,8 +207,8 @@ class Targets:
         return len(stack), (sum(shape[0] for shape in next(iter(shapes))), widths.pop())
 
 
-def _rows(change: LowRank, first: int, count: int) -> LowRank:
-    """Some rows of a change."""
+def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
+    """Rows `first:first + count` of a product."""
     if change.transposed:
         a = change.a
         columns = slice(first, first + count)
@@ -203,8 +220,8 @@ def _rows(change: LowRank, first: int, count: int) -> LowRank:
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
-    """The error for an adapter whose shapes are not those of the base."""
+    """The error for a shape mismatch between an adapter and the base."""
     return MalformedInput(
-        f"`{adapter}` is for `{name}` of shape {list(own)}, in the base it has shape {list(base)}",
+        f"shape mismatch for `{name}`: `{adapter}` expected {list(own)}, got {list(base)} in the base",
         hint="the adapter was trained on another model; see its `base_model_name_or_path`",
     )

@@ -1,4 +1,4 @@
-"""Which tensor of the base an adapter's name means: the same name, or one renaming that places all the others."""
+"""Matches tensor names of an adapter with those of the base: equal names, or one renaming that fits all others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from llmconv.convert.adapters.lora.version_renames import spellings
 from llmconv.errors import MalformedInput
 
 LISTED = 3
-"""Unmatched names that an error shows before it counts the rest."""
+"""Number of unmatched names that an error lists."""
 
 
 def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -> dict[str, str]:
-    """Each wanted name's tensor in the base.
+    """Each wanted name to the name of its tensor in the base.
 
-    Names that are not there may be of another version of transformers (`renamed.py`), or may all differ by one prefix,
-    such as `transformer.` in the model and nothing in the file. That is accepted only where exactly one renaming places
-    every name, each on a tensor of its own; the versions' names come first.
+    Missing names may be those of another version of transformers (`version_renames.py`), which are tried first, or may
+    all differ by one prefix, such as `transformer.` in the model and nothing in the file. A renaming is accepted only
+    if it is the only one that maps every name to a tensor of its own.
 
     Args:
         wanted: tensor names in the model that the adapter was trained on.
@@ -25,7 +25,7 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
         adapter: its name, for error messages.
 
     Raises:
-        MalformedInput: a name that matches nothing, or several exchanges that fit; lists the close names.
+        MalformedInput: a name without a match, or with several; lists similar names.
     """
     found = {name: name for name in wanted if name in names}
     missing = sorted(set(wanted) - set(found))
@@ -51,16 +51,16 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
 def match_saved(
     saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str
 ) -> dict[str, str]:
-    """The tensors of the base that `modules_to_save` replace under another name; those that it lacks are not in it.
+    """The tensors of the base that `modules_to_save` replace under another name; new ones are left out.
 
     Args:
         saved: names of an adapter's saved tensors that are not names of the base.
-        homes: where its other names were found.
+        homes: result of `match_names` for its other names.
         names: tensor names of the base.
         adapter: its name, for error messages.
 
     Raises:
-        MalformedInput: a name that may mean a tensor of the base, and does not say so.
+        MalformedInput: a name with an ambiguous match.
     """
     exchanges = {_differing_prefixes(*pair) for pair in homes.items() if pair[0] != pair[1]}
     result: dict[str, str] = {}
@@ -79,13 +79,13 @@ def match_saved(
 
 
 def _distinct(fits: Iterable[dict[str, str]], found: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
-    """The different ones among those that place each name on a tensor of its own."""
+    """The different mappings that give each name a tensor of its own."""
     own = (fit for fit in fits if len(set(fit.values())) == len(fit) and not set(fit.values()) & set(found))
     return {frozenset(fit.items()) for fit in own}
 
 
 def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
-    """Every placing of all missing names by one exchange of prefixes; layer numbers are never part of a prefix."""
+    """Every mapping of all missing names by replacing one prefix; layer numbers are never part of a prefix."""
     tried: set[tuple[str, str]] = set()
     for name in names:
         old, new = _differing_prefixes(missing[0], name)
@@ -101,7 +101,7 @@ def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
 
 
 def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
-    """What stands in front of the longest common tail, in whole components with their dots."""
+    """The parts before the longest common suffix, in whole components with their dots."""
     left, right = one.split("."), other.split(".")
     while left and right and left[-1] == right[-1]:
         left.pop()
@@ -110,7 +110,7 @@ def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
 
 
 def _share_module(prefix: str, name: str) -> bool:
-    """Whether more than the parameter's own name is behind the prefix; `weight` alone would match anything."""
+    """Whether more than the parameter's name follows the prefix; `weight` alone would match anything."""
     return "." in name[len(prefix) :]
 
 

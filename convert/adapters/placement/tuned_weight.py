@@ -1,4 +1,4 @@
-"""Tuned: what an adapter of another kind than LoRA does to one weight, by rows of the file's tensor."""
+"""TunerUpdate: the update of one weight by an adapter of another kind than LoRA, by rows of the stored tensor."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
 TILE_ELEMENTS = 1 << 18
-"""Elements whose change is made at once, so that what the formulas make on the way stays small."""
+"""Elements computed at once, so that intermediate results stay small."""
 
 
 @dataclass
-class Once:
-    """A value that many threads need for all rows of a tensor: made by the first, let go when every row was served.
+class KeptUntilLastRow:
+    """A value that all rows of a tensor need: computed by the first thread, released after the last row.
 
     Attributes:
-        rows: how many rows there are.
+        rows: number of rows.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class Once:
     _lock: Lock = field(default_factory=Lock)
 
     def take(self, rows: int, make: Callable[[], Any]) -> Any:
-        """The value, for `rows` more rows."""
+        """The value, for `rows` more rows, computed by `make` if necessary."""
         with self._lock:
             value = make() if self._value is None else self._value
             self._served += rows
@@ -44,30 +44,29 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """One adapter's change of one weight.
+class TunerUpdate:
+    """The update of one weight by one adapter.
 
-    Row blocks, except where the file's rows are inputs (Conv1D): there the whole tensor's change is made at once, in
-    float64.
+    Computed by row blocks; for weights stored in×out (Conv1D) the whole update at once, in float64.
 
     Attributes:
         tuner: the formula.
-        learned: what goes into it.
+        learned: its tensors.
         shape: out×in of the weight.
-        weight: how much of the change is made.
+        weight: the adapter's weight, by which the update is multiplied.
         transposed: the weight is stored in×out.
-        needed: what the formula makes of `learned`.
+        needed: result of `tuner.delta`, shared by all rows.
     """
 
     tuner: Tuner
-    learned: Learned
-    shape: Shape
+    learned: ModuleTensors
+    shape: WeightShape
     weight: float
     transposed: bool
-    needed: Once
+    needed: KeptUntilLastRow
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
         if self.transposed:
             whole: Array = self.needed.take(stop - start, lambda: self._whole(base))
             return whole[start:stop]
@@ -92,20 +91,20 @@ def updates_of(
     has_bias: Callable[[str], bool],
     is_conv1d: Callable[[str], bool],
     weight: float,
-) -> Iterator[tuple[str, Tuned]]:
-    """Every change that an adapter makes, with the name of the base's tensor; nothing large is read.
+) -> Iterator[tuple[str, TunerUpdate]]:
+    """Names of the base's tensors and their updates by an adapter; nothing large is read.
 
     Args:
-        adapter: of a kind with a `tuner`.
+        adapter: without a `tuner` it has no such updates.
         homes: `<module>.weight` to the name of the base's tensor.
-        current: the base's tensor of a name.
-        has_bias: whether the base has a tensor of this name.
-        is_conv1d: whether a weight is stored in×out, where its shape does not tell.
-        weight: how much of the changes is made.
+        current: returns the base's tensor by name.
+        has_bias: returns whether the base has a tensor by name.
+        is_conv1d: returns whether a weight is stored in×out, for square ones.
+        weight: factor of the updates.
 
     Raises:
-        MalformedInput: tensors that do not belong together, or to this base.
-        UnsupportedInput: the weight in the base is not a floating-point tensor.
+        MalformedInput: tensors that do not fit each other, or this base.
+        UnsupportedInput: the weight in the base is not floating-point.
     """
     tuner = adapter.tuner
     if tuner is None:
@@ -113,8 +112,8 @@ def updates_of(
     places = {}
     for module, learned in adapter.learned.items():
         name, fit = homes[f"{module}.weight"], tuner.fit(learned)
-        turned = (is_conv1d(name), learned.settings.flag("fan_in_fan_out")) if tuner.conv1d else (False, False)
-        places[module] = name, *_lies(adapter.name, name, current(name), fit, turned)
+        swapped = (is_conv1d(name), learned.settings.flag("fan_in_fan_out")) if tuner.conv1d else (False, False)
+        places[module] = name, *_orientation(adapter.name, name, current(name), fit, swapped)
     absent = set(tuner.shared) - {part for learned in adapter.learned.values() for part in learned.tensors}
     shapes = [shape for _, shape, _ in places.values()]
     drawn = tuner.drawn(next(iter(adapter.learned.values())).settings, shapes) if absent and shapes else {}
@@ -122,16 +121,23 @@ def updates_of(
         learned = adapter.learned[module]
         complete = replace(learned, tensors={**drawn, **learned.tensors})
         tuner.require(complete, shape)
-        yield name, Tuned(tuner, complete, shape, weight, transposed, Once(current(name).num_rows))
+        yield name, TunerUpdate(tuner, complete, shape, weight, transposed, KeptUntilLastRow(current(name).num_rows))
         bias = name.removesuffix("weight") + "bias"
         if tuner.scales_output and tuner.fit(learned)[0] is not None and has_bias(bias):
-            yield bias, Tuned(tuner, complete, (shape[0], 1), weight, False, Once(shape[0]))
+            yield bias, TunerUpdate(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
 
 
-def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[bool, bool]) -> tuple[Shape, bool]:
+def _orientation(
+    adapter: str, name: str, weight: LazyTensor, fit: FittingShape, swapped: tuple[bool, bool]
+) -> tuple[WeightShape, bool]:
     """out×in of the weight, and whether it is stored in×out.
 
-    The second of `turned`, what the config says, counts where the weight does not fit otherwise: it is often wrong.
+    Args:
+        adapter: its name, for messages.
+        name: of the weight.
+        weight: the base's tensor.
+        fit: size that the adapter's tensors are for.
+        swapped: stored in×out by model type, and by `fan_in_fan_out`, which counts only if nothing else fits.
     """
     if weight.dtype.name not in ("float64", *FLOATS):
         raise UnsupportedInput(
@@ -139,17 +145,17 @@ def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[b
         )
     if len(weight.shape) > 1:
         own = (weight.shape[0], prod(weight.shape[1:]))
-        fits_turned = len(weight.shape) == 2 and _matches(own[::-1], fit)
-        if fits_turned and (turned[0] or (turned[1] and not _matches(own, fit))):
+        fits_swapped = len(weight.shape) == 2 and _matches(own[::-1], fit)
+        if fits_swapped and (swapped[0] or (swapped[1] and not _matches(own, fit))):
             return own[::-1], True
         if _matches(own, fit):
             return own, False
     wanted = "×".join("any" if size is None else str(size) for size in fit)
     raise MalformedInput(
-        f"`{adapter}` is for `{name}` of size {wanted}, in the base it has shape {list(weight.shape)}",
+        f"shape mismatch for `{name}`: `{adapter}` expected {wanted}, got {list(weight.shape)} in the base",
         hint="the adapter was trained on another model; see its `base_model_name_or_path`",
     )
 
 
-def _matches(shape: Shape, fit: Fit) -> bool:
+def _matches(shape: WeightShape, fit: FittingShape) -> bool:
     return all(wanted in (None, size) for size, wanted in zip(shape, fit, strict=True))

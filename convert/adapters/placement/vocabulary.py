@@ -1,19 +1,19 @@
-"""What adapters do to the embedding, the head that may share it, and the fields of the config that depend on them."""
+"""Embedding, tied head and vocabulary size of a merged model, with the fields of the config that depend on them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.models.tied_head import TIE, says_tied, set_everywhere
+from llmconv.convert.models.tied_head import TIE, is_tied, set_everywhere
 from llmconv.errors import MalformedInput
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
-    """Lets `vocab_size` follow an embedding that an adapter made longer or shorter.
+    """Sets `vocab_size` to the rows of an embedding that an adapter resized.
 
     Args:
-        edits: what the adapters do.
+        edits: changes by the adapters.
         embedding: name of the input embedding.
         head: name of the output head.
         config: changed in place.
@@ -40,22 +40,22 @@ def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[
 
 
 def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
-    """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
+    """Copies trained rows of the embedding to a tied head, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
     tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
     if embedding in edits.tokens and tied and head not in edits.tokens:
         edits.tokens[head] = edits.tokens[embedding]
 
 
 def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
-    """Gives the head its own tensor where it and the embedding part ways.
+    """Gives the head its own tensor if it no longer equals the embedding.
 
     Args:
-        edits: what the adapters do; a head that stays shared is taken out of its tensors.
+        edits: changes by the adapters; a head that stays tied is removed from its tensors.
         embedding: name of the input embedding.
         head: name of the output head.
         config: changed in place.
     """
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
-    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
         set_everywhere(config, TIE, False)

@@ -1,4 +1,4 @@
-"""What is done to one weight: the sum of the updates that each adapter makes of it, rounded once."""
+"""The sum of all updates of one weight, rounded once."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from typing import Protocol
 
 import numpy as np
 
-from llmconv.convert.adapters.lora.experts import Slab, add_to_experts
-from llmconv.convert.adapters.rounding import round_into
-from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
+from llmconv.convert.adapters.lora.experts import ExpertProduct, add_to_experts
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 
-class Update(Protocol):
-    """What one adapter adds to one weight: its new value less the old one."""
+class WeightUpdate(Protocol):
+    """The update of one weight by one adapter: new value minus old value."""
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of what is added.
+        """Rows `start:stop` of the update.
 
         Args:
-            base: the weight, whole, for updates that depend on it.
+            base: the weight, for updates that depend on it.
             start: first row.
-            stop: row behind the last.
+            stop: end of the rows, excluded.
 
         Returns:
-            float64, of two dimensions: what is behind the first dimension of the base counts as columns.
+            float64, two-dimensional: all dimensions of the base after the first count as columns.
         """
         ...
 
 
-Change = LowRank | Slab | Update
-"""A change of a tensor; the first two have fast sums of their own."""
+WeightChange = LoraProduct | ExpertProduct | WeightUpdate
+"""An update of a tensor; the first two kinds have faster sums."""
 
 
-def add_changes(base: LazyTensor, changes: Sequence[Change], dtype: DType) -> LazyTensor:
+def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 
-    Every update is of the base as it was, so their order does not count, and each adapter's weight scales all it does.
+    Every update is relative to the original base, so their order does not matter.
+
+    Args:
+        base: the weight.
+        changes: its updates, of the shape of `base`.
+        dtype: element type of the result.
     """
-    slabs = [change for change in changes if isinstance(change, Slab)]
-    low_rank = [change for change in changes if isinstance(change, LowRank)]
+    slabs = [change for change in changes if isinstance(change, ExpertProduct)]
+    low_rank = [change for change in changes if isinstance(change, LoraProduct)]
     if slabs:
         return add_to_experts(base, slabs, dtype)
     if len(low_rank) == len(changes):
-        return add_low_rank(base, low_rank, dtype)
-    return _add_updates(base, [change for change in changes if not isinstance(change, Slab)], dtype)
+        return add_products(base, low_rank, dtype)
+    return _add_updates(base, [change for change in changes if not isinstance(change, ExpertProduct)], dtype)
 
 
-def _add_updates(base: LazyTensor, updates: Sequence[Update], dtype: DType) -> LazyTensor:
-    """The sum in float64, for updates that are more than a product of two factors."""
+def _add_updates(base: LazyTensor, updates: Sequence[WeightUpdate], dtype: DType) -> LazyTensor:
+    """The sum in float64, for updates other than a product of two factors."""
 
     def load(start: int, stop: int) -> Array:
         rows = base.rows(start, stop)

@@ -1,4 +1,4 @@
-"""PEFT's tuners beside LoRA: one file each in `kinds/`, found by listing it; those without a merge, by name."""
+"""PEFT's tuners other than LoRA: one file each in `kinds/`, found by listing the folder; unmergeable ones by name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
 
-from llmconv.convert.adapters.tuners.config_fields import Settings
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners.config_fields import AdapterFields
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.errors import UnsupportedInput
 from llmconv.plugins import plugins
 from llmconv.tensors import LazyTensor
 
-Shape = tuple[int, int]
-Fit = tuple[int | None, int | None]
-"""out and in of the weight that an adapter's tensors are for; None where any size fits."""
+WeightShape = tuple[int, int]
+FittingShape = tuple[int | None, int | None]
+"""out and in of the weight that an adapter's tensors fit; None for any size."""
 
 
 def no_formula(*learned: object) -> NoReturn:
-    """What a tuner has that only brings whole tensors."""
+    """`fit` and `delta` of a tuner that only has whole tensors."""
     raise NotImplementedError("a tuner with parts needs `fit` and `delta`")
 
 
@@ -29,27 +29,27 @@ class Tuner:
 
     Attributes:
         peft_type: as in `adapter_config.json`.
-        parts: the names of its tensors, after the module's path; none where whole tensors are all it brings.
-        fields: of its config: those that are read, and those that say only how it was trained.
-        fit: the size of the weight that a module's tensors are for, from their shapes alone; refuses tensors that do
-            not belong together.
-        delta: the change of that weight, by rows of a matrix out×in (a convolution's is flattened to that); what
-            is needed for all rows is made once, when the first are asked for.
-        require: refuses tensors that do not suit a weight of this size after all.
-        shared: tensors that the file has once for all modules.
-        drawn: those that the file may lack, from the config and the sizes of all adapted weights.
-        conv1d: whether PEFT applies it to weights that are stored in×out.
-        scales_output: whether a module's bias is changed as its weight is, a matrix out×1, when `fit` says out.
+        parts: names of its tensors, after the module's path; empty if it only has whole tensors.
+        fields: known fields of its config: those that are read, and those that only describe the training.
+        fit: `fit(learned)` returns the size of the weight from the shapes alone; refuses a shape mismatch.
+        delta: `delta(learned, shape)` returns a function from rows of the weight to rows of its update, as a matrix
+            out×in (convolutions are flattened); values needed for all rows are computed once, in `delta`.
+        require: `require(learned, shape)` refuses tensors that do not fit a weight of this size.
+        shared: names of tensors that the file has once for all modules.
+        drawn: `drawn(fields, shapes)` returns the shared tensors that the file may lack, from the config and the sizes
+            of all adapted weights.
+        conv1d: PEFT supports weights that are stored in×out.
+        scales_output: the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out.
     """
 
     peft_type: str
     parts: tuple[str, ...]
     fields: tuple[str, ...]
-    fit: Callable[[Learned], Fit] = no_formula
-    delta: Callable[[Learned, Shape], Delta] = no_formula
-    require: Callable[[Learned, Shape], None] = lambda learned, shape: None
+    fit: Callable[[ModuleTensors], FittingShape] = no_formula
+    delta: Callable[[ModuleTensors, WeightShape], RowChange] = no_formula
+    require: Callable[[ModuleTensors, WeightShape], None] = lambda learned, shape: None
     shared: tuple[str, ...] = ()
-    drawn: Callable[[Settings, Sequence[Shape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
+    drawn: Callable[[AdapterFields, Sequence[WeightShape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
     conv1d: bool = False
     scales_output: bool = False
 
@@ -63,7 +63,7 @@ UNMERGEABLE: dict[str, str] = {
     **dict.fromkeys(("XLORA", "POLY"), MIXTURE),
     **dict.fromkeys(("ADAPTION_PROMPT",), LAYERS),
 }
-"""`peft_type` to the way out, for adapters that no weights can express."""
+"""`peft_type` to the way out, for adapters that no merged weights equal."""
 
 
 @lru_cache(maxsize=1)
@@ -76,7 +76,7 @@ def by_peft_type(kind: object) -> Tuner:
     """The tuner of an adapter's `peft_type`.
 
     Raises:
-        UnsupportedInput: it has no merge, or is not known.
+        UnsupportedInput: it cannot be merged, or is unknown.
     """
     if isinstance(kind, str) and kind in tuners():
         return tuners()[kind]

@@ -1,4 +1,4 @@
-"""Learned: the tensors that an adapter holds for one module, with what its config says of them."""
+"""ModuleTensors: the tensors of an adapter for one module, with the fields of its config."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners.config_fields import Settings
+from llmconv.convert.adapters.tuners.config_fields import AdapterFields
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
-Delta = Callable[[Array, int], Array]
-"""`delta(rows, start)`: the change of the rows of a weight from `start` on (float64, rows×in), given those rows."""
+RowChange = Callable[[Array, int], Array]
+"""`delta(rows, start)`: the update of the rows of a weight from `start` on (float64, rows×in), given those rows."""
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What an adapter has learned for one module.
+class ModuleTensors:
+    """The trained tensors of one module.
 
     Attributes:
         module: its path in the model that the adapter was trained on.
-        tensors: by their names in PEFT, such as `hada_w1_a`; those that all modules share are among them.
+        tensors: by their names in PEFT, such as `hada_w1_a`; including those that all modules share.
         settings: the adapter's config.
     """
 
     module: str
     tensors: Mapping[str, LazyTensor]
-    settings: Settings
+    settings: AdapterFields
 
     def shape(self, name: str, dims: int | None = None) -> tuple[int, ...]:
         """The shape of one tensor.
 
         Raises:
-            MalformedInput: there is none of that name, or it has not `dims` dimensions.
+            MalformedInput: it is missing, or does not have `dims` dimensions.
         """
         if name not in self.tensors:
             raise MalformedInput(
@@ -50,27 +50,27 @@ class Learned:
         return self.tensors[name].read().astype(np.float64)
 
     def same(self, what: str, *sizes: int) -> int:
-        """The size that all of `sizes` are.
+        """The common value of `sizes`.
 
         Raises:
-            MalformedInput: they differ.
+            MalformedInput: they differ; `what` names them.
         """
         if len(set(sizes)) != 1:
             raise self.misfit(f"{what} is {' or '.join(str(size) for size in dict.fromkeys(sizes))}")
         return sizes[0]
 
     def misfit(self, problem: str) -> MalformedInput:
-        """The error of tensors that do not make a change together."""
+        """The error for tensors that do not fit each other or the config."""
         return MalformedInput(
             f"the adapter's tensors of `{self.module}` do not fit together or its config: {problem}",
-            hint="config and tensors are of different adapters; copy the adapter again",
+            hint="config and tensors belong to different adapters; copy the adapter again",
         )
 
     def scale(self, alpha_default: float = 8) -> float:
         """alpha/r (PEFT `LycorisLayer.update_layer`), both looked up by the module's path.
 
         Raises:
-            MalformedInput: a value that is no number above 0.
+            MalformedInput: a value that is not a number above 0.
         """
         alpha = self.settings.of_module("alpha_pattern", self.module, self.settings.positive("alpha", alpha_default))
         return alpha / self.rank()
@@ -79,6 +79,6 @@ class Learned:
         """r of the config, looked up by the module's path.
 
         Raises:
-            MalformedInput: a value that is no number above 0.
+            MalformedInput: a value that is not a number above 0.
         """
         return int(self.settings.of_module("rank_pattern", self.module, self.settings.positive("r", default)))

@@ -1,6 +1,6 @@
-"""What torch's CPU generator draws, without torch: adapters store a seed in place of what was drawn from it.
+"""The random numbers of torch's CPU generator without torch: some adapters store only a seed.
 
-The generator is the Mersenne Twister, seeded as numpy's `RandomState` is (`aten/src/ATen/core/MT19937RNGEngine.h`).
+The generator is the Mersenne Twister, seeded like numpy's `RandomState` (`aten/src/ATen/core/MT19937RNGEngine.h`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 
 LONG = (2**32 - 1) // 20
-"""Permutations of so many or more torch draws in another way (`aten/src/ATen/native/TensorFactories.cpp`)."""
+"""Size from which torch draws permutations in another way (`aten/src/ATen/native/TensorFactories.cpp`)."""
 
 
-class Draws:
-    """The 32-bit numbers that torch's generator gives after `manual_seed(seed)`."""
+class TorchRandom:
+    """The 32-bit numbers of torch's generator after `manual_seed(seed)`."""
 
     def __init__(self, seed: int) -> None:
         self._state = np.random.RandomState(seed & 0xFFFFFFFF)
@@ -27,7 +27,7 @@ class Draws:
         return np.frombuffer(self._state.bytes(4 * count), "<u4")
 
     def uniform(self, shape: tuple[int, ...], low: float, high: float) -> Array:
-        """What `tensor.uniform_(low, high)` fills a float32 tensor with (`at::uniform_real_distribution`)."""
+        """A float32 array with the values of `tensor.uniform_(low, high)` (`at::uniform_real_distribution`)."""
         fractions = (self.take(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
         start, width = np.float32(low), np.float32(high) - np.float32(low)
         return (fractions * float(width) + float(start)).astype(np.float32).reshape(shape)
@@ -42,13 +42,14 @@ def first_of_permutation(size: int, count: int, seed: int) -> Array:
         seed: of the generator.
 
     Raises:
-        UnsupportedInput: a size from which on torch draws in another way.
+        UnsupportedInput: a size of `LONG` or more.
     """
     if size >= LONG:
         raise UnsupportedInput(
-            f"a seeded permutation of {size:,} places is not known", hint="merge it with PEFT's `merge_and_unload`"
+            f"unsupported: a seeded permutation of {size:,} elements",
+            hint="merge it with PEFT's `merge_and_unload`",
         )
-    draws = Draws(seed).take(count) % (size - np.arange(count, dtype=np.int64))
+    draws = TorchRandom(seed).take(count) % (size - np.arange(count, dtype=np.int64))
     moved: dict[int, int] = {}
     result = np.empty(count, np.int64)
     for step, draw in enumerate(draws.tolist()):

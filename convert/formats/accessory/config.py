@@ -1,4 +1,4 @@
-"""LLaMA2-Accessory's `config.json` or `params.json` (its ModelArgs) as the config of a transformers model."""
+"""LLaMA2-Accessory's `config.json` or `params.json` (its ModelArgs) as the `config.json` of a transformers model."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ SIZES = {
     "internlm": ("hidden_size", "num_layers", "num_attention_heads"),
     "falcon": ("hidden_size", "num_layers", "num_attention_heads"),
 }
-"""What each family cannot do without."""
+"""Required fields of each family."""
 
-NUMBERS = (
+POSITIVE_NUMBERS = (
     *("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "max_seq_len", "mlp_ratio"),
     *("layer_norm_epsilon", "load_balancing_weight"),
 )
-WHOLE = ("n_kv_heads", "multiple_of", "max_seq_len")
+INTEGERS = ("n_kv_heads", "multiple_of", "max_seq_len")
 COUNT_LIMIT = 100_000
-"""More layers or experts than any model has; a loop over them must end."""
+"""More layers or experts than any model has, so that loops over them stay short."""
 NUMBER_LIMIT = 1e15
 
 
 @dataclass(frozen=True)
-class Params:
-    """The sizes of a model, whatever its family calls them.
+class AccessoryParams:
+    """The sizes of a model, under the same names for every family.
 
     Attributes:
         family: `llama`, `mixtral`, `internlm` or `falcon`.
-        fields: what the file says.
-        dim, layers, heads, kv_heads, intermediate: sizes; falcon's `kv_heads` are told by its weights.
+        fields: the content of the file.
+        dim: hidden size.
+        layers, heads: their numbers.
+        kv_heads: number of key/value heads; Falcon's depends on its weights instead.
+        intermediate: size of the feed-forward.
     """
 
     family: str
@@ -58,7 +61,7 @@ class Params:
 
     @property
     def head_dim(self) -> int:
-        """Size of one head; `head_dim` of the file is not what upstream computes with (`mixtral.py`, Attention)."""
+        """Size of one head; upstream ignores the file's `head_dim` (`mixtral.py`, Attention)."""
         return self.dim // self.heads
 
     @property
@@ -72,16 +75,21 @@ def _mixture(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_field(name: str, value: Any) -> bool:
-    """Whether a field that a user gives is Accessory's; `rope_scaling` is, unless it is Hugging Face's object."""
+    """Whether a field that the user gives is Accessory's; `rope_scaling` is, unless it is Hugging Face's object."""
     return name in FIELDS and not (name == "rope_scaling" and isinstance(value, Mapping))
 
 
-def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
+def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
     """The sizes of a model of `family`.
 
+    Args:
+        content: the fields of the configuration.
+        family: a key of `SIZES`.
+        source: name of the checkpoint's folder, for error messages.
+
     Raises:
-        MalformedInput: a size is missing or no number, or the sizes contradict each other.
-        UnsupportedInput: a kind of norm or rope that upstream's code does not have, or transformers' does not.
+        MalformedInput: a size is missing or invalid, or the sizes contradict each other.
+        UnsupportedInput: upstream's code or transformers does not have the kind of norm or rope.
     """
     fields = dict(content)
     for name in SIZES[family]:
@@ -98,16 +106,16 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
     if family == "internlm" and fields.get("norm_type", "rmsnorm") != "rmsnorm":
         raise UnsupportedInput(
             f"`{source}` has `norm_type` {fields['norm_type']!r}",
-            hint="no model of transformers is an InternLM with other norms than `rmsnorm`",
+            hint="transformers has no InternLM with other norms than `rmsnorm`",
         )
     dim, layers, heads = (int(fields[name]) for name in (*SIZES[family][:1], *SIZES[family][-2:]))
     kv_heads = int(fields.get("n_kv_heads") or heads)
     if dim % (2 * heads) or heads % kv_heads:
         raise MalformedInput(
             f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {dim}",
-            hint="the configuration is of another model",
+            hint="the configuration belongs to another model",
         )
-    return Params(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
+    return AccessoryParams(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
 
 
 def _is_count(value: Any) -> bool:
@@ -117,13 +125,16 @@ def _is_count(value: Any) -> bool:
 def _check_numbers(fields: Mapping[str, Any], source: str) -> None:
     mixture = _mixture(fields)
     if not isinstance(mixture, Mapping) or not all(map(_is_count, mixture.values())):
-        raise MalformedInput(f"`moe` of `{source}` is {mixture!r}", hint="it counts experts; repair the configuration")
-    for name in NUMBERS:
+        raise MalformedInput(
+            f"`moe` of `{source}` is invalid: {mixture!r}", hint="it counts experts; repair the configuration"
+        )
+    for name in POSITIVE_NUMBERS:
         value = fields.get(name)
-        least = 1 if name in WHOLE else 1 / NUMBER_LIMIT
+        least = 1 if name in INTEGERS else 1 / NUMBER_LIMIT
         if value is not None and (not isinstance(value, int | float) or not least <= value < NUMBER_LIMIT):
             raise MalformedInput(
-                f"`{name}` of `{source}` is {value!r}", hint="it should be a positive number; repair the configuration"
+                f"`{name}` of `{source}` is invalid: {value!r}",
+                hint="it should be a positive number; repair the configuration",
             )
 
 
@@ -138,11 +149,16 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
     return -(-int(fields["hidden_size"] * (fields.get("mlp_ratio") or 8 / 3)) // multiple) * multiple
 
 
-def to_config(params: Params, vocabulary: int, source: str) -> dict[str, Any]:
-    """config.json without dtype, biases and token ids; upstream, too, takes no word of the file for the vocabulary.
+def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
+    """The content of `config.json`, without dtype, biases and token ids.
+
+    Args:
+        params: the sizes.
+        vocabulary: number of rows of the embedding; as upstream, the file's own value is ignored.
+        source: name of the checkpoint's folder, for error messages.
 
     Raises:
-        MalformedInput: the rope scaling is no positive number.
+        MalformedInput: the rope scaling is not a positive number.
     """
     common = {
         "hidden_size": params.dim,
@@ -159,7 +175,7 @@ def to_config(params: Params, vocabulary: int, source: str) -> dict[str, Any]:
     return (_falcon(params) if params.family == "falcon" else _llama(params)) | common
 
 
-def _llama(params: Params) -> dict[str, Any]:
+def _llama(params: AccessoryParams) -> dict[str, Any]:
     eps = "layer_norm_epsilon" if params.family == "internlm" else "norm_eps"
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -185,9 +201,9 @@ def _llama(params: Params) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.endswith("_bias")} | mixture
 
 
-def _falcon(params: Params) -> dict[str, Any]:
-    # Accessory's code has one key/value head where `multi_query` is set, and one per head otherwise, whatever
-    # `num_kv_heads` says (`falcon.py`, FalconAttention).
+def _falcon(params: AccessoryParams) -> dict[str, Any]:
+    # Accessory ignores `num_kv_heads`: with `multi_query` there is one key/value head, otherwise one per head
+    # (`falcon.py`, FalconAttention)
     newer, multi_query = (bool(params.fields.get(name, True)) for name in ("new_decoder_architecture", "multi_query"))
     return {
         "architectures": ["FalconForCausalLM"],
@@ -207,8 +223,8 @@ def _falcon(params: Params) -> dict[str, Any]:
     }
 
 
-def _max_positions(params: Params) -> int:
-    """The trained length; without it that of Llama 1 (eps 1e-6), of Llama 2, or of upstream's own default."""
+def _max_positions(params: AccessoryParams) -> int:
+    """The trained length; if it is unknown, that of Llama 1 (eps 1e-6), of Llama 2, or upstream's default."""
     if stated := params.fields.get("max_seq_len"):
         return int(stated)
     return 4096 if params.family == "llama" and params.fields.get("norm_eps") != 1e-6 else 2048
@@ -220,5 +236,7 @@ def _rope_scaling(fields: Mapping[str, Any], source: str) -> dict[str, Any] | No
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / NUMBER_LIMIT < value < NUMBER_LIMIT:
-        raise MalformedInput(f"`rope_scaling` of `{source}` is {value!r}", hint="it is a number such as 0.5")
+        raise MalformedInput(
+            f"`rope_scaling` of `{source}` is invalid: {value!r}", hint="it should be a number such as 0.5"
+        )
     return {"rope_type": "linear", "factor": 1.0 / value}

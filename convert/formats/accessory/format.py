@@ -15,17 +15,19 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.accessory.config import Params, is_field, read_params, to_config
-from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.formats.accessory.config import AccessoryParams, is_field, read_params, to_config
+from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
+from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases
 from llmconv.convert.formats.accessory.plugins import kinds, leave_out, plugin_family
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, Tensors, differing_copies, join, open_shards, peek
+from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, differing_copies, join, open_shards, peek
 from llmconv.convert.formats.accessory.shapes import check_shapes
-from llmconv.convert.formats.accessory.write import BESIDE, save
-from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
+from llmconv.convert.formats.accessory.write import EXTRA_FILES, save
+from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.ids import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
@@ -36,71 +38,71 @@ def _detect(path: Path) -> bool:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
-    own, below = open_shards(path), open_shards(base) if base else []
+    own, base_shards = open_shards(path), open_shards(base) if base else []
     given = {name: value for name, value in config.items() if is_field(name, value)}
     stored = (_stored_params(base) if base else {}) | _stored_params(path)
-    params = read_params(stored | given, plugin_family(path, chain(*own, *below)), path.name)
+    params = read_params(stored | given, plugin_family(path, chain(*own, *base_shards)), path.name)
     whole = _join(path, own, params)
     if base:
-        # As upstream's loader does with a list of checkpoints: what the later one has replaces what the base has.
-        whole = _join(base, below, params) | whole
+        # as in upstream's loader with a list of checkpoints: later tensors replace those of the base
+        whole = _join(base, base_shards, params) | whole
     before = list(whole)
     warnings = leave_out(whole, params.family, path.name, drop=drop)
     lost = [name for name in before if name not in whole]
     _require_whole(base or path, whole)
     tensors = to_hugging_face(whole, params, path.name)
     if pairs := sum(name.endswith(".lora_a.weight") for name in whole):
-        warnings.append(f"merged {pairs} LoRA pairs; Accessory's have no alpha, so each is B·A")
+        warnings.append(f"merged {pairs} LoRA pairs as B·A; Accessory's LoRA has no alpha")
     settings = _config(path, params, tensors)
-    words, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
-    kept = BESIDE if tokenizer is None else ("generation_config.json",)
-    beside = {name: content for name, content in read_side_files(path).items() if name in kept}
+    tokens, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
+    kept = EXTRA_FILES if tokenizer is None else ("generation_config.json",)
+    extra_files = {name: content for name, content in read_side_files(path).items() if name in kept}
     extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})
     if code:
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
     if differing_copies(own, ("norm.weight", "ln_f.weight")):
         warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
-    settings |= {"bos_token_id": words.bos, "eos_token_id": words.eos} | extra
+    settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
     return Checkpoint(
         path,
         FORMAT.name,
         tensors,
         settings,
-        {**beside, **words.files},
+        {**extra_files, **tokens.files},
         (*warnings, *more),
-        shards=len(own) + len(below),
+        shards=len(own) + len(base_shards),
         source_type=params.family,
-        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *left_beside(path)),
+        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *training_files_in(path)),
     )
 
 
 def _stored_params(folder: Path) -> dict[str, Any]:
-    """`config.json` of Accessory or `params.json` of Meta."""
-    place = next((folder / name for name in ("config.json", "params.json") if (folder / name).is_file()), None)
-    content = read_json(place) if place else {}
+    """The content of Accessory's `config.json` or Meta's `params.json`."""
+    file = next((folder / name for name in ("config.json", "params.json") if (folder / name).is_file()), None)
+    content = read_json(file) if file else {}
     return dict(content["model"]) if isinstance(content.get("model"), Mapping) else content
 
 
-def _join(folder: Path, shards: Sequence[Tensors], params: Params) -> Tensors:
+def _join(folder: Path, shards: Sequence[dict[str, LazyTensor]], params: AccessoryParams) -> dict[str, LazyTensor]:
     if params.family == "internlm" and len(shards) > 1:
         raise UnsupportedInput(
-            f"`{folder.name}` is an InternLM in {len(shards)} shards, with which upstream's own code cannot compute",
-            hint="give the checkpoint in one shard, from which it was cut",
+            f"`{folder.name}` is an InternLM in {len(shards)} shards, which upstream's own code cannot run",
+            hint="give the original checkpoint in one shard",
         )
     one_head = params.family == "falcon" and params.fields.get("multi_query", True)
     return join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
 
 
-def _require_whole(folder: Path, whole: Tensors) -> None:
+def _require_whole(folder: Path, whole: dict[str, LazyTensor]) -> None:
     if not any(name.startswith(("tok_embeddings.", "word_embeddings.", "embedding.")) for name in whole):
         raise InputRefused(
-            f"`{folder.name}` holds no whole model, only the {len(whole)} tensors that were trained",
+            f"`{folder.name}` is not a whole model: it holds only the {len(whole)} tensors that were trained",
             hint="give the folder of `consolidated.…` shards that training started from with `--base`",
         )
 
 
-def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
-    """The config, its sizes compared with the tensors."""
+def _config(path: Path, params: AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
+    """The config; its sizes are compared with the tensors."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
     settings = to_config(params, tensors[embedding].num_rows, path.name)
     check_shapes(tensors, params, settings, path.name)
@@ -110,23 +112,17 @@ def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
 
 
 def _tokenizer(path: Path, given: Path | None, base: Path | None, vocabulary: int) -> tuple[MetaTokenizer, list[str]]:
-    place = given or _find_tokenizer(path) or (_find_tokenizer(base) if base else None)
-    if place is None:
-        warning = f"`{path.name}` has no tokenizer; give one with `--tokenizer` if you need it"
-        return without_tokenizer(vocabulary), [warning]
-    words = load_tokenizer(place, since_3_1=False)
-    if words.eos is None:
-        bos, eos = special_ids(words.files)
-        # A tokenizer without a token for the beginning begins with that for the end (upstream `model/tokenizer.py`).
-        words = replace(words, bos=eos if bos is None else bos, eos=eos)
-    warnings = list(words.warnings)
-    if words.size > vocabulary:
-        warnings.append(f"the tokenizer has {words.size} tokens, the embedding {vocabulary}: is it another model's?")
-    return words, warnings
+    file = given or _find_tokenizer(path) or (_find_tokenizer(base) if base else None)
+    tokens, warnings = tokenizer_for(file, vocabulary, path.name, since_3_1=False)
+    if file and tokens.eos is None:
+        bos, eos = special_ids(tokens.files)
+        # a tokenizer without a token for the beginning begins with that for the end (upstream `model/tokenizer.py`)
+        tokens = replace(tokens, bos=eos if bos is None else bos, eos=eos)
+    return tokens, warnings
 
 
 def _find_tokenizer(folder: Path) -> Path | None:
-    """As upstream looks for it: `tokenizer.model`, else the two files of a Hugging Face tokenizer."""
+    """In upstream's order: `tokenizer.model`, else the folder if it has a Hugging Face tokenizer."""
     if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
         return folder
     return find_tokenizer(folder)

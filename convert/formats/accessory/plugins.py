@@ -1,4 +1,4 @@
-"""LLaMA2-Accessory's plugins: what the language model of each is, and what transformers has no place for."""
+"""LLaMA2-Accessory's plugins: the language model of each, and the tensors that transformers cannot hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.formats.accessory.read import Tensors
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -23,82 +22,84 @@ FAMILIES = {
     "internlm": "internlm",
     "falcon": "falcon",
 }
-"""Upstream's plugins (`accessory/model/LLM/`), each by what its language model is."""
+"""Upstream's plugins (`accessory/model/LLM/`) to the family of their language model."""
 
-PICTURES = re.compile(
+VISION = re.compile(
     r"(?:clip|clip_proj|clip_proj_norm|openclip_convnext_xxl|dinov2_vitg14|qformer|qformer_proj"
     r"|visual_\w+|start_img|end_img)(?:\.|$)"
 )
-PREFIX = re.compile(r"prefix(?:_gate|_new_gate)?$")
-"""What `llama_adapter` learns; unlike the parts for pictures, it takes part in every answer."""
+TRAINED_PREFIX = re.compile(r"prefix(?:_gate|_new_gate)?$")
+"""Tensors that `llama_adapter` trains; unlike those for images, they change every answer."""
 
 
 def plugin_family(folder: Path, names: Iterable[str]) -> str:
-    """`llama`, `mixtral`, `internlm` or `falcon`, by `meta.json`; where there is none, by the names of the tensors.
+    """`llama`, `mixtral`, `internlm` or `falcon`, from `meta.json` or else from the names of the tensors.
 
     Raises:
-        UnsupportedInput: a plugin that upstream does not have.
+        UnsupportedInput: upstream does not have the plugin.
     """
     if not (folder / "meta.json").is_file():
         return _family_of(set(names))
     plugin = read_json(folder / "meta.json").get("llama_type")
     if not isinstance(plugin, str) or plugin not in FAMILIES:
         raise UnsupportedInput(
-            f"`{folder.name}` was trained with the plugin `{plugin}`, which upstream does not have",
-            hint="if its language model is one of upstream's, name that one as `llama_type` in `meta.json`",
+            f"`{folder.name}` was trained with the unknown plugin `{plugin}`",
+            hint="if its language model is one of upstream's, give that one as `llama_type` in `meta.json`",
         )
     return FAMILIES[plugin]
 
 
 def _family_of(names: set[str]) -> str:
-    """Before November 2023 there was no `meta.json`."""
+    """The family from tensor names, for runs from before November 2023, which have no `meta.json`."""
     marks = {"internlm": ".mixer.", "falcon": ".self_attention.", "mixtral": r".feed_forward.gate."}
     return next((family for family, mark in marks.items() if any(mark in name for name in names)), "llama")
 
 
-def leave_out(whole: Tensors, family: str, source: str, *, drop: bool) -> list[str]:
-    """Removes from `whole` what no language model of transformers holds; returns warnings that list it.
+def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
+    """Removes the tensors that no language model of transformers has.
 
     Args:
-        whole: joined tensors under Accessory's names.
+        whole: joined tensors in Accessory's names; changed in place.
         family: from `plugin_family`.
-        source: folder name for error messages.
-        drop: whether the user wants that.
+        source: name of the checkpoint's folder, for error messages.
+        drop: whether the user allows it.
+
+    Returns:
+        Warnings that list the removed tensors.
 
     Raises:
-        UnsupportedInput: there is something, and `drop` is not given.
+        UnsupportedInput: there are such tensors, and `drop` is False.
     """
-    pictures = [name for name in whole if PICTURES.match(name)]
-    trained = [name for name in whole if PREFIX.match(name)]
+    vision = [name for name in whole if VISION.match(name)]
+    trained = [name for name in whole if TRAINED_PREFIX.match(name)]
     if family == "mixtral":
         biases = {name: whole.pop(name) for name in list(whole) if re.fullmatch(r"layers\..*\.bias", name)}
-        trained += [name for name, bias in biases.items() if not _is_zero(bias)]
-    lost = [*pictures, *trained]
+        trained += [name for name, bias in biases.items() if not is_zero(bias)]
+    lost = [*vision, *trained]
     if lost and not drop:
         effect = ", which then answers differently" if trained else ""
         raise UnsupportedInput(
-            f"`{source}` has {len(lost)} tensors that no language model of transformers holds: {kinds(lost)}",
+            f"`{source}` has {len(lost)} tensors that no language model of transformers has: {kinds(lost)}",
             hint=f"`--drop` converts the language model without them{effect}",
         )
     for name in lost:
         whole.pop(name, None)
     warnings = []
-    if pictures:
-        warnings.append(
-            f"dropped {len(pictures)} tensors for pictures: {kinds(pictures)}; text alone needs none of them"
-        )
+    if vision:
+        warnings.append(f"dropped {len(vision)} tensors for images: {kinds(vision)}; text alone does not need them")
     if trained:
         warnings.append(f"dropped {len(trained)} trained tensors: {kinds(trained)}; the model answers differently")
     return warnings
 
 
 def kinds(names: Iterable[str]) -> str:
-    """Names without numbers, and of foreign models the first part only, so that hundreds stay readable."""
+    """A short list of names: without layer numbers, and only the first part of other models' names."""
     shown = (
         re.sub(r"\.\d+(?=\.)", "", name) if name.startswith("layers.") else name.partition(".")[0] for name in names
     )
     return listing(list(dict.fromkeys(shown)))
 
 
-def _is_zero(tensor: LazyTensor) -> bool:
+def is_zero(tensor: LazyTensor) -> bool:
+    """Whether all elements are zero; reads the tensor block by block."""
     return not any(tensor.rows(*block).any() for block in tensor.blocks())

@@ -1,4 +1,4 @@
-"""The shapes that the tensors of a LLaMA2-Accessory model have under Hugging Face's names."""
+"""Checks the shapes of a LLaMA2-Accessory model's tensors in Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.formats.accessory.config import Params
+from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
-def check_shapes(tensors: Mapping[str, LazyTensor], params: Params, settings: Mapping[str, Any], source: str) -> None:
-    """Every matrix has the shape that transformers expects.
+def check_shapes(
+    tensors: Mapping[str, LazyTensor], params: AccessoryParams, settings: Mapping[str, Any], source: str
+) -> None:
+    """Compares the shape of every tensor with the one that transformers expects.
 
     Args:
-        tensors: by Hugging Face name.
+        tensors: Hugging Face name to tensor.
         params: the sizes of the model.
         settings: the content of `config.json`.
         source: folder name for error messages.
 
     Raises:
-        MalformedInput: lists those that have not.
+        MalformedInput: lists the tensors of another shape.
     """
     dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
     fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
@@ -38,6 +40,6 @@ def check_shapes(tensors: Mapping[str, LazyTensor], params: Params, settings: Ma
             wrong.append(f"{name} {list(tensor.shape)}")
     if wrong:
         raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors of another shape than its configuration says: {listing(wrong)}",
-            hint="the configuration is of another model, or a shard is missing",
+            f"shape mismatch with the configuration for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
+            hint="the configuration belongs to another model, or a shard is missing",
         )

@@ -1,6 +1,6 @@
-"""A model in Hugging Face names as LLaMA2-Accessory's folder: `consolidated.NN-of-MM.model.pth`, its config, tokenizer.
+"""Writes LLaMA2-Accessory's folder: `consolidated.NN-of-MM.model.pth`, configuration, tokenizer.
 
-Layout: Accessory `util/misc.py`, `save_checkpoint`; of Mixtral, each rank holds whole experts (`LLM/mixtral.py`, MoE).
+Layout: Accessory `util/misc.py`, `save_checkpoint`; each rank of a Mixtral holds whole experts (`LLM/mixtral.py`, MoE).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import inverse_order, inverted, permute_rows, rename, require, rope_order, split
 from llmconv.convert.algebra.row_groups import pick_rows
-from llmconv.convert.formats.accessory.config import Params
-from llmconv.convert.formats.accessory.names import Table, table_of
+from llmconv.convert.formats.accessory.config import AccessoryParams
+from llmconv.convert.formats.accessory.names import NameTable, table_of
 from llmconv.convert.formats.accessory.read import EXPERT
 from llmconv.convert.formats.accessory.shapes import check_shapes
-from llmconv.convert.formats.accessory.write_config import Args, args_of
+from llmconv.convert.formats.accessory.write_config import AccessoryArgs, args_of
 from llmconv.convert.formats.meta.names import split_dim
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.models.unsupported_settings import refuse_shards
@@ -25,19 +25,19 @@ from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 
 QKV = re.compile(r"(.*\.self_attention)\.query_key_value\.(weight|bias)")
-TURNED = re.compile(r"\.(?:wq|wk)\.(?:weight|bias)$")
+ROTATED = re.compile(r"\.(?:wq|wk)\.(?:weight|bias)$")
 
-BESIDE = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json")
-"""Files that upstream passes over, and that `to-hf` reads back."""
+EXTRA_FILES = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+"""Files that upstream ignores, and that `to-hf` reads back."""
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of an Accessory checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of an Accessory checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
-        UnsupportedInput: no plugin of Accessory's is such a model.
+        UnsupportedInput: Accessory has no plugin for the model.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many shards.
+        UsageProblem: the model cannot be divided among this number of shards.
     """
     args = args_of(checkpoint)
     refuse_shards(checkpoint.path.name, shards, args.shared)
@@ -50,16 +50,16 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
         Shard(f"consolidated.{number:02}-of-{shards:02}.model.pth", rank, container)
         for number, rank in enumerate(ranks)
     ]
-    words, warnings = _tokenizer(checkpoint)
+    tokenizer, warnings = _tokenizer(checkpoint)
     small = {"config.json": json_bytes(args.params.fields), "meta.json": json_bytes({"llama_type": args.plugin})}
-    return Plan(checkpoint, tuple(files), {**words, **small}, warnings)
+    return Plan(checkpoint, tuple(files), {**tokenizer, **small}, warnings)
 
 
-def whole_tensors(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
-    """Whole tensors under Accessory's names and in its order of rows; a tied head is written out.
+def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
+    """Whole tensors in Accessory's names and row order; a tied head is written out.
 
     Raises:
-        MalformedInput: a tensor is missing, left over, or of another shape than the config says.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
     """
     params, source = args.params, checkpoint.path.name
     table = _with_biases(table_of(params), args.biases)
@@ -71,12 +71,12 @@ def whole_tensors(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
     check_shapes(tensors, params, args.settings, source)
     whole: dict[str, LazyTensor] = {}
     for name, target in renamed.items():
-        whole |= _placed(name, tensors[target], params)
+        whole |= _converted(name, tensors[target], params)
     return whole
 
 
-def _with_biases(table: Table, layers: Sequence[str]) -> Table:
-    """The table with a row for the bias of each of the `layers`, by Hugging Face's name."""
+def _with_biases(table: NameTable, layers: Sequence[str]) -> NameTable:
+    """The table with the biases of `layers`, given by the last word of their Hugging Face names."""
     biased = {
         source.removesuffix("weight") + "bias": target.removesuffix("weight") + "bias"
         for source, target in table.items()
@@ -85,22 +85,22 @@ def _with_biases(table: Table, layers: Sequence[str]) -> Table:
     return {**table, **biased}
 
 
-def _placed(name: str, tensor: LazyTensor, params: Params) -> dict[str, LazyTensor]:
-    """One tensor as Accessory has it: rows in Meta's order, a fused matrix of Falcon's in three."""
+def _converted(name: str, tensor: LazyTensor, params: AccessoryParams) -> dict[str, LazyTensor]:
+    """One tensor as Accessory stores it: rows in Meta's order; a fused matrix of Falcon's becomes three."""
     if params.family == "falcon" and (fused := QKV.fullmatch(name)):
         size, heads = params.head_dim, 1 if params.fields["multi_query"] else params.heads
         counts = (params.heads // heads * size, size, size)
         return {
-            f"{fused[1]}.w{letter}.{fused[2]}": pick_rows(tensor, sum(counts), sum(counts[:place]), counts[place])
-            for place, letter in enumerate("qkv")
+            f"{fused[1]}.w{letter}.{fused[2]}": pick_rows(tensor, sum(counts), sum(counts[:index]), counts[index])
+            for index, letter in enumerate("qkv")
         }
-    if params.family != "falcon" and TURNED.search(name):
+    if params.family != "falcon" and ROTATED.search(name):
         return {name: permute_rows(tensor, inverse_order(rope_order(params.head_dim)))}
     return {name: tensor}
 
 
-def _parts(name: str, tensor: LazyTensor, params: Params, shards: int) -> Mapping[int, LazyTensor]:
-    """What each rank holds of a tensor."""
+def _parts(name: str, tensor: LazyTensor, params: AccessoryParams, shards: int) -> Mapping[int, LazyTensor]:
+    """The part of a tensor for each rank that has one, by rank."""
     if EXPERT.search(name):
         number = int(name.split(".experts.")[1].partition(".")[0])
         return {number // (params.experts // shards): tensor}
@@ -110,10 +110,10 @@ def _parts(name: str, tensor: LazyTensor, params: Params, shards: int) -> Mappin
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files that upstream looks for: `tokenizer.model`, else both of a Hugging Face tokenizer; and `BESIDE`."""
+    """The files that upstream reads (`tokenizer.model`, or a Hugging Face tokenizer), `EXTRA_FILES`, and warnings."""
     files = checkpoint.side_files
-    beside = {name: files[name] for name in BESIDE if name in files}
+    extra_files = {name: files[name] for name in EXTRA_FILES if name in files}
     for names in (("tokenizer.model",), ("tokenizer.json", "tokenizer_config.json")):
         if all(name in files for name in names):
-            return {name: files[name] for name in names} | beside, ()
-    return beside, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)
+            return {name: files[name] for name in names} | extra_files, ()
+    return extra_files, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)

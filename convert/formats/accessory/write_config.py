@@ -1,4 +1,4 @@
-"""LLaMA2-Accessory's plugin and ModelArgs of a model: the reverse of `params.py`, and checked against it."""
+"""LLaMA2-Accessory's plugin and ModelArgs of a model: the reverse of `config.py`, and checked against it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from math import inf, nextafter
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats.accessory.config import Params, read_params, to_config
+from llmconv.convert.formats.accessory.config import AccessoryParams, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP
 from llmconv.convert.formats.meta.write_config import feed_forward_of
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "LLaMA2-Accessory's code"
-HELD: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama", "mixtral", "falcon"),
     "hidden_act": ("silu",),
     "activation": ("gelu",),
@@ -24,38 +24,38 @@ HELD: dict[str, tuple[Any, ...]] = {
 }
 NO_BIASES: dict[str, tuple[Any, ...]] = {"attention_bias": (), "mlp_bias": ()}
 FALCON_DEFAULTS = {"bias": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True}
-"""What transformers takes for a field that is not there (`FalconConfig`)."""
+"""transformers' defaults for missing fields (`FalconConfig`)."""
 
 
 @dataclass(frozen=True)
-class Args:
-    """How Accessory describes a model.
+class AccessoryArgs:
+    """Accessory's description of a model.
 
     Attributes:
         plugin: the `llama_type` of `meta.json`.
         params: the sizes; its `fields` are the content of `config.json`.
-        shared: what ranks share out, to its number.
+        shared: name to size of all that is divided among ranks.
         settings: the Hugging Face config that `to-hf` makes of it.
-        biases: linear layers with a bias that the table of names has no row for, by Hugging Face's names.
+        biases: linear layers with a bias that the table of names lacks, by the last word of Hugging Face's names.
     """
 
     plugin: str
-    params: Params
+    params: AccessoryParams
     shared: Mapping[str, int]
     settings: Mapping[str, Any]
     biases: tuple[str, ...] = ()
 
 
-def args_of(checkpoint: Checkpoint) -> Args:
+def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
     """The plugin and arguments of a model.
 
     Raises:
-        UnsupportedInput: no plugin is such a model; lists the fields.
-        MalformedInput: the config has impossible sizes.
+        UnsupportedInput: there is no plugin for the model; lists the fields.
+        MalformedInput: the config has invalid sizes.
     """
     plugin = checkpoint.config.get("model_type")
     decoder = read_decoder(_like_a_llama(checkpoint) if plugin == "falcon" else checkpoint)
-    refuse_fields(decoder, HELD if plugin == "llama" else HELD | NO_BIASES, CODE)
+    refuse_fields(decoder, SUPPORTED if plugin == "llama" else SUPPORTED | NO_BIASES, CODE)
     fields = _fields(decoder)
     switches = {"attention_bias": ATTENTION, "mlp_bias": MLP}
     biases = tuple(layer for switch, layers in switches.items() if decoder.fields.get(switch) for layer in layers)
@@ -64,7 +64,7 @@ def args_of(checkpoint: Checkpoint) -> Args:
     params = read_params(fields, decoder.model_type, decoder.source)
     settings = to_config(params, decoder.vocabulary, decoder.source)
     _refuse_others(decoder, params, settings)
-    return Args(str(plugin), params, _shared(decoder, params), settings, biases)
+    return AccessoryArgs(str(plugin), params, _shared(decoder, params), settings, biases)
 
 
 def _fields(decoder: LlamaLikeConfig) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _fields(decoder: LlamaLikeConfig) -> dict[str, Any]:
 
 
 def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
-    """A Falcon's config with the sizes under a llama's names too."""
+    """A Falcon's config with the sizes also in a Llama's fields."""
     config = {**FALCON_DEFAULTS, **checkpoint.config}
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     kv_heads = config.get("num_kv_heads") or heads
@@ -108,21 +108,21 @@ def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config={**config, **sizes})
 
 
-def _refuse_others(decoder: LlamaLikeConfig, params: Params, settings: Mapping[str, Any]) -> None:
-    """What upstream's code makes of its fields must be the model; it has no field for the rest."""
-    told = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
-    if settings["rope_scaling"]:  # but for the last bit of the division
-        told["rope"] = {**settings["rope_scaling"], "factor": decoder.scaling.get("factor")}
+def _refuse_others(decoder: LlamaLikeConfig, params: AccessoryParams, settings: Mapping[str, Any]) -> None:
+    """Refuses values that upstream's code would compute differently, since it has no fields for them."""
+    read_back = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
+    if settings["rope_scaling"]:  # the last bit of the division may differ
+        read_back["rope"] = {**settings["rope_scaling"], "factor": decoder.scaling.get("factor")}
     own = {"head_dim": decoder.head_dim, "intermediate_size": decoder.intermediate, "rope": dict(decoder.scaling)}
     if params.family == "falcon":
         norms = "num_ln_in_parallel_attn"
-        told |= {"num_kv_heads": settings["num_kv_heads"], norms: settings[norms]}
+        read_back |= {"num_kv_heads": settings["num_kv_heads"], norms: settings[norms]}
         own |= {"num_kv_heads": decoder.kv_heads, norms: decoder.fields.get(norms) or settings[norms]}
-    refuse_other_values(decoder, own, told, CODE)
+    refuse_other_values(decoder, own, read_back, CODE)
 
 
-def _shared(decoder: LlamaLikeConfig, params: Params) -> dict[str, int]:
-    """What ranks share out; Falcon's single key/value head is in all of them."""
+def _shared(decoder: LlamaLikeConfig, params: AccessoryParams) -> dict[str, int]:
+    """The sizes that are divided among ranks; a single key/value head of Falcon is copied."""
     sizes = {"hidden_size": decoder.hidden, "num_attention_heads": decoder.heads, "vocab_size": decoder.vocabulary}
     if params.family != "falcon" or decoder.kv_heads > 1:
         sizes["num_key_value_heads"] = decoder.kv_heads
@@ -132,7 +132,7 @@ def _shared(decoder: LlamaLikeConfig, params: Params) -> dict[str, int]:
 
 
 def _position_factor(decoder: LlamaLikeConfig) -> float | None:
-    """Upstream multiplies positions by it, transformers divides them by `factor`."""
+    """Upstream's `rope_scaling`, which multiplies positions; transformers divides them by `factor`."""
     factor = decoder.scaling.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1e-12 < factor < 1e12:
         return None

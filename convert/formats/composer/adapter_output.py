@@ -1,4 +1,4 @@
-"""What becomes of the adapter of a PEFT run: merged into its base, written beside it, or alone."""
+"""Outputs of a PEFT run of Composer: the adapter merged into its base, written next to it, or alone."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.peft_file import to_adapter
+from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
 from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.models.tied_head import says_tied, settled
+from llmconv.convert.models.tied_head import is_tied, settled
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.model_kinds import require_model_type
 from llmconv.tensors import LazyTensor
 
 OPTIONS = ("base", "adapter")
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
-"""Fields of `adapter_config.json` by which PEFT leaves out modules that `target_modules` names."""
+"""Fields of `adapter_config.json` with which PEFT skips modules of `target_modules`."""
 
 
 def without_adapter(options: Mapping[str, Any], source: str) -> None:
-    """Refuses options that mean nothing where the run is not one of PEFT.
+    """Refuses options that have no meaning for a run without PEFT.
 
     Raises:
         UsageProblem: one of them is given.
     """
     if given := [name for name in OPTIONS if options.get(name)]:
-        raise UsageProblem(f"`--{given[0]}` is given, but `{source}` holds no adapter", hint="leave it out")
+        raise UsageProblem(f"`--{given[0]}` is given, but `{source}` contains no adapter", hint="leave it out")
 
 
 def with_adapter(
@@ -42,18 +42,18 @@ def with_adapter(
     options: Mapping[str, Any],
     open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
 ) -> Checkpoint:
-    """The model with its adapter merged, or with it beside; or the adapter alone.
+    """The model with its adapter merged or kept separately, or the adapter alone.
 
     Args:
         run: from `find_adapter`.
         options: `base`, the folder of the base model; `adapter`, `merge` (the default) or `split`.
-        open_model: `open_model(tensors, folder)` gives the base model; `folder` is where its tensors are from, None
-            where they are from the run; without tensors it gives what else the run holds.
+        open_model: `open_model(tensors, folder)` returns the base model; `folder` is the source of its tensors, None if
+            they are from the run; without tensors it returns the other contents of the run.
 
     Raises:
-        UsageProblem: a base is given that is not needed.
-        UnsupportedInput: the base is needed and not given, or a kind of adapter that cannot be merged.
-        MalformedInput: the adapter is of another base.
+        UsageProblem: a base is given but not needed.
+        UnsupportedInput: the base is needed but not given, or the adapter cannot be merged.
+        MalformedInput: the adapter belongs to another base.
     """
     run = _of_its_base(run)
     split, folder = options.get("adapter") == "split", options.get("base")
@@ -64,19 +64,19 @@ def with_adapter(
             f"`{run.path.name}` holds a LoRA adapter without its base model",
             hint="give the base's Hugging Face folder with `--base`, or write the adapter alone with `--adapter split`",
         )
-    below = open_checkpoint(Path(folder)) if folder else None
-    if below:
-        require_model_type(below.config, below.path)
-    model = settled(open_model(dict(below.tensors) if below else run.base, below))
-    if below:
+    base = open_checkpoint(Path(folder)) if folder else None
+    if base:
+        require_model_type(base.config, base.path)
+    model = settled(open_model(dict(base.tensors) if base else run.base, base))
+    if base:
         check_complete(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
-    return _apart(run, model) if split else _merged(run, model)
+    return _separate(run, model) if split else _merged(run, model)
 
 
 def _of_its_base(run: PeftRun) -> PeftRun:
-    """Without what PEFT did to the base before training, where the run holds the base as it was then."""
+    """Removes options for changes that PEFT made to the base before training, if the run contains the changed base."""
     if not run.base:
         return run
     config = {name: value for name, value in run.config.items() if name != "layer_replication"}
@@ -85,15 +85,15 @@ def _of_its_base(run: PeftRun) -> PeftRun:
     return replace(run, config=config)
 
 
-def _apart(run: PeftRun, model: Checkpoint) -> Checkpoint:
+def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
     try:
         config = parse_config(run.config)
     except UnsupportedInput:
-        pass  # written apart as it is: PEFT knows the kind
+        pass  # written unchanged: PEFT supports it
     else:
         adapter = to_adapter(run.path, (run.path,), config, run.adapter)
         if model.tensors:
-            merged(model, [adapter])  # of no use but to be checked
+            merged(model, [adapter])  # only to check it
     place = "in the sub-folder `adapter`" if model.tensors else "alone; it needs its base model"
     note = f"the LoRA adapter is written {place}"
     parts = Checkpoint(run.path, "adapter", run.adapter, run.config)
@@ -101,8 +101,8 @@ def _apart(run: PeftRun, model: Checkpoint) -> Checkpoint:
 
 
 def _check_places(run: PeftRun, model: Checkpoint) -> None:
-    """Every factor has its module, and every module that PEFT adapts (`check_target_module_exists`) its factors."""
-    names = model.tensors.keys() | ({HEAD} if says_tied(model.config) else set())
+    """Refuses factors without a module, and modules that PEFT adapts (`check_target_module_exists`) without factors."""
+    names = model.tensors.keys() | ({HEAD} if is_tied(model.config) else set())
     homes = match_names({f"{module}.weight" for module in run.modules}, names, run.path.name)
     targets = run.config.get("target_modules")
     if not isinstance(targets, list) or any(run.config.get(field) for field in NARROWING):
@@ -117,7 +117,7 @@ def _check_places(run: PeftRun, model: Checkpoint) -> None:
 
 
 def _lost_biases(run: PeftRun) -> list[str]:
-    """`lora_only` biases never pass Composer's filter, which looks for them under a name of old PEFT versions."""
+    """A warning about `lora_only` biases: Composer looks for them under a name of old PEFT versions, and drops them."""
     if run.base or run.config.get("bias") != "lora_only" or any(name.endswith(".bias") for name in run.adapter):
         return []
     return ["`bias` is 'lora_only', but the file holds no bias: Composer leaves them out of adapter-only checkpoints"]
@@ -133,19 +133,19 @@ def _opened(run: PeftRun) -> Adapter:
     try:
         return to_adapter(run.path, (run.path,), parse_config(run.config), run.adapter)
     except UnsupportedInput as problem:
-        hint = f"{problem.hint}; `--adapter split` writes it apart"
+        hint = f"{problem.hint}; `--adapter split` writes it separately"
         raise UnsupportedInput(problem.message, hint=hint) from problem
 
 
 VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
-"""Fields that differ between a base and a run of it without changing what the model computes."""
+"""Fields that may differ between a base and its run without changing the results."""
 
 
 def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """A warning where the run's configuration is not that of the base folder; fields that only one has do not count.
+    """A warning if the run's configuration differs from the base folder's in fields that both have.
 
     Raises:
-        MalformedInput: they are of different model types.
+        MalformedInput: the model types differ.
     """
     differing = sorted(name for name in stored.keys() & base.keys() if stored[name] != base[name])
     if "model_type" in differing:
@@ -158,6 +158,6 @@ def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]
 
 
 def generation_settings(base: Checkpoint | None) -> dict[str, bytes]:
-    """`generation_config.json` of the base, which a run does not hold."""
+    """`generation_config.json` of the base, since a run does not contain one."""
     name = "generation_config.json"
     return {name: base.side_files[name]} if base and name in base.side_files else {}

@@ -1,7 +1,7 @@
-"""Composer (LLM Foundry) runs: `state.model`, `state.integrations.huggingface`, and much that is not read.
+"""Composer (LLM Foundry) runs: `state.model`, `state.integrations.huggingface`, and parts that are not read.
 
 Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
-ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers may have left theirs anywhere.
+ComposerModel, so each Hugging Face name has the prefix `model.`, and wrappers may have added theirs anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmconv.convert.formats.composer.adapter_output import (
     without_adapter,
 )
 from llmconv.convert.formats.composer.peft_run import find_adapter
-from llmconv.convert.formats.composer.read import Run, is_run, open_run
+from llmconv.convert.formats.composer.read import ComposerRun, is_run, open_run
 from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
@@ -58,14 +58,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 def _open_model(
     path: Path,
-    run: Run,
+    run: ComposerRun,
     given: Mapping[str, Any],
     tokenizer: Path | None,
     warnings: list[str],
     tensors: dict[str, LazyTensor],
     base: Checkpoint | None = None,
 ) -> Checkpoint:
-    """The model of `tensors` with the run's configuration and tokenizer; those of `base` fill what the run lacks."""
+    """The model of `tensors` with the run's configuration and tokenizer, or those of `base` if the run has none."""
     settings: dict[str, Any] = {}
     if tensors:
         embedded = plain(run.branch("state", "integrations", "huggingface", "model", "config", "content"), path.name)
@@ -75,18 +75,18 @@ def _open_model(
         settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}
-    told = (version(run), run.shards, dropped(run))
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *told)
+    info = (version(run), run.shards, dropped(run))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
 
 
-def _tokenizer(path: Path, run: Run, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
+def _tokenizer(path: Path, run: ComposerRun, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
     files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
     if left_out:
-        warnings.append(f"left out {listing(left_out)}: not among the files a tokenizer needs")
+        warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
     if not files and base:
         return dict(base.side_files)
     if not files:
-        warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
+        warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
     return files
 
 
@@ -103,7 +103,7 @@ FORMAT = Format(
     open=_open,
     covers=(
         "runs of Composer 0.13 to 0.32 with any causal language model of transformers, in one file, packed (`.gz`, "
-        "`.zst`, `.tar`, …), behind a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
+        "`.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
         "as transformers' own computes the same"
     ),
     options=OPTIONS,

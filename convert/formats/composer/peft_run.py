@@ -1,7 +1,7 @@
-"""A PEFT (LoRA) run of Composer: the adapter and its base, told apart by their names.
+"""Separates the adapter and the base model of a PEFT (LoRA) run of Composer, by their names.
 
-Layout (mosaicml/composer `models/huggingface.py`): with `should_save_peft_only` (the default) only what
-`filter_state_dict_peft` lets through, else the whole PeftModel; `peft_config` holds `adapter_config.json`. Names are
+Layout (mosaicml/composer `models/huggingface.py`): with `should_save_peft_only` (the default) only the tensors that
+`filter_state_dict_peft` keeps, else the whole PeftModel; `peft_config` holds `adapter_config.json`. Names are
 those of the running model (PEFT `tuners/lora/layer.py`, `utils/other.py`): `….q_proj.base_layer.weight`,
 `….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`, `lm_head.modules_to_save.default.weight`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from llmconv.convert.adapters.lora.config import FORMULA
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.formats.composer.read import Run, branch
+from llmconv.convert.formats.composer.read import ComposerRun, branch
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.tokenizers.embedded_files import plain
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -25,20 +25,20 @@ PREFIX = "base_model.model."
 LEAVES = ("weight", "bias")
 WHOLE = "modules_to_save"
 PARTS_OF_BASE = ("base_layer", "original_module", "token_adapter")
-"""Components that PEFT puts into the names of the base's own tensors."""
+"""Components that PEFT inserts into the names of the base's own tensors."""
 
 SAVE_ALL = "Composer leaves them out of adapter-only checkpoints; save one with `should_save_peft_only=False`"
 
 
 @dataclass(frozen=True)
 class PeftRun:
-    """The two halves of a PEFT run.
+    """The adapter and the base model of a PEFT run.
 
     Attributes:
         path: the checkpoint, for messages.
         config: the content of `adapter_config.json`.
-        base: the base's tensors by Hugging Face name; empty where only the adapter was saved.
-        adapter: the adapter's tensors under the names that PEFT saves.
+        base: Hugging Face name to tensor of the base; empty if only the adapter was saved.
+        adapter: the adapter's tensors in the names that PEFT saves.
     """
 
     path: Path
@@ -53,17 +53,17 @@ class PeftRun:
         return {name.partition(".lora_")[0] for name in plain_names if ".lora_" in name}
 
 
-def find_adapter(run: Run, tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
-    """The two halves, or None where the run is not one of PEFT.
+def find_adapter(run: ComposerRun, tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
+    """Adapter and base model, or None if the run does not use PEFT.
 
     Args:
         run: the opened run.
-        tensors: its tensors, without what trainers put in front of and into the names.
+        tensors: its tensors, without the trainers' wrappers in their names.
         path: the checkpoint, for messages.
 
     Raises:
-        MalformedInput: the run says PEFT and its tensors do not, or the other way round, or a name is of neither half.
-        UnsupportedInput: another method than LoRA, several adapters, or trained parts that were not saved.
+        MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.
+        UnsupportedInput: the method is not LoRA, there are several adapters, or trained parts were not saved.
     """
     stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
     if not stored and not any(".lora_" in name for name in tensors):
@@ -83,7 +83,7 @@ def find_adapter(run: Run, tensors: Mapping[str, LazyTensor], path: Path) -> Pef
 def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
     if not stored:
         raise MalformedInput(
-            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is not known",
+            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is unknown",
             hint="give a checkpoint that was saved with its `integrations`",
         )
     if (kind := stored.get("peft_type")) != "LORA":
@@ -100,11 +100,11 @@ def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTe
 
 
 def _separate(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Base and adapter; every tensor goes to exactly one of them.
+    """The tensors of the base and those of the adapter.
 
     Raises:
         UnsupportedInput: there are several adapters.
-        MalformedInput: two tensors with one name.
+        MalformedInput: a name is duplicate.
     """
     base: dict[str, LazyTensor] = {}
     adapter: dict[str, LazyTensor] = {}
@@ -115,7 +115,9 @@ def _separate(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str,
         labels |= {label} if saved else set()
         if key in half:
             if len(labels) == 1:
-                raise MalformedInput(f"`{source}` holds `{key}` twice, under different names", hint="save it again")
+                raise MalformedInput(
+                    f"duplicate key `{key}` in `{source}`, under different names", hint="save it again"
+                )
             raise _several(source, labels)
         half[key] = tensor
     if len(labels - {""}) > 1:
@@ -129,10 +131,10 @@ def _several(source: str, labels: set[str]) -> UnsupportedInput:
 
 
 def _saved_name(name: str) -> tuple[str, str]:
-    """What PEFT calls a tensor of the adapter when it saves it, and the adapter's label; empty for one of the base.
+    """PEFT's name of an adapter's tensor in files, and the adapter's label; empty for a tensor of the base.
 
-    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) takes the label out, the component `modules_to_save`,
-    and from a DoRA magnitude its `.weight`.
+    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) removes the label, the component `modules_to_save`,
+    and the `.weight` of a DoRA magnitude.
     """
     parts = name.split(".")
     kinds = (WHOLE, "trainable_tokens_delta")
@@ -151,44 +153,46 @@ def _base_name(name: str) -> str:
 
 
 def _add_biases(run: PeftRun, tensors: Mapping[str, LazyTensor]) -> None:
-    """Trained biases lie in the base's modules; as PEFT does, they go with the adapter too."""
-    if (wanted := run.config.get("bias") or "none") not in ("none", "all", "lora_only"):
-        raise _odd("bias", wanted)
-    for name, tensor in tensors.items() if wanted != "none" else ():
+    """Adds trained biases, which lie in the base's modules, to the adapter, as PEFT does."""
+    if (expected := run.config.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _invalid("bias", expected)
+    for name, tensor in tensors.items() if expected != "none" else ():
         module = _base_name(name).removesuffix(".bias")
-        if name.endswith(".bias") and not _saved_name(name)[0] and (wanted == "all" or module in run.modules):
+        if name.endswith(".bias") and not _saved_name(name)[0] and (expected == "all" or module in run.modules):
             run.adapter.pop(PREFIX + _base_name(name), None)
             run.adapter[name] = tensor
 
 
 def _require_complete(run: PeftRun) -> None:
-    """Both factors of every module, and all that was trained besides."""
+    """Refuses a run that lacks a factor, or another trained part."""
     names = {name.removeprefix(PREFIX) for name in run.adapter}
     for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
         halves = [{name.removesuffix(half) for name in names if name.endswith("." + half)} for half in (a, b)]
-        if odd := sorted(halves[0] ^ halves[1]):
+        if single := sorted(halves[0] ^ halves[1]):
             raise MalformedInput(
-                f"the adapter in `{run.path.name}` lacks a factor of {listing([name[:-1] for name in odd])}",
+                f"the adapter in `{run.path.name}` lacks a factor of {listing([name[:-1] for name in single])}",
                 hint="the checkpoint is incomplete; give another one of the run",
             )
     modules = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
     below = {name.rpartition(".")[0] for name in run.base}
     if not isinstance(saved := run.config.get(WHOLE) or [], list):
-        raise _odd(WHOLE, saved)
-    for wanted in saved:
-        if not _holds(modules, str(wanted)) and (not run.base or _holds(below, str(wanted))):
-            raise _lost(run, f"`{WHOLE}` ({wanted})")
+        raise _invalid(WHOLE, saved)
+    for expected in saved:
+        if not _holds(modules, str(expected)) and (not run.base or _holds(below, str(expected))):
+            raise _lost(run, f"`{WHOLE}` ({expected})")
     if run.config.get("trainable_token_indices") and not any(name.endswith("trainable_tokens_delta") for name in names):
         raise _lost(run, "`trainable_token_indices`")
 
 
-def _odd(name: str, value: Any) -> MalformedInput:
-    return MalformedInput(f"the adapter config has {value!r} for `{name}`", hint="give another checkpoint of the run")
+def _invalid(name: str, value: Any) -> MalformedInput:
+    return MalformedInput(
+        f"`{name}` in the adapter config is invalid: {value!r}", hint="give another checkpoint of the run"
+    )
 
 
-def _holds(modules: set[str], wanted: str) -> bool:
-    return any(f".{wanted}." in f".{module}." for module in modules)
+def _holds(modules: set[str], expected: str) -> bool:
+    return any(f".{expected}." in f".{module}." for module in modules)
 
 
-def _lost(run: PeftRun, what: str) -> UnsupportedInput:
-    return UnsupportedInput(f"`{run.path.name}` was saved without what {what} trained", hint=SAVE_ALL)
+def _lost(run: PeftRun, option: str) -> UnsupportedInput:
+    return UnsupportedInput(f"`{run.path.name}` was saved without the tensors trained by {option}", hint=SAVE_ALL)

@@ -1,6 +1,6 @@
-"""What a Composer run tells of its writer, and what it holds that is no part of the model.
+"""The versions that wrote a Composer run, and its parts that are not converted.
 
-Layout (mosaicml/composer `core/state.py`): beside `model` and `integrations`, `state` holds what resuming needs.
+Layout (mosaicml/composer `core/state.py`): `state` holds `model`, `integrations`, and all that resuming needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from llmconv.convert.formats.composer.read import Run
+from llmconv.convert.formats.composer.read import ComposerRun
 from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
@@ -28,44 +28,43 @@ PARTS = {
     "timestamp": "the time stamp",
     "rng": "the random number generators",
 }
-"""In the state, or (generators, and in old sharded runs the optimizer) beside it."""
+"""Keys in the state, or (generators, and in old sharded runs the optimizer) next to it."""
 
 KEPT = {"model", "integrations", "metadata", "run_name", "rank_zero_seed"}
 VERSION = re.compile(r"[\w.+-]{1,60}")
 
 
-def version(run: Run) -> str:
-    """The writer, such as `composer 0.32.1, torch 2.13.0`; empty where the run does not tell."""
+def version(run: ComposerRun) -> str:
+    """The versions, such as `composer 0.32.1, torch 2.13.0`; empty if unknown."""
     metadata = run.branch("state", "metadata")
-    told = {
+    versions = {
         "composer": run.branch("state", "metadata", "composer_env_info").get("composer_version"),
         "torch": _text(metadata.get("torch_version")),
     }
     return ", ".join(
-        f"{name} {text}" for name, text in told.items() if isinstance(text, str) and VERSION.fullmatch(text)
+        f"{name} {text}" for name, text in versions.items() if isinstance(text, str) and VERSION.fullmatch(text)
     )
 
 
 def _text(value: Any) -> Any:
-    """A `TorchVersion` is a string in a class of its own."""
+    """The text of a `TorchVersion`, torch's own class of strings."""
     return value.args[0] if isinstance(value, Stub) and value.args else value
 
 
-def dropped(run: Run) -> tuple[str, ...]:
-    """What is in the run and not converted, one phrase each, with the size of its tensors; none of them is read."""
+def dropped(run: ComposerRun) -> tuple[str, ...]:
+    """The parts that are not converted, one phrase each, with the size of their tensors; none is read."""
     parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
     leaves = {str(key): [*_leaves(value)] for key, value in parts.items() if key not in KEPT}
     sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(map(_nbytes, found)) for key, found in leaves.items() if found}
-    return phrases(sizes | {_phrase(told): size for told, size in run.beside.items() if told.strip("`") not in KEPT})
-
-
-def _phrase(told: str) -> str:
-    """What a sharded run's part is called in a run of one file."""
-    return PARTS.get(told.strip("`"), told)
+    # a sharded run has the same parts under quoted keys
+    others = {
+        PARTS.get(key.strip("`"), key): size for key, size in run.other_parts.items() if key.strip("`") not in KEPT
+    }
+    return phrases(sizes | others)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Everything but None in nested containers, each container once (a pickle may refer to one again and again)."""
+    """Everything except None in nested containers, each container once (a pickle may refer to one many times)."""
     waiting, seen = [value], set()
     while waiting:
         item = waiting.pop()

@@ -1,4 +1,4 @@
-"""A sharded Composer run: a distributed checkpoint, its model lazily and its settings read; nothing else is opened.
+"""Opens a sharded Composer run, a distributed checkpoint: the model lazily, and its settings.
 
 Layout (mosaicml/composer `utils/checkpoint.py`, `checkpoint/save.py`): `epE-baB/` holds the nested dict of a run; in
 the newer layout `epE-baB/model/` holds the bare state dict, `epE-baB/composer_metadata.json` the settings.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.formats.composer import symlink_folder as newer
-from llmconv.convert.state_dicts.distributed.folder import Folder, is_folder, open_folder, sizes_of
+from llmconv.convert.formats.composer import run_folder as newer
+from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, is_folder, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
 from llmconv.errors import UnsupportedInput
 from llmconv.files.pickles.machine import Stub
@@ -20,7 +20,7 @@ from llmconv.tensors import LazyTensor
 
 MODEL = "model"
 TRACES = {"integrations", "metadata", "timestamp", "run_name", "rank_zero_seed"}
-"""Keys of a Composer state beside the model; one of them is there whatever was left out."""
+"""Keys of a Composer state next to the model; at least one of them is always there."""
 
 WAY_OUT = (
     "load all ranks' files with the Composer that wrote them, in as many processes, and save once with "
@@ -40,14 +40,14 @@ def is_sharded(path: Path) -> bool:
 
 
 def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, dict[str, int]]:
-    """The nested dict of the run, how to get a tensor of it, its number of shards, and the bytes of what is not in it.
+    """The fields of a ComposerRun: content, tensor, shards, other_parts.
 
     Raises:
-        MalformedInput, UnsupportedInput: see `open_folder`; a part of the model that cannot be read.
+        MalformedInput, UnsupportedInput: see `open_folder`; or a part of the model cannot be read.
     """
     if newer.is_folder(path):
         folder = open_folder(path / MODEL)
-        state, left = newer.content(path, folder.tree)["state"], newer.beside(path)
+        state, left = newer.content(path, folder.tree)["state"], newer.other_parts(path)
         model = state.pop(MODEL)
         known = state
     else:
@@ -61,14 +61,14 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
     return content, lambda _, tensor: tensor, folder.shards, left
 
 
-def _lazy(folder: Folder, model: Any) -> dict[str, Any]:
-    """The state dict with a LazyTensor for each tensor, and the bytes' items as they are."""
+def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
+    """The state dict with a LazyTensor for each tensor, and bytes items unchanged."""
     entries = model.items() if isinstance(model, Mapping) else ()
     return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}
 
 
 def _with_empty_files(known: dict[str, Any]) -> dict[str, Any]:
-    """Gives JSON files that were an empty dict their content back, which torch does not store."""
+    """Restores the content of JSON files that are an empty dict, which torch does not store."""
     huggingface = known["integrations"].get("huggingface") if isinstance(known["integrations"], dict) else None
     files = huggingface.get("tokenizer") if isinstance(huggingface, dict) else None
     for entry in files.values() if isinstance(files, dict) else ():
@@ -78,10 +78,10 @@ def _with_empty_files(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_rank_file(path: Path, model: Any) -> None:
-    """Refuses the file of one rank out of several, each of which holds a part of every tensor.
+    """Refuses the file of one rank, which holds only a part of every tensor.
 
     Raises:
-        UnsupportedInput: pickled `ShardedTensor`, or flat parameters of FSDP (`local`).
+        UnsupportedInput: there are pickled `ShardedTensor`, or flat parameters of FSDP (`local`).
     """
     entries = model.items() if isinstance(model, Mapping) else ()
     if any(_is_sharded_tensor(value) for _, value in entries):
@@ -96,6 +96,6 @@ def refuse_rank_file(path: Path, model: Any) -> None:
 
 
 def _is_sharded_tensor(value: Any) -> bool:
-    """As torch pickles it today (a call with the class as argument), or as it did at the time (the object itself)."""
+    """Whether it is pickled as today (a call with the class as argument) or as in 2023 (the object itself)."""
     names = (value.function, *value.args) if isinstance(value, Stub) else ()
     return any(isinstance(name, Global) and name.name == "ShardedTensor" for name in names)

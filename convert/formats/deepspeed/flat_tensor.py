@@ -1,4 +1,4 @@
-"""A tensor made of flat pieces: its elements in row-major order lie in ranges of several one-dimensional tensors."""
+"""A tensor joined from slices: its elements, in row-major order, lie in several one-dimensional tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatSlice:
     """Elements `start:stop` of a one-dimensional tensor."""
 
     flat: LazyTensor
@@ -23,54 +23,59 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return self.stop - self.start
 
     def read(self, start: int, stop: int) -> Array:
-        """Elements `start:stop` of the piece."""
+        """Elements `start:stop` of the slice."""
         return self.flat.rows(self.start + start, self.start + stop)
 
 
-def cut(flats: Sequence[LazyTensor], start: int, stop: int) -> list[Piece]:
-    """Elements `start:stop` of the flat tensors laid one after the other; fewer, where they end before `stop`."""
-    pieces = []
+def slices_of(flats: Sequence[LazyTensor], start: int, stop: int) -> list[FlatSlice]:
+    """Elements `start:stop` of the concatenated flat tensors; fewer if those end before `stop`."""
+    slices = []
     for flat in flats:
         low, high = max(start, 0), min(stop, flat.shape[0])
         if low < high:
-            pieces.append(Piece(flat, low, high))
+            slices.append(FlatSlice(flat, low, high))
         start, stop = start - flat.shape[0], stop - flat.shape[0]
-    return pieces
+    return slices
 
 
-def first_elements(pieces: Sequence[Piece], numel: int) -> list[Piece]:
-    """The first `numel` elements of the pieces: what is left without padding at the end."""
+def first_elements(slices: Sequence[FlatSlice], numel: int) -> list[FlatSlice]:
+    """The first `numel` elements of the slices, without padding at the end."""
     kept = []
-    for piece in pieces:
-        if numel > 0 and piece.numel:
-            kept.append(Piece(piece.flat, piece.start, min(piece.stop, piece.start + numel)))
-        numel -= piece.numel
+    for part in slices:
+        if numel > 0 and part.numel:
+            kept.append(FlatSlice(part.flat, part.start, min(part.stop, part.start + numel)))
+        numel -= part.numel
     return kept
 
 
-def shaped(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
-    """The tensor whose elements the pieces hold, in order; a block of rows reads only the ranges that it touches.
+def joined(slices: Sequence[FlatSlice], shape: tuple[int, ...], dtype: DType) -> LazyTensor:
+    """The tensor of the slices' elements, in order; a block of rows reads only the ranges that it needs.
+
+    Args:
+        slices: its elements, in row-major order.
+        shape: of the tensor.
+        dtype: of every slice.
 
     Raises:
-        ValueError: a piece has another dtype, or their elements are not as many as those of `shape`.
+        ValueError: a slice has another dtype, or the number of elements does not match `shape`.
     """
-    ends = list(accumulate((piece.numel for piece in pieces), initial=0))[1:]
-    there, width = ends[-1] if ends else 0, prod(shape[1:])
-    if there != prod(shape):
-        raise ValueError(f"there are {there} elements")
-    if any(piece.flat.dtype != dtype for piece in pieces):
-        raise ValueError("the ranks hold different dtypes")
+    ends = list(accumulate((part.numel for part in slices), initial=0))[1:]
+    numel, width = ends[-1] if ends else 0, prod(shape[1:])
+    if numel != prod(shape):
+        raise ValueError(f"expected {prod(shape)} elements, got {numel}")
+    if any(part.flat.dtype != dtype for part in slices):
+        raise ValueError("the dtypes differ between ranks")
 
     def load(start: int, stop: int) -> Array:
         first, last = start * width, stop * width
         parts = [np.empty(0, dtype.numpy)]
         for number in range(bisect_right(ends, first), bisect_left(ends, last) + 1 if last > first else 0):
-            begin = ends[number] - pieces[number].numel
-            parts.append(pieces[number].read(max(first, begin) - begin, min(last, ends[number]) - begin))
+            begin = ends[number] - slices[number].numel
+            parts.append(slices[number].read(max(first, begin) - begin, min(last, ends[number]) - begin))
         flat = parts[1] if len(parts) == 2 else np.concatenate(parts)
         return flat.reshape(stop - start, *shape[1:])
 

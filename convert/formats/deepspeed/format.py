@@ -1,7 +1,7 @@
-"""DeepSpeed: `latest` and a folder such as `global_step500`, as DeepSpeed itself, transformers and Lightning save it.
+"""DeepSpeed: `latest` and a folder such as `global_step500`, as DeepSpeed, transformers and Lightning save it.
 
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `utils/zero_to_fp32.py`): ZeRO stages 0 to 3, and universal
-checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` beside.
+checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` next to it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = as_loaded(tensors, settings)
     side_files = _side_files(save.home, tokenizer)
     if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
-        warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
+        warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
     if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
         warnings.append(
-            f"`{save.home.name}` also holds safetensors: it already is a Hugging Face folder, without masters"
+            f"`{save.home.name}` also contains safetensors: it already is a Hugging Face folder, without master weights"
         )
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), model.version, model.shards, model.dropped
@@ -53,14 +53,14 @@ def _refuse_adapter(home: Path, tensors: Mapping[str, LazyTensor]) -> None:
     if any("lora_" in name for name in tensors):
         saved = (home / "adapter_config.json").is_file()
         raise UnsupportedInput(
-            f"`{home.name}` is of a PEFT (LoRA) run; its adapter is not part of a plain model",
+            f"`{home.name}` belongs to a PEFT (LoRA) run; its adapter is not part of a plain model",
             hint=f"use `llmconv merge-lora BASE {home if saved else 'ADAPTER'} -o OUT`"
             + ("" if saved else " after saving the adapter with PEFT"),
         )
 
 
 def _prefix(tensors: Mapping[str, LazyTensor]) -> str:
-    """What a trainer put in front of every name, such as `_forward_module.`: whatever the output head begins with."""
+    """The prefix that a trainer gave every name, such as `_forward_module.`: that of the output head's name."""
     names = [WRAPPERS.sub("", name) for name in tensors]
     return next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
 

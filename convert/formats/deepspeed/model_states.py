@@ -1,4 +1,4 @@
-"""The model states of a save: names and shapes of the parameters, what is frozen or shared, and the module itself.
+"""Reads DeepSpeed's model states: names and shapes of parameters, frozen and tied ones, and the module's tensors.
 
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_save_checkpoint`; `checkpoint/constants.py`): one dict per file.
 """
@@ -16,8 +16,6 @@ from llmconv.files.pickles.reader import TensorRef
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
-Shape = tuple[int, ...]
-
 NUMEL_LIMIT = 1 << 48
 RANK_LIMIT = 16
 
@@ -27,18 +25,18 @@ class ModelStates:
 
     Attributes:
         path: the file.
-        content: what was saved; its tensors are TensorRef.
+        content: the saved dict; its tensors are TensorRef.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = open_torch_file(path)
         self.path = path
         if not isinstance(self._file.content, dict):
-            refuse(path, "holds no dict")
+            refuse(path, "does not contain a dict")
         self.content: Mapping[Any, Any] = self._file.content
 
     def tensors(self, field: str) -> dict[str, LazyTensor]:
-        """The tensors of a dict in the file, by name; empty where there is no such dict."""
+        """Name to tensor of a dict in the file; empty if there is no such dict."""
         return {name: self._file.tensor(name, ref) for name, ref in self._refs(field)}
 
     def _refs(self, field: str) -> Iterator[tuple[str, TensorRef]]:
@@ -51,46 +49,46 @@ class ModelStates:
         return value if isinstance(value, dict) else {}
 
     def objects(self, field: str) -> list[str]:
-        """Names under which a dict in the file holds objects that were not rebuilt, such as distributed tensors."""
+        """Names of the values of a dict in the file that are unknown objects, such as distributed tensors."""
         return [str(name) for name, value in self._dict(field).items() if isinstance(value, Stub)]
 
     def buffers(self) -> dict[str, LazyTensor]:
         """The module's persistent buffers; those of 16 bits become float32, as in `zero_to_fp32`."""
         names = self.content.get("buffer_names")
-        wanted = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        persistent = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
         module = self.tensors("module")
-        return {name: cast(module[name], BY_NAME["float32"]) for name in module if name in wanted}
+        return {name: cast(module[name], BY_NAME["float32"]) for name in module if name in persistent}
 
-    def param_shapes(self) -> list[dict[str, Shape]] | None:
+    def param_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
         """Shapes of the trained parameters, one dict per parameter group, in the order in which they were flattened.
 
-        None where nothing was flattened (stage 0).
+        None if nothing was flattened (stage 0).
 
         Raises:
-            MalformedInput: something else stands there, or a name twice.
+            MalformedInput: it is not a list of such dicts, or a name is duplicate.
         """
         value = self.content.get("param_shapes")
         if value is None:
             return None
         groups = [value] if isinstance(value, dict) else value
         if not isinstance(groups, list):
-            refuse(self.path, "has `param_shapes` that are no list")
+            refuse(self.path, "has `param_shapes` that are not a list")
         checked = [self._shapes(group, "param_shapes") for group in groups]
         names = [name for group in checked for name in group]
         if len(set(names)) != len(names):
-            refuse(self.path, "names a parameter in two groups")
+            refuse(self.path, "has a duplicate parameter name in two groups")
         return checked
 
-    def frozen_shapes(self) -> dict[str, Shape]:
-        """Shapes of the parameters that were not trained; stage 1 does not tell them."""
+    def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the frozen parameters; stage 1 does not store them."""
         return self._shapes(self.content.get("frozen_param_shapes") or {}, "frozen_param_shapes")
 
-    def _shapes(self, value: Any, field: str) -> dict[str, Shape]:
+    def _shapes(self, value: Any, field: str) -> dict[str, tuple[int, ...]]:
         if not isinstance(value, dict):
-            refuse(self.path, f"has `{field}` that are no dict")
+            refuse(self.path, f"has `{field}` that are not a dict")
         for name, shape in value.items():
             if not isinstance(name, str) or not _is_shape(shape):
-                refuse(self.path, f"gives `{str(name)[:80]}` in `{field}` an impossible shape")
+                refuse(self.path, f"has an invalid shape for `{str(name)[:80]}` in `{field}`")
         return dict(value)
 
     def shared(self) -> dict[str, str]:
@@ -100,7 +98,7 @@ class ModelStates:
 
     @property
     def version(self) -> str:
-        """Of DeepSpeed, empty where the file does not tell."""
+        """The version of DeepSpeed; empty if unknown."""
         version = self.content.get("ds_version")
         return version[:40] if isinstance(version, str) and version.isprintable() else ""
 
@@ -112,7 +110,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def refuse(path: Path, problem: str) -> NoReturn:
-    """Raises MalformedInput: `path` `problem`."""
+    """Raises MalformedInput with the message "`path` `problem`"."""
     raise MalformedInput(
         f"`{path.name}` {problem}", hint="the file is damaged or was changed; copy it again from where it was saved"
     )

@@ -1,4 +1,4 @@
-"""The optimizer states of all data-parallel ranks: flat weights, and how many ranks there should be.
+"""Reads DeepSpeed's optimizer states of all data-parallel ranks: flat master weights.
 
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_save_zero_checkpoint`; `checkpoint/constants.py`).
 """
@@ -19,19 +19,19 @@ from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import LazyTensor
 
 GROUPS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
-"""Where the flat weights lie, by stage; stage 1 has them where stage 2 has."""
+"""The key of the flat weights, by stage; stage 1 has that of stage 2."""
 
 OLD_GROUPS = ("local_sub_partitions_of_fp32_groups", "fp32_groups")
-"""Where releases before 0.3.17 kept them."""
+"""The keys in releases before 0.3.17."""
 
 
-class Rank:
+class RankStates:
     """The optimizer states of one rank, opened; moments are never read.
 
     Attributes:
         path: the file.
-        stage: 2 or 3; stage 1, and BF16_Optimizer, which tells no stage, lay out their weights as stage 2 does.
-        count: how many ranks shared the weights.
+        stage: 2 or 3; stage 1, and BF16_Optimizer, which has no stage, store their weights as stage 2 does.
+        count: number of ranks that shared the weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,21 +40,21 @@ class Rank:
         content = self._file.content
         state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
         if not isinstance(state, dict):
-            refuse(path, "holds no `optimizer_state_dict`")
+            refuse(path, "contains no `optimizer_state_dict`")
         self._state: Mapping[Any, Any] = state
         self.stage = self._stage()
         self.count = self._count()
 
     def _stage(self) -> int:
         value = self._state.get("zero_stage")
-        if isinstance(value, Stub):  # an enumeration, of which the file gives the value
+        if isinstance(value, Stub):  # an enum, stored by its value
             value = value.args[0] if value.args else None
         if value is None and GROUPS[2] in self._state:
             return 2
         if type(value) is not int or value not in (1, 2, 3):
             raise UnsupportedInput(
-                f"`{self.path.name}` tells no ZeRO stage from 1 to 3",
-                hint="old releases are not read; convert it with the `zero_to_fp32.py` beside it, in a safe place",
+                f"`{self.path.name}` declares no ZeRO stage from 1 to 3",
+                hint="old releases are unsupported; convert it with the `zero_to_fp32.py` next to it, in a sandbox",
             )
         return max(2, value)
 
@@ -62,25 +62,25 @@ class Rank:
         value = self._state.get("partition_count")
         counts = value if isinstance(value, list) and value else [value]
         if any(type(count) is not int or count < 1 for count in counts):
-            refuse(self.path, "does not tell how many ranks there were (`partition_count`)")
+            refuse(self.path, "does not contain the number of ranks (`partition_count`)")
         return int(max(counts))
 
-    def flats(self) -> list[LazyTensor]:
+    def flat_weights(self) -> list[LazyTensor]:
         """This rank's flat weights, one tensor of rank 1 per group.
 
         Raises:
             MalformedInput: there are none, or they are not flat.
-            UnsupportedInput: the layout of a very old release, or of experts.
+            UnsupportedInput: the layout is that of a very old release, or of experts.
         """
         groups = self._state.get(GROUPS[self.stage])
         if groups is None and any(field in self._state for field in OLD_GROUPS):
             raise UnsupportedInput(
-                f"`{self.path.name}` is of a DeepSpeed before 0.3.17, whose layout is not read",
+                f"`{self.path.name}` was written by a DeepSpeed before 0.3.17, whose layout is unsupported",
                 hint="load it with the release that wrote it, and save it with a newer one",
             )
         if self._state.get("ds_zero_partition_groups"):
             raise UnsupportedInput(
-                f"`{self.path.name}` divides experts among ranks of their own, which is not read",
+                f"`{self.path.name}` divides experts among separate ranks, which is unsupported",
                 hint="gather the model with the code that trained it, and save it with `save_pretrained`",
             )
         if not isinstance(groups, list) or not groups or not all(isinstance(group, TensorRef) for group in groups):
@@ -89,44 +89,49 @@ class Rank:
             refuse(self.path, f"has tensors in `{GROUPS[self.stage]}` that are not flat")
         return [self._file.tensor(f"{GROUPS[self.stage]}.{number}", group) for number, group in enumerate(groups)]
 
-    def gaps(self, group: int, parameters: int) -> Sequence[int]:
-        """Elements of padding after each parameter of a group (`parameter_alignment`, since DeepSpeed 0.19.7)."""
+    def paddings(self, group: int, parameters: int) -> Sequence[int]:
+        """Padding elements after each parameter of a group (`parameter_alignment`, since DeepSpeed 0.19.7)."""
         stored = self._state.get("param_alignment_paddings")
         if stored is None:
             return [0] * parameters
-        gaps = stored[group] if isinstance(stored, list) and group < len(stored) else None
+        paddings = stored[group] if isinstance(stored, list) and group < len(stored) else None
         if (
-            not isinstance(gaps, list)
-            or any(type(gap) is not int or gap < 0 for gap in gaps)
-            or len(gaps) != parameters
+            not isinstance(paddings, list)
+            or any(type(gap) is not int or gap < 0 for gap in paddings)
+            or len(paddings) != parameters
         ):
-            refuse(self.path, f"has paddings that do not fit the {parameters} parameters of group {group}")
-        return list(gaps)
+            refuse(self.path, f"has paddings that do not match the {parameters} parameters of group {group}")
+        return list(paddings)
 
 
-def open_ranks(save: Save) -> list[Rank]:
+def open_ranks(save: Save) -> list[RankStates]:
     """The optimizer states of all ranks, in order.
 
     Raises:
-        MalformedInput: the file of a rank is missing, or there are too many, or they are of different runs.
+        MalformedInput: the file of a rank is missing, there are too many files, or they belong to different runs.
     """
-    ranks = [Rank(file) for file in save.optimizers.values()]
+    ranks = [RankStates(file) for file in save.optimizers.values()]
     check_ranks(save, save.optimizers, ranks[0].count)
     if len({(rank.stage, rank.count) for rank in ranks}) > 1:
-        odd = next(rank for rank in ranks if (rank.stage, rank.count) != (ranks[0].stage, ranks[0].count))
-        refuse(odd.path, f"is of another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
+        other = next(rank for rank in ranks if (rank.stage, rank.count) != (ranks[0].stage, ranks[0].count))
+        refuse(other.path, f"belongs to another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
     return ranks
 
 
 def check_ranks(save: Save, files: Mapping[int, Path], count: int) -> None:
-    """Checks that `files` are those of ranks 0 to `count` - 1.
+    """Checks that there is one file for each of the ranks 0 to `count` - 1.
+
+    Args:
+        save: named in error messages.
+        files: rank to file.
+        count: expected number of ranks.
 
     Raises:
-        MalformedInput: one is missing, or there are more.
+        MalformedInput: a file is missing, or there are more.
     """
     if len(files) > count:
         raise MalformedInput(
-            f"`{save.name}` holds the files of {len(files)} ranks, but was saved by {count}",
+            f"`{save.name}` contains the files of {len(files)} ranks, but was saved by {count}",
             hint="an older save of more ranks lies in the same folder; remove its files",
         )
     for rank in range(count):

@@ -1,4 +1,4 @@
-"""All weights of one save under the names of the module, wherever they lie: what `zero_to_fp32` gives, and the rest."""
+"""Reads all weights of one save: those that `zero_to_fp32` returns, and those that only the module has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from llmconv.convert.formats.deepspeed.zero_stages import open_frozen, open_mast
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
-HALVES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Model:
+class SavedModel:
     """The weights of a save.
 
     Attributes:
-        tensors: by the module's names.
+        tensors: the module's name to tensor.
         version: such as `deepspeed 0.19.8`.
-        shards: files that the weights lie in.
+        shards: number of files with weights.
         warnings, dropped: as in Checkpoint.
     """
 
@@ -36,8 +36,8 @@ class Model:
     dropped: tuple[str, ...]
 
 
-def open_model(save: Save) -> Model:
-    """Opens what holds the weights; no tensor is read.
+def open_model(save: Save) -> SavedModel:
+    """Opens the files with the weights; no tensor is read.
 
     Raises:
         InputRefused: files are missing, malformed, or of an unsupported kind.
@@ -53,7 +53,7 @@ def open_model(save: Save) -> Model:
     version = f"deepspeed {states.version}".strip()
     shards = len(masters) if save.universal else len(save.optimizers) or 1
     dropped = ("the optimizer's moments",) if masters else ()
-    return Model(
+    return SavedModel(
         tensors | rest, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest)
     )
 
@@ -61,7 +61,7 @@ def open_model(save: Save) -> Model:
 def _states_path(save: Save) -> Path:
     if save.model and save.zero_models:
         raise MalformedInput(
-            f"`{save.name}` holds model states of ZeRO-3 and of a lower stage",
+            f"`{save.name}` contains model states of ZeRO-3 and of a lower stage",
             hint="two saves were written into one folder; keep the files of one of them",
         )
     path = save.model or save.zero_models.get(0)
@@ -69,7 +69,7 @@ def _states_path(save: Save) -> Path:
         name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if save.zero_models else "mp_rank_00_model_states.pt"
         raise MalformedInput(
             f"`{save.name}` has no model states: `{name}` is missing",
-            hint="the first rank writes it; copy it too, names and shapes are in it",
+            hint="the first rank writes it; copy it too, it contains names and shapes",
         )
     return path
 
@@ -82,34 +82,34 @@ def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
         return open_masters(save, states)
     if save.model is None:
         raise InputRefused(
-            f"`{save.name}` is of ZeRO-3 and has no optimizer states, where the weights lie",
+            f"`{save.name}` was saved by ZeRO-3 and lacks the optimizer states, which contain the weights",
             hint="copy the files `*_optim_states.pt` of all ranks into it",
         )
     return {}
 
 
 def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """What only the module has: all of it in stage 0, the frozen parameters in stage 1.
+    """Tensors that only the module has: all in stage 0, the frozen ones in stage 1.
 
     Raises:
-        MalformedInput: there is nothing but a placeholder.
-        UnsupportedInput: there is an object that is no plain tensor.
+        MalformedInput: a tensor is only an empty placeholder.
+        UnsupportedInput: there is an object that is not a plain tensor.
     """
     objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
     if objects:
         raise UnsupportedInput(
-            f"`{save.name}` holds {len(objects)} objects that are no plain tensors: {listing(objects)}",
+            f"`{save.name}` holds {len(objects)} objects that are not plain tensors: {listing(objects)}",
             hint="save a full (unsharded, unquantized) state dict",
         )
     rest = {name: tensor for name, tensor in states.tensors("module").items() if name not in known}
     empty = [name for name, tensor in rest.items() if not prod(tensor.shape)]
     if empty:
         raise MalformedInput(
-            f"`{save.name}` has no weights of {len(empty)} parameters: {listing(empty)}",
+            f"missing keys: `{save.name}` has no weights for {len(empty)} parameters: {listing(empty)}",
             hint="they were frozen and left out (`exclude_frozen_parameters`); take them from the base model",
         )
     if not rest and not known:
-        raise MalformedInput(f"`{states.path.name}` holds no weights", hint="it was saved without the module")
+        raise MalformedInput(f"`{states.path.name}` contains no weights", hint="it was saved without the module")
     return rest
 
 
@@ -117,31 +117,33 @@ def _warnings(
     save: Save, states: ModelStates, masters: Mapping[str, LazyTensor], rest: Mapping[str, LazyTensor]
 ) -> tuple[str, ...]:
     warnings = []
-    half = _half(states)
+    half = _half_dtype(states)
     if masters and half:
-        warnings.append(f"these are the float32 master weights; `--dtype {half}` gives those that the model ran with")
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
     if not masters and states.param_shapes() is not None:
-        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the masters")
+        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
     return tuple(warnings)
 
 
-def _half(states: ModelStates) -> str:
-    """The 16-bit type that the model was trained in, by the settings of the run; else empty."""
+def _half_dtype(states: ModelStates) -> str:
+    """The 16-bit dtype of the training run, or empty."""
     settings = states.content.get("ds_config")
-    for half, field in zip(HALVES, ("bf16", "fp16"), strict=True):
+    for half, field in zip(HALF_DTYPES, ("bf16", "fp16"), strict=True):
         section = settings.get(field) if isinstance(settings, dict) else None
         if isinstance(section, dict) and section.get("enabled") is True:
             return half
-    return next((tensor.dtype.name for tensor in states.tensors("module").values() if tensor.dtype.name in HALVES), "")
+    return next(
+        (tensor.dtype.name for tensor in states.tensors("module").values() if tensor.dtype.name in HALF_DTYPES), ""
+    )
 
 
 def _dropped(states: ModelStates, rest: Mapping[str, LazyTensor]) -> tuple[str, ...]:
     copies = [name for name, tensor in states.tensors("module").items() if prod(tensor.shape) and name not in rest]
-    what = []
+    parts = []
     if copies:
-        what.append("the module's copies of the master weights")
+        parts.append("the module's copies of the master weights")
     if isinstance(states.content.get("optimizer"), dict):
-        what.append("the optimizer's state")
+        parts.append("the optimizer's state")
     if states.content.get("lr_scheduler") is not None:
-        what.append("the schedule of the learning rate")
-    return tuple(what)
+        parts.append("the schedule of the learning rate")
+    return tuple(parts)

@@ -1,7 +1,7 @@
-"""The folder of a DeepSpeed checkpoint: which save is meant, and which file is whose.
+"""Finds the newest save in a DeepSpeed folder, and the files of each rank.
 
-Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_get_ckpt_name` and its neighbours): `latest` names the folder of
-one save (its tag), such as `global_step500`; in it lie model states and, per data-parallel rank, optimizer states.
+Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `_get_ckpt_name` and similar functions): `latest` contains the name
+of a save's folder (its tag), such as `global_step500`, with model states and, per data-parallel rank, optimizer states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 KINDS = (MODEL, ZERO_MODEL, OPTIMIZER, EXPERT, PIPELINE)
 
 POINTERS = ("latest", "latest_universal")
-"""Files that name the newest save; the second is that of `ds_to_universal`."""
+"""Files that contain the name of the newest save; `ds_to_universal` writes the second."""
 
 POINTER_LIMIT = 1024
 
@@ -33,11 +33,11 @@ class Save:
 
     Attributes:
         path: its folder.
-        home: the folder that may hold `config.json` and the tokenizer.
-        model: the model states of ZeRO stages 0 to 2, None where there are none.
-        zero_models: model states by data-parallel rank (stage 3).
-        optimizers: optimizer states by data-parallel rank.
-        universal: the folder with one folder per parameter, where `ds_to_universal` made one.
+        home: the folder that may contain `config.json` and the tokenizer.
+        model: the model states of ZeRO stages 0 to 2; None if there are none.
+        zero_models: data-parallel rank to model states (stage 3).
+        optimizers: data-parallel rank to optimizer states.
+        universal: the folder with one folder per parameter; None if `ds_to_universal` did not make one.
     """
 
     path: Path
@@ -49,19 +49,19 @@ class Save:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The folder's name, for messages."""
         return self.path.name
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether `path` is the folder of a save, or has one in it."""
+    """Whether `path` is the folder of a save, or contains one."""
     return path.is_dir() and (_holds_states(path) or next(_saves(path), None) is not None)
 
 
 def _holds_states(folder: Path) -> bool:
     try:
         return any(kind.fullmatch(entry.name) for entry in folder.iterdir() for kind in KINDS)
-    except PermissionError:  # every folder that llmconv is given is looked at, and below it may lie anything
+    except PermissionError:  # llmconv looks into every given folder, which may contain anything
         return False
 
 
@@ -73,12 +73,12 @@ def open_save(path: Path) -> Save:
     """The save at `path`, or the newest of those in it.
 
     Raises:
-        InputRefused: several saves and nothing that tells the newest.
-        MalformedInput: `latest` names no save; two files of one rank.
-        UnsupportedInput: split by tensor, pipeline or expert parallelism.
+        InputRefused: there are several saves and no `latest`.
+        MalformedInput: `latest` names a save that does not exist, or two files belong to one rank.
+        UnsupportedInput: the model is split by tensor, pipeline or expert parallelism.
     """
     folder = path if _holds_states(path) else _newest(path)
-    home = next((place for place in (folder, folder.parent) if _is_home(place, folder, path)), path)
+    home = next((candidate for candidate in (folder, folder.parent) if _is_home(candidate, folder, path)), path)
     files = {entry.name: entry for entry in sorted(folder.iterdir()) if entry.is_file()}
     _refuse_parallel(folder, files)
     universal = folder / "zero" if (folder / "zero").is_dir() else None
@@ -86,10 +86,10 @@ def open_save(path: Path) -> Save:
     return Save(folder, home, model, _by_rank(files, ZERO_MODEL), _by_rank(files, OPTIMIZER), universal)
 
 
-def _is_home(place: Path, folder: Path, given: Path) -> bool:
-    """Above the folder that was given only a folder counts that knows itself as DeepSpeed's."""
-    known = place in (folder, given) or any((place / pointer).is_file() for pointer in POINTERS)
-    return known and (place / "config.json").is_file()
+def _is_home(candidate: Path, folder: Path, given: Path) -> bool:
+    """Whether a folder contains the save's `config.json`; above the given one only if it is DeepSpeed's, too."""
+    known = candidate in (folder, given) or any((candidate / pointer).is_file() for pointer in POINTERS)
+    return known and (candidate / "config.json").is_file()
 
 
 def _newest(path: Path) -> Path:
@@ -97,14 +97,14 @@ def _newest(path: Path) -> Path:
     pointer = next((path / name for name in POINTERS if (path / name).is_file()), None)
     if pointer is None and len(saves) > 1:
         raise InputRefused(
-            f"`{path.name}` holds {len(saves)} saves and no `latest` that tells which: {listing(list(saves))}",
-            hint=f"name one, such as `{[*saves.values()][-1]}`",
+            f"`{path.name}` contains {len(saves)} saves and no `latest`: {listing(list(saves))}",
+            hint=f"give one of them, such as `{[*saves.values()][-1]}`",
         )
     tag = _read_tag(pointer) if pointer else next(iter(saves))
     if tag not in saves:
         raise MalformedInput(
-            f"`latest` in `{path.name}` names {tag[:80]!r}, where there is no save",
-            hint=f"copy it too, or name one that is there: {listing(list(saves))}",
+            f"`latest` in `{path.name}` names {tag[:80]!r}, which is not a save",
+            hint=f"copy that folder too, or give another one: {listing(list(saves))}",
         )
     return saves[tag]
 
@@ -115,7 +115,7 @@ def _read_tag(pointer: Path) -> str:
 
 
 def _refuse_parallel(folder: Path, files: Mapping[str, Path]) -> None:
-    """What is split otherwise than by data-parallel rank has no names of the whole model."""
+    """Refuses checkpoints that are split in another way than by data-parallel rank."""
     kinds = {
         "mixture-of-experts": [name for name in files if EXPERT.fullmatch(name)],
         "pipeline-parallel": [name for name in files if PIPELINE.fullmatch(name)],
@@ -124,7 +124,7 @@ def _refuse_parallel(folder: Path, files: Mapping[str, Path]) -> None:
     for kind, found in kinds.items():
         if found:
             raise UnsupportedInput(
-                f"`{folder.name}` is a {kind} checkpoint of DeepSpeed (`{found[0]}`), which is not read",
+                f"`{folder.name}` is a {kind} checkpoint of DeepSpeed (`{found[0]}`), which is unsupported",
                 hint="gather the model with the code that trained it, and save it with `save_pretrained`",
             )
 
@@ -141,7 +141,7 @@ def _by_rank(files: Mapping[str, Path], kind: re.Pattern[str]) -> dict[int, Path
             rank = int(match[1])
             if rank in ranks:
                 raise MalformedInput(
-                    f"`{ranks[rank].name}` and `{name}` are both of rank {rank}",
+                    f"`{ranks[rank].name}` and `{name}` both belong to rank {rank}",
                     hint="two saves were written into one folder; keep the files of one of them",
                 )
             ranks[rank] = file

@@ -1,8 +1,8 @@
-"""LitGPT's LoRA: `lit_model.pth.lora` beside `hyperparameters.yaml` and `model_config.yaml`.
+"""LitGPT's LoRA: `lit_model.pth.lora` next to `hyperparameters.yaml` and `model_config.yaml`.
 
-Layout (Lightning-AI/litgpt `lora.py`): `<module>.lora_A` (r×in) and `.lora_B` (out×r), scale lora_alpha/lora_r; in the
-fused `attn.qkv` (`attn.attn` until the end of 2024) an A for each trained one of queries, keys and values below the
-other, and their rows of B below each other, each in its own order.
+Layout (Lightning-AI/litgpt `lora.py`): `<module>.lora_A` [r, in], `.lora_B` [out, r], scale lora_alpha/lora_r; in the
+fused `attn.qkv` (`attn.attn` until the end of 2024) A stacks one matrix for each trained part (queries, keys, values),
+and B stacks their rows, each part in its own order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.algebra.operations import concat, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, family_of
+from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts
+from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
 from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
-from llmconv.convert.formats.litgpt.names import FUSED, group_counts, table_of
+from llmconv.convert.formats.litgpt.names import table_of
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.state_dicts.files import open_state
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -32,7 +33,7 @@ FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])")
 QKV = re.compile(r"(?P<root>.+\.attn)\.(?:qkv|attn)\.(?P<part>lora_[AB])")
 PARTS = {"q": "lora_query", "k": "lora_key", "v": "lora_value"}
 TRAINED = {"lora_query": True, "lora_key": False, "lora_value": True}
-"""Of the fused matrix, what `litgpt finetune lora` trains where it is not said."""
+"""The parts of the fused matrix that `litgpt finetune lora` trains by default."""
 
 WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
 
@@ -47,13 +48,13 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
 
     Args:
         path: the file, or its folder.
-        base: the model to merge into, which must compute what `model_config.yaml` describes.
-        alpha: `lora_alpha` where there is no `hyperparameters.yaml`.
+        base: the model to merge into; `model_config.yaml` must describe it.
+        alpha: `lora_alpha`, if there is no `hyperparameters.yaml`.
 
     Raises:
         InputRefused: a file is missing.
-        MalformedInput: names or shapes that the base has not.
-        UnsupportedInput: the base is of another kind.
+        MalformedInput: the base does not have a tensor, or has it in another shape.
+        UnsupportedInput: the base belongs to another family.
     """
     file = path / FILE if path.is_dir() else path
     lit, source = read_settings(file.parent, file.name), file.parent.name
@@ -65,11 +66,11 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         )
     if lit.n_expert > len(base):
         raise MalformedInput(
-            f"`{source}` says that its model has {lit.n_expert} experts, more than the base has tensors",
-            hint="`model_config.yaml` is of another model; copy the adapter's folder again",
+            f"`{source}` declares {lit.n_expert} experts, more than the base has tensors",
+            hint="`model_config.yaml` belongs to another model; copy the adapter's folder again",
         )
     settings = file.parent / HYPERPARAMETERS
-    said = read_config_file(settings) if settings.is_file() else {}
+    hyperparameters = read_config_file(settings) if settings.is_file() else {}
     found = open_state(file)
     if found is None:
         raise MalformedInput(f"`{file.name}` holds no state dict", hint="it should hold tensors by name")
@@ -77,8 +78,12 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
     table = table_of(lit, kind)
     if left := sorted(name for name in tensors if not FACTOR.fullmatch(name)):
         raise unplaced(left, [f"{name.removesuffix('.weight')}.lora_A" for name in table], source, "LitGPT's LoRA")
-    factors = _placed(_apart(tensors, said, lit, source), lit, kind, base, source)
-    fields = {name: said[old] for name, old in (("r", "lora_r"), ("lora_alpha", "lora_alpha")) if old in said}
+    factors = _placed(_split_fused(tensors, hyperparameters, lit, source), lit, kind, base, source)
+    fields = {
+        name: hyperparameters[old]
+        for name, old in (("r", "lora_r"), ("lora_alpha", "lora_alpha"))
+        if old in hyperparameters
+    }
     return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)
 
 
@@ -88,12 +93,14 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _apart(
-    tensors: Mapping[str, LazyTensor], said: Mapping[str, Any], lit: LitConfig, source: str
+def _split_fused(
+    tensors: Mapping[str, LazyTensor], hyperparameters: Mapping[str, Any], lit: LitConfig, source: str
 ) -> dict[str, LazyTensor]:
-    """The tensors with those of fused matrices taken apart into `attn.q`, `attn.k` and `attn.v`."""
+    """Splits the factors of fused matrices into `attn.q`, `attn.k` and `attn.v`; the others stay."""
     rows = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
-    trained = [(one, size) for (one, name), size in zip(PARTS.items(), rows, strict=True) if _is_trained(said, name)]
+    trained = [
+        (one, size) for (one, name), size in zip(PARTS.items(), rows, strict=True) if _is_trained(hyperparameters, name)
+    ]
     apart: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         match = QKV.fullmatch(name)
@@ -105,28 +112,28 @@ def _apart(
             sizes = [tensor.num_rows // max(1, len(trained))] * len(trained)
         if not tensor.shape or sum(sizes) != tensor.num_rows or not trained:
             raise MalformedInput(
-                f"`{name}` of `{source}` has {tensor.num_rows} rows, which are not those of "
+                f"`{name}` of `{source}` has {tensor.num_rows} rows, which do not match "
                 f"{', '.join(PARTS[one] for one, _ in trained) or 'nothing'}",
-                hint=f"copy `{HYPERPARAMETERS}` of the run beside it, which says what of the fused matrix was trained",
+                hint=f"copy `{HYPERPARAMETERS}` of the run next to it; it lists the trained parts of the fused matrix",
             )
-        for (one, _), piece in zip(trained, _cut(tensor, sizes), strict=True):
-            apart[f"{match['root']}.{one}.{match['part']}"] = piece
+        for (one, _), part in zip(trained, _split(tensor, sizes), strict=True):
+            apart[f"{match['root']}.{one}.{match['part']}"] = part
     return apart
 
 
-def _is_trained(said: Mapping[str, Any], name: str) -> bool:
-    return bool(said.get(name, TRAINED[name]))
+def _is_trained(hyperparameters: Mapping[str, Any], name: str) -> bool:
+    return bool(hyperparameters.get(name, TRAINED[name]))
 
 
-def _cut(tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:
+def _split(tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [slice_rows(tensor, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _placed(
     tensors: Mapping[str, LazyTensor], lit: LitConfig, kind: str, base: Checkpoint, source: str
-) -> dict[str, Factors]:
-    """The factors by the base's modules, joined where the base has several in one."""
+) -> dict[str, ForeignPair]:
+    """The factors by the base's modules, joined where the base fuses several modules."""
     factors = pair_up(tensors, FACTOR, source)
     attention = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
     counts = group_counts(lit)
@@ -147,15 +154,15 @@ def _placed(
     return {module: _without_padding(own, base.get(f"{module}.weight"), lit) for module, own in placed.items()}
 
 
-def _without_padding(own: Factors, weight: LazyTensor | None, lit: LitConfig) -> Factors:
-    """LitGPT pads the vocabulary, and so the rows of the head."""
+def _without_padding(own: ForeignPair, weight: LazyTensor | None, lit: LitConfig) -> ForeignPair:
+    """Removes the rows of the head with which LitGPT pads the vocabulary."""
     if weight is None or own.b.num_rows != lit.padded_vocab_size or weight.num_rows >= own.b.num_rows:
         return own
     return own.with_rows(lambda rows: slice_rows(rows, 0, weight.num_rows))
 
 
 ADAPTER = AdapterFormat(
-    title="LitGPT (`lit_model.pth.lora` beside `hyperparameters.yaml`)",
+    title="LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
     detect=is_litgpt_adapter,
     open=open_litgpt_adapter,
 )

@@ -1,7 +1,6 @@
-"""Which Hugging Face model computes what a LitGPT configuration describes, and its `config.json`.
+"""`config.json` from a LitGPT configuration, and the comparison with a `config.json` next to the weights.
 
-Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes, `build_rope_cache`) against transformers'
-modeling files; upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
+Source: litgpt `model.py` (`build_rope_cache` for the rotary formulas) against transformers' modeling files.
 """
 
 from __future__ import annotations
@@ -10,17 +9,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, refused
 from llmconv.convert.formats.litgpt.model_config import LitConfig
-from llmconv.errors import MalformedInput, UnsupportedInput
-
-SAME_FUNCTION = {
-    "llama": ("llama", "mistral", "phi3"),
-    "mistral": ("mistral", "phi3"),
-}
-"""Families that compute the same and differ in names, so that a `config.json` beside the weights decides."""
+from llmconv.errors import MalformedInput
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
-GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 COMPARED = (
     "hidden_size",
     "num_hidden_layers",
@@ -37,96 +30,16 @@ COMPARED = (
 )
 
 
-def family_of(lit: LitConfig, source: str) -> str:
-    """The `model_type` that computes the same.
-
-    Raises:
-        UnsupportedInput: there is none that llmconv knows.
-    """
-    found = _neox_like(lit) if lit.mlp_class_name == "GptNeoxMLP" else _llama_like(lit)
-    _require_plain(lit, source, found)
-    if not found:
-        raise _refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
-    return found
-
-
-def _neox_like(lit: LitConfig) -> str:
-    """By biases and norms."""
-    if lit.norm_class_name != "LayerNorm" or lit.norm_qk or "OLMo" in lit.name or lit.sliding_window_size:
-        return ""
-    if lit.lm_head_bias:
-        return "phi" if lit.shared_attention_norm and lit.bias and lit.parallel_residual else ""
-    if lit.bias:
-        return "" if lit.shared_attention_norm or lit.n_query_groups != lit.n_head else "gpt_neox"
-    groups = (1, lit.n_head) if lit.shared_attention_norm else range(1, lit.n_head + 1)
-    fits = lit.parallel_residual and not lit.attn_bias and lit.rotary_percentage == 1 and lit.n_query_groups in groups
-    return "falcon" if fits and lit.gelu_approximate == "none" and lit.n_embd == lit.n_head * lit.head_size else ""
-
-
-def _llama_like(lit: LitConfig) -> str:
-    has_extras = lit.parallel_residual or lit.bias or lit.lm_head_bias or lit.shared_attention_norm
-    if lit.norm_class_name != "RMSNorm" or has_extras or lit.rotary_percentage != 1:
-        return ""
-    if lit.mlp_class_name == "GemmaMLP":
-        return _gemma(lit)
-    if "Gemma" in lit.name or lit.scale_embeddings or lit.post_attention_norm or lit.post_mlp_norm:
-        return ""
-    every_layer = all(lit.sliding_window_indices or [1])
-    if lit.mlp_class_name == "LLaMAMoE":
-        is_mixtral = not (lit.norm_qk or lit.attn_bias or lit.n_shared_expert or lit.n_expert_groups)
-        is_mixtral = is_mixtral and lit.routed_scaling_factor == 1 and lit.n_expert > 0 and every_layer
-        return "mixtral" if is_mixtral else ""
-    if lit.norm_qk:
-        is_qwen3 = lit.norm_qk_type == "default" and not lit.attn_bias and not lit.sliding_window_size
-        return "qwen3" if is_qwen3 else ""
-    if lit.attn_bias:
-        return "" if lit.sliding_window_size else "qwen2"
-    if lit.sliding_window_size:
-        return "mistral" if every_layer else ""
-    return "llama"
-
-
-def _gemma(lit: LitConfig) -> str:
-    """Gemma's norms add one to the weight, which upstream tells by the name (`Config.norm_class`)."""
-    if "Gemma" not in lit.name or not lit.scale_embeddings or lit.norm_qk or lit.attn_bias:
-        return ""
-    if lit.gelu_approximate != "tanh":
-        return ""
-    if not (lit.post_attention_norm or lit.post_mlp_norm):
-        return "" if lit.sliding_window_size else "gemma"
-    alternates = [1 - number % 2 for number in range(lit.n_layer)]
-    is_second = lit.post_attention_norm and lit.post_mlp_norm and lit.sliding_window_size
-    return "gemma2" if is_second and (lit.sliding_window_indices or [])[: lit.n_layer] == alternates else ""
-
-
-def _require_plain(lit: LitConfig, source: str, family: str) -> None:
-    """Refuses what no family above has."""
-    odd = {
-        "latent attention": lit.latent_attention,
-        "rope of neighbours": lit.rope_interleave,
-        "two rope bases": lit.rope_local_base_freq,
-        "no norm in front": not (lit.norm_1 and lit.norm_2),
-        "capped logits": family != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
-        "a scale of its own": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
-        "such a GELU": lit.gelu_approximate not in GELU,
-    }
-    found = next((what for what, is_there in odd.items() if is_there), None)
-    if found:
-        raise _refused(source, lit, f"a model with {found}")
-
-
-def _refused(source: str, lit: LitConfig, what: str) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"`{source}` is {what} (`{lit.name[:60]}`), for which no equal model is known",
-        hint="known are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, gpt_neox (pythia) and falcon",
-    )
-
-
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
-    """`config.json` of `family`, without token ids.
+    """The content of `config.json`, without token ids.
+
+    Args:
+        lit: LitGPT's configuration.
+        family: the `model_type`, from `family_of`.
+        source: name of the checkpoint, for error messages.
 
     Raises:
-        UnsupportedInput: a rotary formula that transformers does not have under the same parameters.
+        UnsupportedInput: transformers does not have the rotary formula.
     """
     config: dict[str, Any] = {
         "model_type": family,
@@ -201,7 +114,7 @@ def _gemma_config(lit: LitConfig, family: str) -> dict[str, Any]:
 
 
 def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
-    """transformers' `rope_scaling`: the formula of Llama 3.1, or positions divided by a number."""
+    """transformers' `rope_scaling`: Llama 3.1's formula, or positions divided by a number."""
     adjust = lit.rope_adjustments
     if adjust is None:
         ratio = lit.rope_condense_ratio
@@ -210,7 +123,7 @@ def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
     is_llama_3 = set(adjust) == set(LLAMA_3) and all(map(_is_number, numbers.values()))
     is_linear = set(adjust) == {"factor"} and _is_number(adjust["factor"])
     if lit.rope_condense_ratio != 1 or not (is_llama_3 or is_linear):
-        raise _refused(source, lit, "a model with such `rope_adjustments`")
+        raise refused(source, lit, f"a model with `rope_adjustments` {str(adjust)[:80]}")
     if not is_llama_3:
         return {"rope_type": "linear", "factor": float(adjust["factor"])}
     positions = {"original_max_position_embeddings": adjust["original_max_seq_len"]}
@@ -222,7 +135,12 @@ def _is_number(value: Any) -> bool:
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` beside the weights, with LitGPT's vocabulary, once it says what `model_config.yaml` says.
+    """The `config.json` next to the weights, with LitGPT's vocabulary, if it agrees with `model_config.yaml`.
+
+    Args:
+        stored: the content of `config.json`; empty if there is none.
+        computed: from `to_config`; returned if there is no `config.json`.
+        source: name of the checkpoint, for error messages.
 
     Raises:
         MalformedInput: they contradict each other.
@@ -233,13 +151,14 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
     rope = stored.get("rope_parameters")
     flat = {**stored, **(rope if isinstance(rope, dict) else {})}
     known = SAME_FUNCTION.get(computed["model_type"], (computed["model_type"],))
-    odd = [name for name in COMPARED if name in computed and flat.get(name) not in (None, computed[name])]
+    different = [name for name in COMPARED if name in computed and flat.get(name) not in (None, computed[name])]
     if kind is not None and kind not in known:
-        odd.insert(0, "model_type")
-    if odd:
-        said = f"`{odd[0]}` {str(flat.get(odd[0]))[:40]}, `model_config.yaml` {computed.get(odd[0])}"
+        different.insert(0, "model_type")
+    if different:
+        name = different[0]
         raise MalformedInput(
-            f"`config.json` beside `{source}` says {said}",
-            hint="one of the two is of another model; take the wrong one away",
+            f"`config.json` next to `{source}` declares `{name}` {str(flat.get(name))[:40]}, but `model_config.yaml` "
+            f"{computed.get(name)}",
+            hint="one of the two belongs to another model; remove the wrong one",
         )
     return {**computed, **stored, "vocab_size": computed["vocab_size"]}

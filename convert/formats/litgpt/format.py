@@ -1,7 +1,7 @@
-"""LitGPT: `lit_model.pth` beside `model_config.yaml`, with the tokenizer and often the `config.json` of the origin.
+"""LitGPT: `lit_model.pth` next to `model_config.yaml`, with the tokenizer and often the `config.json` of the origin.
 
 Layout (Lightning-AI/litgpt `utils.py`, `save_config`, `copy_config_files`): a state dict, flat or under `model`.
-Without a `config.json` the YAML gives one; beside one it must say the same.
+Without a `config.json` one is made from the YAML; otherwise the two must agree.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, has_sign_of
-from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, family_of, reconcile, to_config
+from llmconv.convert.formats.litgpt.config import reconcile, to_config
+from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
+from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
 from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
-from llmconv.convert.formats.litgpt.names import to_hugging_face
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.checkpoint import config_folder, left_around, side_files_of, stored_config
+from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -45,7 +46,7 @@ def _file(path: Path) -> Path:
 def _read(path: Path) -> StateFile:
     found = open_state(_file(path))
     if found is None:
-        raise MalformedInput(f"`{path.name}` holds no state dict", hint="it should hold tensors by name")
+        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should hold tensors by name")
     return found
 
 
@@ -63,16 +64,16 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer)
     if not set(side_files) - {"generation_config.json"}:
-        warnings.append(f"`{path.name}` has no tokenizer beside it; give one with `--tokenizer` if you need it")
+        warnings.append(f"`{path.name}` has no tokenizer next to it; give one with `--tokenizer` if you need it")
     return Checkpoint(
-        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, left_around(found)
+        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, contents_around(found)
     )
 
 
 def _family(lit: LitConfig, stored: Mapping[str, Any], source: str) -> str:
-    """The family of the YAML, or of the `config.json` where that is another name for the same function."""
-    family, said = family_of(lit, source), stored.get("model_type")
-    return str(said) if said in SAME_FUNCTION.get(family, ()) else family
+    """The family of the YAML, or that of the `config.json` if it computes the same."""
+    family, declared = family_of(lit, source), stored.get("model_type")
+    return str(declared) if declared in SAME_FUNCTION.get(family, ()) else family
 
 
 def _unwrapped(name: str) -> str:
@@ -87,7 +88,7 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
         raise UnsupportedInput(
             f"`{source}` holds adapters that are not merged: {listing(names)}",
             hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
-            "other adapters have no equal in transformers",
+            "other adapters have no equivalent in transformers",
         )
 
 
@@ -97,7 +98,7 @@ def _version(found: StateFile) -> str:
 
 FORMAT = Format(
     name="litgpt",
-    title="LitGPT: `lit_model.pth` beside `model_config.yaml`, or the folder of both",
+    title="LitGPT: `lit_model.pth` next to `model_config.yaml`, or the folder of both",
     detect=_detect,
     sign=Sign(names=OWN_NAMES),
     open=_open,

@@ -1,4 +1,4 @@
-"""LitGPT's `model_config.yaml` (before 2024 `lit_config.json`): the fields that decide what a model computes.
+"""Reads LitGPT's `model_config.yaml` (before 2024 `lit_config.json`): the fields that define the model.
 
 Source: Lightning-AI/litgpt `config.py`, with its defaults.
 """
@@ -24,7 +24,7 @@ STRIDES: dict[str | int, int] = {"all": 1, "interleaved": 2, 1: 1, 2: 2}
 
 @dataclass(frozen=True)
 class LitConfig:
-    """The fields under their own names; sizes that upstream derives are filled in."""
+    """The fields under LitGPT's names, including the sizes that upstream derives."""
 
     n_layer: int
     n_embd: int
@@ -76,6 +76,36 @@ class LitConfig:
         """Rows of the fused matrix."""
         return (self.n_head + 2 * self.n_query_groups) * self.head_size
 
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms add one to the weight, which upstream detects by the name (`Config.norm_class`)."""
+        return "Gemma" in self.name
+
+    @property
+    def is_olmo(self) -> bool:
+        """Whether norms have no weights, which upstream detects by the name."""
+        return "OLMo" in self.name
+
+    @property
+    def has_key_per_head(self) -> bool:
+        """Whether each query head has its own key and value."""
+        return self.n_query_groups == self.n_head
+
+    @property
+    def heads_span_width(self) -> bool:
+        """Whether the heads together are as wide as the hidden state."""
+        return self.n_embd == self.n_head * self.head_size
+
+    @property
+    def window_in_every_layer(self) -> bool:
+        """Whether no layer is without a window, if there is one."""
+        return all(self.sliding_window_indices or [1])
+
+    @property
+    def window_alternates(self) -> bool:
+        """Whether every other layer has a window, the first one included."""
+        return (self.sliding_window_indices or [])[: self.n_layer] == [1 - i % 2 for i in range(self.n_layer)]
+
 
 TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -92,73 +122,72 @@ def read_settings(folder: Path, source: str) -> LitConfig:
 
     Raises:
         InputRefused: there is none.
-        MalformedInput: a field has an impossible value.
+        MalformedInput: a field is invalid.
     """
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise InputRefused(
-            f"`{source}` has no `{FILES[0]}` beside it, without which its fused matrices cannot be taken apart",
-            hint="copy the file beside the weights; `litgpt download` and `litgpt finetune` write it",
+            f"`{source}` has no `{FILES[0]}` next to it, which is needed to split its fused matrices",
+            hint="copy the file next to the weights; `litgpt download` and `litgpt finetune` write it",
         )
     return settings_of(read_config_file(file), file.name)
 
 
 def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
-    """The fields of `content`; those that are not known change nothing of what the model computes.
+    """The fields of `content`; unknown ones do not change what the model computes.
 
     Raises:
-        MalformedInput: a field has an impossible value.
+        MalformedInput: a field is invalid.
     """
-    said = {OLD_NAMES.get(name, name): value for name, value in content.items()}
-    said = {name: value for name, value in said.items() if value is not None}
+    values = {OLD_NAMES.get(name, name): value for name, value in content.items()}
+    values = {name: value for name, value in values.items() if value is not None}
     for name in ("n_layer", "n_embd", "n_head"):
-        _size(said, name, source)
-    said.setdefault("head_size", said["n_embd"] // said["n_head"])
-    said.setdefault("n_query_groups", said["n_head"])
-    if "padded_vocab_size" not in said:
-        multiple = said.setdefault("padding_multiple", 512)
-        vocabulary, multiple = _size(said, "vocab_size", source), _size(said, "padding_multiple", source)
-        said["padded_vocab_size"] = -(-vocabulary // multiple) * multiple
-    if said.get("mlp_class_name", "GptNeoxMLP") == "GptNeoxMLP":
-        said.setdefault("intermediate_size", 4 * said["n_embd"])
+        _size(values, name, source)
+    values.setdefault("head_size", values["n_embd"] // values["n_head"])
+    values.setdefault("n_query_groups", values["n_head"])
+    if "padded_vocab_size" not in values:
+        multiple = values.setdefault("padding_multiple", 512)
+        vocabulary, multiple = _size(values, "vocab_size", source), _size(values, "padding_multiple", source)
+        values["padded_vocab_size"] = -(-vocabulary // multiple) * multiple
+    if values.get("mlp_class_name", "GptNeoxMLP") == "GptNeoxMLP":
+        values.setdefault("intermediate_size", 4 * values["n_embd"])
     for name in DERIVED:
-        _size(said, name, source)
-    if said["n_head"] % said["n_query_groups"]:
-        raise _wrong("n_query_groups", said["n_query_groups"], source)
-    if said["n_layer"] > LAYER_LIMIT:
-        raise _wrong("n_layer", said["n_layer"], source)
-    if "sliding_window_size" in said and "sliding_window_indices" not in said:
-        said["sliding_window_indices"] = _windows(said, source)
-    return LitConfig(**{one.name: _checked(one, said, source) for one in fields(LitConfig) if one.name in said})
+        _size(values, name, source)
+    if values["n_head"] % values["n_query_groups"]:
+        raise _invalid("n_query_groups", values["n_query_groups"], source)
+    if values["n_layer"] > LAYER_LIMIT:
+        raise _invalid("n_layer", values["n_layer"], source)
+    if "sliding_window_size" in values and "sliding_window_indices" not in values:
+        values["sliding_window_indices"] = _windows(values, source)
+    return LitConfig(**{one.name: _checked(one, values, source) for one in fields(LitConfig) if one.name in values})
 
 
-def _windows(said: Mapping[str, Any], source: str) -> list[int]:
-    """Which layers have a window: before April 2025 told by a word (or what became of it), a stride and an offset."""
-    word = said.get("sliding_window_layer_placing", "all")
-    stride = said.get("sliding_window_layer_stride", STRIDES.get(word) if isinstance(word, str | int) else None)
-    offset = said.get("sliding_window_offset", 0)
+def _windows(values: Mapping[str, Any], source: str) -> list[int]:
+    """1 for each layer with a window, else 0, from the fields before April 2025: a placement, a stride, an offset."""
+    placement = values.get("sliding_window_layer_placing", "all")
+    usual = STRIDES.get(placement) if isinstance(placement, str | int) else None
+    stride = values.get("sliding_window_layer_stride", usual)
+    offset = values.get("sliding_window_offset", 0)
     if type(stride) is not int or stride <= 0 or type(offset) is not int:
-        raise _wrong("sliding_window_layer_placing", word, source)
-    return [int((number + offset) % stride == 0) for number in range(said["n_layer"])]
+        raise _invalid("sliding_window_layer_placing", placement, source)
+    return [int((number + offset) % stride == 0) for number in range(values["n_layer"])]
 
 
-def _size(said: Mapping[str, Any], name: str, source: str) -> int:
-    value = said.get(name)
+def _size(values: Mapping[str, Any], name: str, source: str) -> int:
+    value = values.get(name)
     if type(value) is not int or not 0 < value < SIZE_LIMIT:
-        raise _wrong(name, value, source)
+        raise _invalid(name, value, source)
     return value
 
 
-def _checked(field: Any, said: Mapping[str, Any], source: str) -> Any:
-    value, kind = said[field.name], str(field.type).removesuffix(" | None")
+def _checked(field: Any, values: Mapping[str, Any], source: str) -> Any:
+    value, kind = values[field.name], str(field.type).removesuffix(" | None")
     is_right = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
     is_right = is_right and (not isinstance(value, int | float) or abs(value) <= sys.float_info.max)
     if not is_right or (field.default is MISSING and value <= 0):
-        raise _wrong(field.name, value, source)
+        raise _invalid(field.name, value, source)
     return value
 
 
-def _wrong(name: str, value: Any, source: str) -> MalformedInput:
-    return MalformedInput(
-        f"`{source}` says `{name}` {str(value)[:40]!r}, which no model has", hint="repair or replace the file"
-    )
+def _invalid(name: str, value: Any, source: str) -> MalformedInput:
+    return MalformedInput(f"`{name}` in `{source}` is invalid: {str(value)[:40]!r}", hint="repair or replace the file")

@@ -1,4 +1,4 @@
-"""LitGPT's tensors as those of a Hugging Face model: all expected by name and shape, the fused one taken apart.
+"""LitGPT's tensor names to Hugging Face's, one table per family.
 
 Source: litgpt `model.py`, `scripts/convert_lit_checkpoint.py`. Rows of `attn.qkv` are all queries, all keys, all
 values; of `attn.attn`, its name until the end of 2024, the queries, key and value of one group after the other.
@@ -7,30 +7,22 @@ values; of `attn.attn`, its name until the end of 2024, the queries, key and val
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from llmconv.convert.algebra.operations import concat, listing, rename, require, slice_rows
-from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.formats.litgpt.model_config import LitConfig
-from llmconv.errors import MalformedInput
-from llmconv.tensors import LazyTensor
-
-Tensors = dict[str, LazyTensor]
-Shapes = dict[str, tuple[int, ...]]
 
 LAYER = "transformer.h.{}"
 
 
-def _table(layer: str, modules: Mapping[str, str], ends: Mapping[str, str]) -> dict[str, str | None]:
-    """Weights and biases of the modules of a layer, and of the ends of the model."""
-    pairs = {f"{LAYER}.{source}": f"{layer}.{target}" for source, target in modules.items()} | dict(ends)
+def _table(layer: str, modules: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str | None]:
+    """Names of the weights and biases of a layer's modules, and of those outside the layers."""
+    pairs = {f"{LAYER}.{source}": f"{layer}.{target}" for source, target in modules.items()} | dict(outer)
     return {f"{source}.{kind}": f"{target}.{kind}" for source, target in pairs.items() for kind in ("weight", "bias")}
 
 
 MLP = {"mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj", "mlp.proj": "mlp.down_proj"}
 QKV = {f"attn.{one}": f"self_attn.{one}_proj" for one in "qkv"}
 NORMS = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-ENDS = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+OUTER = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 LLAMA = _table(
     "model.layers.{}",
     {
@@ -42,7 +34,7 @@ LLAMA = _table(
         "attn.norm_k": "self_attn.k_norm",
         "mlp.gate": "block_sparse_moe.gate",
     },
-    ENDS,
+    OUTER,
 )
 GEMMA2 = LLAMA | {
     f"{LAYER}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
@@ -62,7 +54,7 @@ PHI = _table(
         "mlp.fc": "mlp.fc1",
         "mlp.proj": "mlp.fc2",
     },
-    ENDS | {"transformer.ln_f": "model.final_layernorm"},
+    OUTER | {"transformer.ln_f": "model.final_layernorm"},
 )
 DENSE = {"mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
 NEOX = _table(
@@ -71,144 +63,19 @@ NEOX = _table(
     {"transformer.wte": "gpt_neox.embed_in", "transformer.ln_f": "gpt_neox.final_layer_norm", "lm_head": "embed_out"},
 )
 FALCON_ATTENTION = {"attn.qkv": "self_attention.query_key_value", "attn.proj": "self_attention.dense"}
-FALCON_ENDS = {
+FALCON_OUTER = {
     "transformer.wte": "transformer.word_embeddings",
     "transformer.ln_f": "transformer.ln_f",
     "lm_head": "lm_head",
 }
-FALCON = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "input_layernorm"}, FALCON_ENDS)
-FALCON_40B = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "ln_attn", "norm_2": "ln_mlp"}, FALCON_ENDS)
+FALCON = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "input_layernorm"}, FALCON_OUTER)
+FALCON_40B = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "ln_attn", "norm_2": "ln_mlp"}, FALCON_OUTER)
 
 TABLES = {"gemma2": GEMMA2, "phi3": PHI3, "phi": PHI, "gpt_neox": NEOX, "falcon": FALCON}
-FUSED = ("gpt_neox", "falcon")
-"""Families whose own matrix is fused group by group, as LitGPT's was in its old age."""
-
-
-def to_hugging_face(stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str) -> Tensors:
-    """The tensors of the model, each lazily cut out of or joined from what is stored.
-
-    Raises:
-        MalformedInput: a tensor is missing or unknown, or has another shape than the configuration says.
-    """
-    if lit.n_layer * max(1, lit.n_expert) > len(stored):
-        raise MalformedInput(
-            f"`{source}` holds {len(stored)} tensors, too few for {lit.n_layer} layers",
-            hint="`model_config.yaml` is of another model, or the checkpoint is partial",
-        )
-    expected = _shapes(lit)
-    current = {_new_name(name): tensor for name, tensor in stored.items()}
-    if len(current) != len(stored):
-        raise MalformedInput(f"`{source}` holds a fused matrix twice", hint="two checkpoints are mixed in one file")
-    require(expected, current, source)
-    wrong = [f"{name} {list(tensor.shape)}" for name, tensor in current.items() if expected.get(name) != tensor.shape]
-    if wrong:
-        raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors that `model_config.yaml` has no place for: {listing(wrong)}",
-            hint="the configuration is of another model, or the weights have adapters that are not merged",
-        )
-    by_group = any(_new_name(name) != name for name in stored)
-    parts: Tensors = {}
-    for name, tensor in current.items():
-        stem, dot, kind = name.rpartition(".")
-        if not stem.endswith(".attn.qkv"):
-            parts[name] = tensor
-        elif family in FUSED:
-            parts[name] = tensor if by_group else _grouped(tensor, lit)
-        elif family == "phi3":
-            parts[name] = concat(_apart(tensor, lit, by_group=by_group), 0)
-        else:
-            for one, part in zip("qkv", _apart(tensor, lit, by_group=by_group), strict=True):
-                parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
-    if family == "phi3":
-        _join_feed_forward(parts, lit)
-    return {target: parts[name] for target, name in rename(parts, table_of(lit, family), source).items()}
-
-
-def _new_name(name: str) -> str:
-    return name.replace(".attn.attn.", ".attn.qkv.")
-
-
-def _shapes(lit: LitConfig) -> Shapes:
-    """Every tensor of the model under its current name."""
-    width, rows = lit.n_embd, lit.n_head * lit.head_size
-    shapes: Shapes = {"transformer.wte.weight": (lit.padded_vocab_size, width)}
-    for layer in (f"transformer.h.{number}" for number in range(lit.n_layer)):
-        for name, is_there in (
-            ("norm_1", True),
-            ("norm_2", not lit.shared_attention_norm),
-            ("post_attention_norm", lit.post_attention_norm),
-            ("post_mlp_norm", lit.post_mlp_norm),
-        ):
-            shapes |= _norm(f"{layer}.{name}", lit, width) if is_there else {}
-        if lit.norm_qk:
-            shapes |= _norm(f"{layer}.attn.norm_q", lit, lit.head_size) | _norm(
-                f"{layer}.attn.norm_k", lit, lit.head_size
-            )
-        shapes |= _linear(f"{layer}.attn.qkv", lit.qkv_rows, width, lit.bias or lit.attn_bias)
-        shapes |= _linear(f"{layer}.attn.proj", width, rows, lit.bias)
-        shapes |= _feed_forward(layer, lit)
-    head = _linear("lm_head", lit.padded_vocab_size, width, lit.lm_head_bias)
-    return shapes | _norm("transformer.ln_f", lit, width) | head
-
-
-def _feed_forward(layer: str, lit: LitConfig) -> Shapes:
-    if lit.mlp_class_name != "LLaMAMoE":
-        return _mlp(f"{layer}.mlp", lit, lit.intermediate_size)
-    shapes: Shapes = {f"{layer}.mlp.gate.weight": (lit.n_expert, lit.n_embd)}
-    inner = replace(lit, mlp_class_name="LLaMAMLP")
-    for number in range(lit.n_expert):
-        shapes |= _mlp(f"{layer}.mlp.experts.{number}", inner, lit.moe_intermediate_size or lit.intermediate_size)
-    return shapes
-
-
-def _mlp(module: str, lit: LitConfig, inner: int) -> Shapes:
-    names = ("fc",) if lit.mlp_class_name == "GptNeoxMLP" else ("fc_1", "fc_2")
-    shapes = _linear(f"{module}.proj", lit.n_embd, inner, lit.bias)
-    for name in names:
-        shapes |= _linear(f"{module}.{name}", inner, lit.n_embd, lit.bias)
-    return shapes
-
-
-def _linear(module: str, rows: int, columns: int, bias: bool) -> Shapes:
-    return {f"{module}.weight": (rows, columns), **({f"{module}.bias": (rows,)} if bias else {})}
-
-
-def _norm(module: str, lit: LitConfig, size: int) -> Shapes:
-    kinds = ("weight", "bias") if lit.norm_class_name == "LayerNorm" else ("weight",)
-    return {f"{module}.{kind}": (size,) for kind in kinds}
-
-
-def group_counts(lit: LitConfig) -> tuple[int, int, int]:
-    """Rows of queries, key and value in one group."""
-    return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
-
-
-def _apart(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
-    """Queries, keys and values of a fused matrix or bias."""
-    counts, first = group_counts(lit), 0
-    parts = []
-    for count in counts:
-        rows = count if by_group else count * lit.n_query_groups
-        parts.append(
-            pick_rows(tensor, sum(counts), first, count) if by_group else slice_rows(tensor, first, first + rows)
-        )
-        first += rows
-    return parts
-
-
-def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
-    return interleave_rows(_apart(tensor, lit, by_group=False), group_counts(lit))
-
-
-def _join_feed_forward(parts: Tensors, lit: LitConfig) -> None:
-    """Phi-3 stacks what goes into the gate and what goes past it."""
-    for number in range(lit.n_layer):
-        module = f"transformer.h.{number}.mlp"
-        parts[f"{module}.fc.weight"] = concat([parts.pop(f"{module}.fc_{one}.weight") for one in (1, 2)], 0)
 
 
 def table_of(lit: LitConfig, family: str) -> dict[str, str | None]:
-    """LitGPT's names to those of `family`, of which some have queries, keys and values in one matrix."""
+    """LitGPT's names to those of `family`, with the experts of `lit`."""
     if family == "falcon" and not lit.shared_attention_norm:
         return FALCON_40B
     table, moe = TABLES.get(family, LLAMA), "model.layers.{}.block_sparse_moe"

@@ -1,4 +1,4 @@
-"""Meta's `params.json` as the config of a Llama, every size checked against the shapes of the weights."""
+"""Meta's `params.json` as a Llama's `config.json`; every size is checked against the shapes of the weights."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of")
 NUMBERS = ("norm_eps", "ffn_dim_multiplier", "rope_theta", "rope_scaling_factor", "rope_high_freq_factor")
 REQUIRED = ("dim", "n_layers", "n_heads", "norm_eps")
 NUMBER_LIMIT = 1e12
-"""More than any size or frequency of a model."""
+"""Larger than any size or frequency of a model."""
 
 SMALL_DIMS = (2048, 3072)
 """Hidden sizes of Llama 3.2 1B and 3B."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the shapes of the weights say."""
+class WeightSizes:
+    """Sizes from the shapes of the weights."""
 
     vocabulary: int
     intermediate: int
@@ -47,28 +47,28 @@ class Sizes:
 
 
 def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of `params.json`, taken out of `model` where they are nested.
+    """The fields of `params.json`, also if they are nested in `model`.
 
     Raises:
-        MalformedInput: a field that no model can do without is missing, or one is no positive number.
+        MalformedInput: a required field is missing, or one is not a positive number.
     """
     params = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
     for name in REQUIRED:
         if not params.get(name):
             raise MalformedInput(
                 f"`{source}` has no `params.json` with `{name}`",
-                hint="copy `params.json` beside the shards, or give it with `--config PATH`",
+                hint="copy `params.json` next to the shards, or give it with `--config PATH`",
             )
     for name in (*COUNTS, *NUMBERS):
         if params.get(name) and not _is_positive(params[name], whole=name in COUNTS):
             raise MalformedInput(
-                f"`params.json` of `{source}` has the {name} {str(params[name])[:40]!r}",
+                f"`{name}` in `params.json` of `{source}` is invalid: {str(params[name])[:40]!r}",
                 hint="it should be a positive number; repair the file, or give the right one with `--config PATH`",
             )
     if params["dim"] % params["n_heads"]:
         raise MalformedInput(
-            f"`params.json` of `{source}` has {params['n_heads']} heads, which do not divide `dim` {params['dim']}",
-            hint="it is of another model; give the right one with `--config PATH`",
+            f"`dim` {params['dim']} in `params.json` of `{source}` is not a multiple of `n_heads` {params['n_heads']}",
+            hint="it belongs to another model; give the right one with `--config PATH`",
         )
     return params
 
@@ -79,7 +79,7 @@ def _is_positive(value: Any, *, whole: bool) -> bool:
 
 
 def is_scaled(params: Mapping[str, Any]) -> bool:
-    """Whether the model is a Llama 3.1 or later (its rope is stretched)."""
+    """Whether the model is a Llama 3.1 or later (with scaled rotary positions)."""
     return bool(params.get("use_scaled_rope"))
 
 
@@ -100,18 +100,23 @@ def intermediate_of(params: Mapping[str, Any]) -> int:
     return -(-hidden // multiple) * multiple
 
 
-def to_config(params: Mapping[str, Any], sizes: Sizes, source: str) -> dict[str, Any]:
-    """config.json of a Llama, without dtype and token ids.
+def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dict[str, Any]:
+    """The content of a Llama's `config.json`, without dtype and token ids.
+
+    Args:
+        params: from `read_params`.
+        sizes: from the weights.
+        source: name of the checkpoint's folder, for error messages.
 
     Raises:
-        MalformedInput: `params.json` and the weights disagree.
+        MalformedInput: `params.json` contradicts the weights.
     """
     expected = intermediate_of(params)
     if expected != sizes.intermediate:
         raise MalformedInput(
-            f"`params.json` of `{source}` gives the feed-forward layers {expected} rows, the shards have "
-            f"{sizes.intermediate}",
-            hint="a shard is missing or there is one too many, or `params.json` is of another model",
+            f"shape mismatch for the feed-forward layers of `{source}`: expected {expected} rows from `params.json`, "
+            f"got {sizes.intermediate}",
+            hint="a shard is missing or superfluous, or `params.json` belongs to another model",
         )
     dim, heads = int(params["dim"]), int(params["n_heads"])
     return {
@@ -152,7 +157,7 @@ def _max_positions(params: Mapping[str, Any]) -> int:
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Llama 3.1 stretches 8 times; 3.2 (told by its size) 32 times, though `params.json` does not say so."""
+    """Factor 8 for Llama 3.1, and 32 for 3.2, which `params.json` does not contain: 3.2 is detected by its size."""
     if not is_scaled(params):
         return None
     usual = 32.0 if params["dim"] in SMALL_DIMS else 8.0

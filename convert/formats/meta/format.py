@@ -7,37 +7,24 @@ along dim 0, row-parallel ones along dim 1, the embedding along dim 1 (Llama 1, 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.algebra.operations import (
-    concat,
-    first_missing,
     listing,
-    permute_rows,
     rename,
-    replicated,
     require,
-    rope_order,
 )
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.meta.config import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
-from llmconv.convert.formats.meta.names import LLAMA, split_dim
-from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
+from llmconv.convert.formats.meta.config import PARAMS, WeightSizes, is_scaled, read_params, to_config
+from llmconv.convert.formats.meta.names import LLAMA
+from llmconv.convert.formats.meta.read import SHARD, check_shapes, differing_norms, file_order, join, open_shards
+from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.formats.meta.write import save
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import left_beside
-from llmconv.errors import MalformedInput
-from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import open_torch_file
-from llmconv.tensors import LazyTensor
-
-SHARD = re.compile(r"consolidated\.(\d+)\.pth")
-
-Shard = Mapping[str, LazyTensor]
+from llmconv.convert.state_dicts.training_files import training_files_in
 
 
 def _detect(path: Path) -> bool:
@@ -45,38 +32,35 @@ def _detect(path: Path) -> bool:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    shards = _open_shards(path)
+    shards = open_shards(path)
     stored = read_json(path / "params.json") if (path / "params.json").is_file() else {}
     params = read_params({**stored, **{name: value for name, value in config.items() if name in PARAMS}}, path.name)
     renamed = rename(shards[0], LLAMA, path.name)
-    layers = min(int(params["n_layers"]), len(renamed))  # of a billion layers most are missing already
-    expected = [
-        row.format(layer)
-        for row in LLAMA.values()
-        if row
-        for layer in range(layers + 1)
-        if layer < int(params["n_layers"])
-    ]
+    # one layer more than there are tensors is enough to report missing keys, even if a billion layers are declared
+    layers = min(int(params["n_layers"]), len(renamed) + 1)
+    expected = [target.format(layer) for target in LLAMA.values() if target for layer in range(layers)]
     require(dict.fromkeys(expected), renamed, path.name)
-    kv_heads = _check_shapes(path, shards, params)
+    kv_heads = check_shapes(path, shards, params)
     tensors = {
-        target: _join(path, source, shards, params, kv_heads)
-        for target, source in sorted(renamed.items(), key=lambda pair: _file_order(pair[0]))
+        target: join(path, source, shards, params, kv_heads)
+        for target, source in sorted(renamed.items(), key=lambda pair: (*file_order(pair[0]), pair[0]))
     }
-    sizes = Sizes(
+    sizes = WeightSizes(
         tensors["model.embed_tokens.weight"].shape[0],
         tensors["model.layers.0.mlp.gate_proj.weight"].shape[0],
         kv_heads,
     )
     settings = to_config(params, sizes, path.name)
     settings["tie_word_embeddings"] = None  # Llama 3.2 1B and 3B hold one matrix twice: the values decide
-    words, warnings = _tokenizer(path, tokenizer, params, sizes)
+    tokens, warnings = tokenizer_for(
+        tokenizer or find_tokenizer(path), sizes.vocabulary, path.name, since_3_1=is_scaled(params)
+    )
     extra, dropped = without_code({name: value for name, value in config.items() if name not in PARAMS})
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
-    settings |= {"bos_token_id": words.bos, "eos_token_id": words.eos} | extra
-    warnings += _differing_norms(shards)
-    side_files = {**words.files, **_generation_config(words)}
+    settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
+    warnings += differing_norms(shards)
+    side_files = {**tokens.files, **_generation_config(tokens)}
     left = [name for name in shards[0] if name.endswith("rope.freqs")]
     return Checkpoint(
         path,
@@ -86,151 +70,16 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         side_files,
         tuple(warnings),
         shards=len(shards),
-        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *left_beside(path)),
+        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path)),
     )
 
 
-def _open_shards(path: Path) -> list[Shard]:
-    """The shards in order, which must be numbered 0 … n-1 and hold the same names, shapes and dtypes.
-
-    Raises:
-        MalformedInput: a gap, or a shard that differs.
-    """
-    found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
-    missing = first_missing(found, max(found) + 1)
-    if missing is not None:
-        raise MalformedInput(
-            f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
-            hint="copy the missing shard; all of them are needed",
-        )
-    shards = [_open_shard(found[number]) for number in sorted(found)]
-    layout = _layout(shards[0])
-    for number, shard in enumerate(shards):
-        if _layout(shard) != layout:
-            odd = sorted({name for name, _ in _layout(shard).items() ^ layout.items()})
-            raise MalformedInput(
-                f"`{found[number].name}` differs from the first shard in {len(odd)} tensors: {listing(odd)}",
-                hint="the shards are of different models or of different splits; copy the folder again",
-            )
-    return shards
-
-
-def _layout(shard: Shard) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items()}
-
-
-def _open_shard(path: Path) -> Shard:
-    file = open_torch_file(path)
-    refs = file.content
-    if not isinstance(refs, dict) or not all(isinstance(ref, TensorRef) for ref in refs.values()):
-        raise MalformedInput(f"`{path.name}` is no plain state dict", hint="it should hold tensors and nothing else")
-    return {str(name): file.tensor(str(name), ref) for name, ref in refs.items()}
-
-
-def _file_order(target: str) -> tuple[int, int, str]:
-    """Embedding, layers by number, final norm, head: the order in which a loader meets them."""
-    number = re.search(r"\.(\d+)\.", target)
-    place = 0 if "embed" in target else 1 if number else 2 if "norm" in target else 3
-    return place, int(number[1]) if number else 0, target
-
-
-def _check_shapes(path: Path, shards: Sequence[Shard], params: Mapping[str, Any]) -> int:
-    """Compares the first layer with `params.json`; returns the number of key/value heads of the model.
-
-    Raises:
-        MalformedInput: the number of shards does not fit `dim`, or the key/value heads do not add up.
-    """
-    dim, count = int(params["dim"]), len(shards)
-    head_dim = dim // int(params["n_heads"])
-    queries = shards[0]["layers.0.attention.wq.weight"].shape
-    if len(queries) != 2 or queries[1] != dim or queries[0] * count != dim:
-        need = f"{dim // queries[0]} shards are needed" if queries[0] and not dim % queries[0] else "they do not fit"
-        raise MalformedInput(
-            f"`{path.name}` has {count} shards with query rows {list(queries)} for `dim` {dim}; {need}",
-            hint="a shard is missing or there is one too many, or `params.json` is of another model",
-        )
-    keys = shards[0]["layers.0.attention.wk.weight"].shape[0]
-    stored, wanted = keys * count // head_dim, kv_heads_of(params)
-    if stored == wanted:
-        return wanted // _copies(shards, keys, head_dim)
-    if keys != head_dim or stored % wanted:
-        raise MalformedInput(
-            f"`{path.name}` has {stored} key/value heads, `params.json` says {wanted}",
-            hint="`n_kv_heads` must divide what the shards hold; is `params.json` of another model?",
-        )
-    return wanted
-
-
-def _copies(shards: Sequence[Shard], keys: int, head_dim: int) -> int:
-    """How many neighbours hold the same head: with more ranks than heads Meta repeats them, and counts the copies."""
-    if keys != head_dim or len(shards) == 1:
-        return 1
-    names = ("layers.0.attention.wk.weight", "layers.0.attention.wv.weight")
-    heads = [b"".join(shard[name].read().tobytes() for name in names) for shard in shards]
-    run = next((number for number, head in enumerate(heads) if head != heads[0]), len(heads))
-    repeats = len(heads) % run == 0 and all(head == heads[number // run * run] for number, head in enumerate(heads))
-    return run if repeats else 1
-
-
-def _join(path: Path, name: str, shards: Sequence[Shard], params: Mapping[str, Any], kv_heads: int) -> LazyTensor:
-    """One whole tensor in Hugging Face's row order."""
-    parts = [shard[name] for shard in shards]
-    head_dim = int(params["dim"]) // int(params["n_heads"])
-    dim = split_dim(name)
-    if dim is None:
-        return parts[0]
-    if name.endswith((".wk.weight", ".wv.weight")):
-        repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))
-        groups = [parts[start : start + repeat] for start in range(0, len(parts), repeat)]
-        parts = [replicated(group, _other_copies(path)) for group in groups]
-    if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
-        dim = 0  # of Llama 3, whose ranks hold words
-    try:
-        whole = concat(parts, dim)
-        return permute_rows(whole, rope_order(head_dim)) if name.endswith((".wq.weight", ".wk.weight")) else whole
-    except ValueError as error:
-        raise MalformedInput(
-            f"`{name}` of `{path.name}` does not join: {error}", hint="`params.json` is of another model"
-        ) from error
-
-
-def _other_copies(path: Path) -> MalformedInput:
-    return MalformedInput(
-        f"the shards of `{path.name}` hold different copies of one key/value head",
-        hint="`n_kv_heads` of `params.json` does not fit the shards; is it of another model?",
-    )
-
-
-def _tokenizer(
-    path: Path, given: Path | None, params: Mapping[str, Any], sizes: Sizes
-) -> tuple[MetaTokenizer, list[str]]:
-    place = given or find_tokenizer(path)
-    if place is None:
-        words = without_tokenizer(sizes.vocabulary)
-        return words, [f"`{path.name}` has no `tokenizer.model`; give one with `--tokenizer` if you need it"]
-    words = load_tokenizer(place, since_3_1=is_scaled(params))
-    warnings = list(words.warnings)
-    if words.size > sizes.vocabulary:
-        warnings.append(
-            f"the tokenizer has {words.size} tokens, the embedding {sizes.vocabulary}: is it another model's?"
-        )
-    return words, warnings
-
-
-def _generation_config(words: MetaTokenizer) -> dict[str, bytes]:
-    if words.bos is None:
+def _generation_config(tokens: MetaTokenizer) -> dict[str, bytes]:
+    if tokens.bos is None:
         return {}
-    stops = list(words.stops) if len(words.stops) > 1 else words.eos
-    content = {"bos_token_id": words.bos, "eos_token_id": stops}
+    stops = list(tokens.stops) if len(tokens.stops) > 1 else tokens.eos
+    content = {"bos_token_id": tokens.bos, "eos_token_id": stops}
     return {"generation_config.json": (json.dumps(content, indent=2) + "\n").encode()}
-
-
-def _differing_norms(shards: Sequence[Shard]) -> list[str]:
-    """A warning where the last norm is not the same in all shards; shard 0's is used, as upstream's rank 0 does."""
-    norms = [shard["norm.weight"].read().tobytes() for shard in shards]
-    if len(set(norms)) == 1:
-        return []
-    return ["the norms differ between shards (as in Llama 3 70B); those of shard 0 are used"]
 
 
 FORMAT = Format(

@@ -1,4 +1,4 @@
-"""Meta's names for the tensors of a Llama, and how model-parallel ranks share them out; LLaMA2-Accessory has both too.
+"""Meta's tensor names to Hugging Face's, and the axis along which ranks split each (LLaMA2-Accessory has the same).
 
 Source: meta-llama/llama `model.py` with fairscale's parallel layers; Accessory `util/tensor_parallel.py`,
 `model/peft.py`.
@@ -29,7 +29,7 @@ LLAMA: dict[str, str | None] = FREQUENCIES | {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-"""To Hugging Face's names, in the order in which a loader meets them."""
+"""To Hugging Face's names, in the order in which a loader needs them."""
 
 COLUMN = {"wq", "wk", "wv", "w1", "w3", "output", "dense_h_to_4h"}
 ROW = {"wo", "w2", "dense", "dense_4h_to_h"}
@@ -38,7 +38,12 @@ SUFFIX = re.compile(r"\.(weight|bias|lora_a\.weight|lora_b\.weight)$")
 
 
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
-    """The dimension along which a tensor is split; None where every shard holds it whole, and shard 0 counts."""
+    """The dimension along which ranks split a tensor; None if every shard holds a copy, of which shard 0's is used.
+
+    Args:
+        name: Meta's or Accessory's name of the tensor.
+        repeated: last words of layers that every shard holds whole, in addition to the usual ones.
+    """
     suffix = SUFFIX.search(name)
     block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")
     if not suffix or layer in repeated or (block and not block.startswith("layers.")):

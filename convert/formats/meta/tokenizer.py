@@ -1,4 +1,4 @@
-"""Meta's `tokenizer.model` (sentencepiece or tiktoken, told by content) as Hugging Face tokenizer files."""
+"""Meta's `tokenizer.model` (sentencepiece or tiktoken, detected by its content) as Hugging Face tokenizer files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ RELEASED_TIKTOKEN = 128256
 
 @dataclass(frozen=True)
 class MetaTokenizer:
-    """Tokenizer files and the ids that a config needs.
+    """Tokenizer files, and the ids for `config.json` and `generation_config.json`.
 
     Attributes:
-        files: content by plain file name; empty when there is no tokenizer.
-        bos, eos: ids for `config.json`; None when unknown.
+        files: content by plain file name; empty if there is no tokenizer.
+        bos, eos: ids for `config.json`; None if unknown.
         stops: ids that end a generation.
-        size: number of tokens, 0 when unknown.
-        warnings: what a user should know.
+        size: number of tokens; 0 if unknown.
+        warnings: for the user.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class MetaTokenizer:
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """`tokenizer.model` beside the shards, or one folder up, where Meta's downloads put it."""
+    """`tokenizer.model` next to the shards, or one folder up, where Meta's downloads put it."""
     return next(
         (place for place in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if place.is_file()), None
     )
 
 
 def without_tokenizer(vocabulary: int) -> MetaTokenizer:
-    """The ids of a released model, told by its vocabulary, where there is no tokenizer to ask."""
+    """The ids of the released model with this vocabulary size, for checkpoints without a tokenizer."""
     if vocabulary in RELEASED_SENTENCEPIECE:
         return MetaTokenizer(bos=1, eos=2, stops=(2,))
     if vocabulary == RELEASED_TIKTOKEN:
@@ -66,15 +66,39 @@ def without_tokenizer(vocabulary: int) -> MetaTokenizer:
     return MetaTokenizer()
 
 
+def tokenizer_for(
+    path: Path | None, vocabulary: int, source: str, *, since_3_1: bool
+) -> tuple[MetaTokenizer, list[str]]:
+    """The tokenizer at `path` with its warnings; without one, the ids of the released model of this vocabulary.
+
+    Args:
+        path: as for `load_tokenizer`; None if there is no tokenizer.
+        vocabulary: number of rows of the embedding.
+        source: name of the checkpoint, for warnings.
+        since_3_1: as for `load_tokenizer`.
+    """
+    if path is None:
+        return without_tokenizer(vocabulary), [
+            f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"
+        ]
+    loaded = load_tokenizer(path, since_3_1=since_3_1)
+    warnings = list(loaded.warnings)
+    if loaded.size > vocabulary:
+        warnings.append(
+            f"the tokenizer has {loaded.size} tokens, the embedding {vocabulary}: does it belong to the model?"
+        )
+    return loaded, warnings
+
+
 def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
-    """Converts the tokenizer at `path`; a folder with a `tokenizer.json` is taken as it is.
+    """Converts the tokenizer at `path`; a folder with a `tokenizer.json` is used unchanged.
 
     Args:
         path: a `tokenizer.model`, or a folder with tokenizer files.
         since_3_1: whether the special tokens are those of Llama 3.1 and later (tiktoken only).
 
     Raises:
-        InputRefused: there is none, or it is of neither kind.
+        InputRefused: there is no tokenizer, or it is neither sentencepiece nor tiktoken.
     """
     files = read_tokenizer(path)
     if "tokenizer.json" in files or TOKENIZER not in files:
@@ -92,7 +116,7 @@ def _from_sentencepiece(data: bytes, model: SentencePieceModel) -> MetaTokenizer
     if model.is_bpe and min(names.values()) >= 0:
         files["tokenizer.json"] = _json(tokenizer_json(model), indent=None)
     else:
-        warnings = ("the sentencepiece model is no BPE with bos, eos and unk; only `tokenizer.model` is written",)
+        warnings = ("the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written",)
     return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
 
 
@@ -103,14 +127,14 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
         "tokenizer.json": _json(tiktoken_json(ranks, since_3_1=since_3_1), indent=None),
         "tokenizer_config.json": _json(settings),
     }
-    # Nothing in the files tells a chat model from a base model; a base model never emits the other two.
+    # the files do not distinguish a chat model from a base model, which never emits the other two
     stops = (EOS, EOM, EOT) if since_3_1 else (EOS, EOT)
     return MetaTokenizer(files, base + BOS, base + EOS, tuple(base + stop for stop in stops), base + len(names))
 
 
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
-    """tokenizer_config.json; the generic class, because LlamaTokenizer of transformers 5 rebuilds its own pipeline,
-    which encodes leading spaces differently from sentencepiece."""
+    """`tokenizer_config.json` with the generic class: LlamaTokenizer of transformers 5 ignores the pipeline in
+    `tokenizer.json` and encodes leading spaces differently from sentencepiece."""
     return {
         **tokens,
         "add_bos_token": True,

@@ -1,4 +1,4 @@
-"""A Llama in Hugging Face names as Meta's folder: `consolidated.NN.pth`, `params.json`, `tokenizer.model`."""
+"""Writes a Llama as Meta's folder: `consolidated.NN.pth`, `params.json`, `tokenizer.model`."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ from llmconv.tensors import LazyTensor
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a Meta checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of a Meta checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
-        UnsupportedInput: Meta's code cannot hold the model.
+        UnsupportedInput: Meta's code cannot express the model.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many shards.
+        UsageProblem: the model cannot be divided among this number of shards.
     """
     decoder = read_decoder(checkpoint)
     params = params_of(decoder, shards)
     tokenizer = _tokenizer(checkpoint, decoder)
-    by_words = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
+    embedding_by_rows = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
     _refuse_shards(decoder, shards)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     for name, tensor in llama_tensors(checkpoint, decoder).items():
-        for rank, part in zip(ranks, _parts(name, tensor, decoder, shards, by_words=by_words), strict=True):
+        for rank, part in zip(
+            ranks, _parts(name, tensor, decoder, shards, embedding_by_rows=embedding_by_rows), strict=True
+        ):
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
     small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
@@ -54,39 +56,44 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
-    """The whole tensors of a llama under Meta's names and in its order of rows; a tied head is written out.
+    """The whole tensors of a Llama in Meta's names and row order; a tied head is written out.
 
     Raises:
-        MalformedInput: a tensor is missing, left over, or of another shape than the config says.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
     """
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()
     require(shapes, tensors, decoder.source)
     renamed = rename(tensors, inverted(LLAMA), decoder.source)
     check_shapes(tensors, shapes, decoder.source)
-    order, turned = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
+    order, rotated = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
     return {
-        name: permute_rows(tensors[target], order) if name.endswith(turned) else tensors[target]
+        name: permute_rows(tensors[target], order) if name.endswith(rotated) else tensors[target]
         for name, target in renamed.items()
     }
 
 
 def check_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Every tensor has the shape that the config gives it.
+    """Compares the shape of every tensor with the configuration.
+
+    Args:
+        tensors: Hugging Face name to tensor.
+        shapes: name to expected shape.
+        source: name of the model's folder, for error messages.
 
     Raises:
-        MalformedInput: lists those that have not.
+        MalformedInput: lists the tensors of another shape.
     """
-    odd = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
-    if odd:
+    wrong = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
+    if wrong:
         raise MalformedInput(
-            f"`{source}` has {len(odd)} tensors of another shape than its `config.json` says: {listing(odd)}",
-            hint="the config is of another model; copy the folder again",
+            f"shape mismatch with `config.json` for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
+            hint="the config belongs to another model; copy the folder again",
         )
 
 
 def _refuse_shards(decoder: LlamaLikeConfig, shards: int) -> None:
-    """Every rank has whole heads; with more ranks than key/value heads, neighbours hold the same one."""
+    """Every rank has whole heads; with more ranks than key/value heads, neighboring ranks hold copies of one."""
     sizes = {
         "hidden_size": decoder.hidden,
         "intermediate_size": decoder.intermediate,
@@ -97,13 +104,13 @@ def _refuse_shards(decoder: LlamaLikeConfig, shards: int) -> None:
 
 
 def _parts(
-    name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, by_words: bool
+    name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, embedding_by_rows: bool
 ) -> Sequence[LazyTensor]:
-    """What each rank holds of a tensor."""
+    """The part of a tensor for each rank."""
     dim = split_dim(name)
     if dim is None:
         return [tensor] * shards
-    if name.startswith("tok_") and by_words:
+    if name.startswith("tok_") and embedding_by_rows:
         dim = 0
     if name.endswith((".wk.weight", ".wv.weight")) and shards > decoder.kv_heads:
         copies, size = shards // decoder.kv_heads, decoder.head_dim
@@ -112,7 +119,7 @@ def _parts(
 
 
 def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None:
-    """`tokenizer.model`: byte for byte where there is one; Llama 3's can be made from `tokenizer.json`."""
+    """`tokenizer.model`, unchanged if there is one; Llama 3's can be made from `tokenizer.json`."""
     files = checkpoint.side_files
     if TOKENIZER in files or "tokenizer.json" not in files:
         return files.get(TOKENIZER)
@@ -125,11 +132,11 @@ def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None
 
 
 def _losses(decoder: LlamaLikeConfig, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
-    """What Meta's folder has no place for."""
+    """Warnings about content that Meta's folder cannot hold."""
     losses = []
     if tokenizer is None:
         losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads")
-    told = config_of(params, decoder)["max_position_embeddings"]
-    if told != decoder.max_positions:
-        losses.append(f"`params.json` does not hold `max_position_embeddings`; `to-hf` will take {told} for it")
+    read_back = config_of(params, decoder)["max_position_embeddings"]
+    if read_back != decoder.max_positions:
+        losses.append(f"`params.json` does not contain `max_position_embeddings`; `to-hf` will assume {read_back}")
     return tuple(losses)

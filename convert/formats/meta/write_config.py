@@ -1,4 +1,4 @@
-"""`params.json` of a Llama: the reverse of `params.py`, and checked against it."""
+"""`params.json` of a Llama, the reverse of `config.py` and checked against it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from math import floor
 from typing import Any
 
-from llmconv.convert.formats.meta.config import SMALL_DIMS, Sizes, intermediate_of, to_config
+from llmconv.convert.formats.meta.config import SMALL_DIMS, WeightSizes, intermediate_of, to_config
 from llmconv.convert.models.model_config import LlamaLikeConfig
 from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "Meta's code"
-HELD: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu",),
     "attention_bias": (),
@@ -23,16 +23,16 @@ DIGITS = 17
 
 
 def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
-    """The fields that Meta's code of the model's generation has, and no others, which it would refuse.
+    """The fields of `params.json` that Meta's code of this generation has; it refuses any others.
 
     Args:
         decoder: the model.
-        shards: with more of them than key/value heads, Meta counts every copy of a head.
+        shards: number of ranks; if there are fewer key/value heads, Meta counts every copy of a head.
 
     Raises:
-        UnsupportedInput: Meta's code has no such model; lists the fields.
+        UnsupportedInput: Meta's code cannot express the model; lists the fields.
     """
-    refuse_fields(decoder, HELD, CODE)
+    refuse_fields(decoder, SUPPORTED, CODE)
     params: dict[str, Any] = {
         "dim": decoder.hidden,
         "n_layers": decoder.layers,
@@ -51,12 +51,12 @@ def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
 
 
 def config_of(params: Mapping[str, Any], decoder: LlamaLikeConfig) -> dict[str, Any]:
-    """What `to-hf` makes of `params.json`."""
-    return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
+    """The `config.json` that `to-hf` makes of `params.json`."""
+    return to_config(params, WeightSizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
 
 
 def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
-    """Llama 3.1's stretched rope; the factors are written where Meta's code would take others (8 and 4)."""
+    """Llama 3.1's rope scaling, without factors that are the defaults of Meta's code (8 and 4)."""
     if decoder.scaling.get("rope_type") != "llama3":
         return {}
     params: dict[str, Any] = {"use_scaled_rope": True}
@@ -67,9 +67,9 @@ def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
 
 
 def feed_forward_of(dim: int, intermediate: int) -> dict[str, Any]:
-    """`multiple_of` and, where it takes one, `ffn_dim_multiplier`, which give exactly `intermediate`.
+    """`multiple_of`, and `ffn_dim_multiplier` if needed, that result in exactly `intermediate`.
 
-    The multiplier has as few digits as possible, and with it the multiple is large, as in Meta's own files.
+    The multiplier has as few digits, and the multiple is as large, as possible, as in Meta's own files.
     """
     candidates: list[dict[str, Any]] = [{"multiple_of": 256}]
     base = int(2 * (4 * dim) / 3)

@@ -1,4 +1,4 @@
-"""MindFormers' LoRA (MindPET): pairs in a MindSpore `.ckpt` or safetensors, alone or beside the weights they change.
+"""MindFormers' LoRA (MindPET): pairs in a MindSpore `.ckpt` or safetensors, alone or next to the weights they change.
 
 Layout (mindpet `delta/lora.py`, `LoRADense`): `<cell>.mindpet_delta_lora_a` (r×in) and `_b` (out×r), in other versions
 `tk_delta_lora_a` or `lora_a`; the update is B·A·lora_alpha/r, and lora_alpha is in the run's YAML (`pet_config`).
@@ -17,45 +17,45 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.adapters.other_tools.layer_sizes import Sizes, sizes_of
-from llmconv.convert.adapters.peft_file import CONFIG
+from llmconv.convert.adapters.other_tools.layer_sizes import LayerSizes, sizes_of
+from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.algebra.operations import listing, permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.formats.mindformers import glm, gpt, llama
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
-from llmconv.convert.formats.mindformers.names import FUSED, LORA, Heads, layout_of, split_qkv, unfuse
+from llmconv.convert.formats.mindformers.converted_model import Heads
+from llmconv.convert.formats.mindformers.fused_weights import FUSED, layout_of, split_qkv, unfuse
+from llmconv.convert.formats.mindformers.lora_pairs import LORA
+from llmconv.convert.formats.mindformers.names import BLOOM, CORE, DENSE, GLM, GPT2, LLAMA, QWEN
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)
-WHAT = "a LoRA of MindFormers"
+DESCRIPTION = "a LoRA of MindFormers"
 FUSED_GLM = ".self_attention.query_key_value"
-LOW_BITS = 2.0**-7
-"""Relative difference of two roundings of one number to half precision."""
-
-Placed = dict[str, Factors]
+HALF_PRECISION = 2.0**-7
+"""Largest relative difference between two roundings of a number to half precision."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """A kind of model under MindFormers' names.
+class LoraFamily:
+    """How the LoRA pairs of one model family are converted.
 
     Attributes:
-        sign: the beginning of names that only it has.
-        names: its names to Hugging Face's, of whole tensors.
-        place: brings the factors under the names that its modules have in the base, rows in its order.
+        sign: matches the beginning of names that only this family has.
+        names: MindFormers' tensor names to Hugging Face's.
+        place: renames the factors to the base's modules, and reorders their rows.
     """
 
     sign: re.Pattern[str]
     names: Mapping[str, str | None]
-    place: Callable[[Placed, RunConfig, Sizes, Mapping[str, str]], Placed]
+    place: Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str]], dict[str, ForeignPair]]
 
 
 def is_mindformers_adapter(path: Path) -> bool:
-    """Whether `path` is a file or folder of MindSpore's; whether it holds pairs shows when it is opened."""
+    """Whether `path` is a MindSpore file or folder, with or without LoRA pairs: that is checked when it is opened."""
     folder = path if path.is_dir() else path.parent
     return not (folder / CONFIG).is_file() and is_mindspore(path)
 
@@ -65,13 +65,13 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
 
     Args:
         path: the file, or the folder of a run.
-        base: the model to merge into. What else is in the file replaces its tensors where the file holds only what was
-            trained, and is only compared with them where the file holds the weights that the pairs change.
-        alpha: `lora_alpha`, where no YAML of the run beside the file says it.
+        base: the model to merge into. If the file holds only trained tensors, those that are not LoRA pairs replace
+            tensors of the base; if it holds the whole model, they are only compared with the base.
+        alpha: `lora_alpha`, if there is no YAML of the run next to the file that declares it.
 
     Raises:
-        InputRefused: no pairs, nobody says alpha, or the file's own weights are not the base's.
-        MalformedInput: names or shapes that the base has not.
+        InputRefused: there are no pairs, alpha is unknown, or the file's other weights differ from the base's.
+        MalformedInput: the base does not have a tensor, or has it in another shape.
     """
     found = open_parameters(path)
     run = read_run_config(path, {})
@@ -79,7 +79,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
     if not pairs:
         raise InputRefused(
             f"`{path.name}` holds {len(found.tensors)} tensors and no LoRA pair",
-            hint=f"a whole model is converted with `llmconv to-hf {path.name} --config run.yaml -o OUT`",
+            hint=f"convert a whole model with `llmconv to-hf {path.name} --config run.yaml -o OUT`",
         )
     others = {name: tensor for name, tensor in found.tensors.items() if name not in pairs}
     family, factors = _family(pairs, path.name), pair_up(pairs, FACTOR, path.name)
@@ -87,10 +87,10 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
     notes = list(found.warnings)
     if any(f"{module}.weight" in others for module in factors):
         _require_base(others, family, base, path.name)
-        notes.append(f"left out {len(others)} tensors of the model itself, which are the base's")
+        notes.append(f"left out {len(others)} tensors of the model itself, which the base contains")
         others = {}
     fields = {name: run.lora.get(old) for name, old in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"))}
-    settings = (path if path.is_dir() else path.parent) / run.beside if run.beside else None
+    settings = (path if path.is_dir() else path.parent) / run.file_name if run.file_name else None
     adapter = as_adapter(
         _files(path),
         settings,
@@ -109,31 +109,35 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".ckpt", ".safetensors") and file.is_file())
 
 
-def _family(tensors: Mapping[str, LazyTensor], source: str) -> Family:
+def _family(tensors: Mapping[str, LazyTensor], source: str) -> LoraFamily:
     for family in FAMILIES:
         if any(family.sign.search(name) for name in tensors):
             return family
     raise UnsupportedInput(
-        f"`{source}` holds LoRA pairs of no known model: {listing(sorted(tensors))}",
-        hint="known are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 under MindFormers' names",
+        f"`{source}` holds LoRA pairs of an unknown model: {listing(sorted(tensors))}",
+        hint="supported are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 in MindFormers' names",
     )
 
 
-def _placed(factors: Placed, family: Family, run: RunConfig, base: Checkpoint, source: str) -> Placed:
+def _placed(
+    factors: dict[str, ForeignPair], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
+) -> dict[str, ForeignPair]:
     table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in family.names.items()}
     try:
         return family.place(factors, run, sizes_of(base), table)
     except ValueError as error:
         raise MalformedInput(
-            f"the rows of `{source}` do not fit the base's heads: {error}",
+            f"the rows of `{source}` do not match the base's heads: {error}",
             hint="the adapter was trained on another model",
         ) from error
 
 
-def _llama(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
-    """Queries, keys and values, or gate and up, may be fused, each with the A of the whole."""
+def _llama(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
+    """Splits fused queries, keys and values, or gate and up; each part keeps the A of the whole."""
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: Placed = {}
+    apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         name = f"{module}.weight"
         if not any(sign.fullmatch(name) for sign, _ in FUSED):
@@ -141,7 +145,7 @@ def _llama(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, st
             continue
         parts = _unfused(run, name, own.b, heads)
         apart |= {part.removesuffix(".weight"): replace(own, b=rows) for part, rows in parts.items()}
-    return renamed(apart, table, run.source, WHAT)
+    return renamed(apart, table, run.source, DESCRIPTION)
 
 
 def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mapping[str, LazyTensor]:
@@ -150,15 +154,17 @@ def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mappi
     except InputRefused as error:
         raise InputRefused(
             str(error),
-            hint="put the run's YAML beside the file, and in its `model_config` the line `qkv_layout: plain` if "
+            hint="put the run's YAML next to the file, and in its `model_config` the line `qkv_layout: plain` if "
             "MindFormers up to 1.4 wrote it, `qkv_layout: interleaved` since 1.5",
         ) from error
     return unfuse(run, {name: rows}, heads)
 
 
-def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _glm(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: Placed = {}
+    apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         root = module.removesuffix(FUSED_GLM)
         parts = split_qkv(own.b, heads, "plain") if root != module else []
@@ -166,7 +172,7 @@ def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]
             f"{root}.self_attention.w{one}": replace(own, b=rows) for one, rows in zip("qkv", parts, strict=False)
         }
         apart |= {} if parts else {module: own}
-    placed = renamed(apart, table, run.source, WHAT)
+    placed = renamed(apart, table, run.source, DESCRIPTION)
     if run.flag("use_rearrange_rope"):
         order = [row % 2 * (sizes.dim // 2) + row // 2 for row in range(sizes.dim)]
         placed = {
@@ -177,17 +183,21 @@ def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
-def _gpt2(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
-    placed = renamed(factors, table, run.source, WHAT)
-    return join_modules(placed, gpt.PARTS, "c_attn", sizes.attention, run.source)
+def _gpt2(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
+    placed = renamed(factors, table, run.source, DESCRIPTION)
+    return join_modules(placed, DENSE, "c_attn", sizes.attention, run.source)
 
 
-def _bloom(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _bloom(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
     counts = [sizes.dim] * 3
     return join_modules(
-        renamed(plain, table, run.source, WHAT),
-        gpt.PARTS,
+        renamed(plain, table, run.source, DESCRIPTION),
+        DENSE,
         "query_key_value",
         sizes.attention,
         run.source,
@@ -196,26 +206,26 @@ def _bloom(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, st
 
 
 FAMILIES = (
-    Family(re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."), llama.LLAMA, _llama),
-    Family(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), llama.QWEN, _llama),
-    Family(re.compile(r"^decoder\.layers\."), llama.CORE, _llama),
-    Family(re.compile(r"^backbone\."), gpt.GPT2, _gpt2),
-    Family(re.compile(r"^(?:transformer\.)?blocks\.\d+\."), gpt.BLOOM, _bloom),
-    Family(re.compile(r"^transformer\.encoder\."), glm.NAMES, _glm),
+    LoraFamily(re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."), LLAMA, _llama),
+    LoraFamily(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), QWEN, _llama),
+    LoraFamily(re.compile(r"^decoder\.layers\."), CORE, _llama),
+    LoraFamily(re.compile(r"^backbone\."), GPT2, _gpt2),
+    LoraFamily(re.compile(r"^(?:transformer\.)?blocks\.\d+\."), BLOOM, _bloom),
+    LoraFamily(re.compile(r"^transformer\.encoder\."), GLM, _glm),
 )
 
 
-def _whole(others: Mapping[str, LazyTensor], family: Family, source: str) -> dict[str, LazyTensor]:
-    """Trained tensors that stand in the place of the base's, where the family keeps them as they are."""
+def _whole(others: Mapping[str, LazyTensor], family: LoraFamily, source: str) -> dict[str, LazyTensor]:
+    """Trained tensors that replace the base's, by Hugging Face name."""
     homes = {name: _home(name, family) for name in others}
     unknown = sorted(name for name, home in homes.items() if home is None)
     if unknown:
-        raise unplaced(unknown, [name for name, home in family.names.items() if home], source, WHAT)
+        raise unplaced(unknown, [name for name, home in family.names.items() if home], source, DESCRIPTION)
     return {home: others[name] for name, home in homes.items() if home is not None}
 
 
-def _home(name: str, family: Family) -> str | None:
-    """The tensor of the base that `name` is, row by row; None where it is another's part or turned around."""
+def _home(name: str, family: LoraFamily) -> str | None:
+    """Name of the base's tensor that equals `name` row by row; None if it is fused or transposed there."""
     if family.place is not _llama or any(sign.fullmatch(name) for sign, _ in FUSED):
         return None
     number = re.search(r"(?<=\.)\d{1,9}(?=\.)", name)
@@ -223,28 +233,28 @@ def _home(name: str, family: Family) -> str | None:
     return target.format(number[0]) if target and number else target
 
 
-def _require_base(others: Mapping[str, LazyTensor], family: Family, base: Checkpoint, source: str) -> None:
-    """The file's own weights are the base's: the first block of each is compared.
+def _require_base(others: Mapping[str, LazyTensor], family: LoraFamily, base: Checkpoint, source: str) -> None:
+    """Compares the first block of each of the file's weights with the base's.
 
     Raises:
-        InputRefused: they are not.
+        InputRefused: they differ.
     """
     for name, tensor in others.items():
         there = base.get(_home(name, family) or "")
         if there is not None and not _similar(tensor, there):
             raise InputRefused(
-                f"`{source}` holds a whole model with its LoRA, and its `{name}` is not the base's",
+                f"`{source}` holds a whole model with its LoRA, and its `{name}` differs from the base's",
                 hint=f"convert it as it is: `llmconv to-hf {source} --config run.yaml -o OUT` merges its LoRA",
             )
 
 
 def _similar(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors begin with the same values, or with two roundings of them."""
+    """Whether two tensors begin with the same values, up to rounding if their dtypes differ."""
     if one.shape != other.shape:
         return False
     block = next(islice(one.blocks(), 1), (0, 0))
     mine, theirs = (tensor.rows(*block).astype(np.float64) for tensor in (one, other))
-    tolerance = 0.0 if one.dtype == other.dtype else LOW_BITS
+    tolerance = 0.0 if one.dtype == other.dtype else HALF_PRECISION
     return bool(np.allclose(mine, theirs, rtol=tolerance, atol=tolerance * 1e-3))
 
 

@@ -1,7 +1,7 @@
-"""MindSpore `.ckpt` read lazily: a walk over the headers, then positioned reads.
+"""MindSpore `.ckpt` files, read lazily: first the headers, then each tensor by its position.
 
 Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
-`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are cut
+`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are split
 into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
 """
 
@@ -26,12 +26,12 @@ TYPES = {
 }
 TEXT = "str"
 VALUES, BYTES_PER_VALUE = 20_000, 256
-"""Tensors of a file, and one more per so many of its bytes."""
+"""Maximum number of messages: a constant, and one more for each `BYTES_PER_VALUE` bytes of the file."""
 
 CRC_TAG = b"crc_num"
 CRC_TAIL = len(CRC_TAG) + 10
 CRC_LIMIT = 64 << 20
-"""Files up to this size have their checksum verified at once; for larger ones that would read everything twice."""
+"""The checksum of files up to this size is verified; of larger ones not, since that would read them twice."""
 
 ENCRYPTED = {b"\xd8\x5e\x3a\x7f": "AES-GCM", b"\xd9\x5e\x3a\x7f": "AES-CBC or SM4-CBC"}
 """First bytes of an encrypted file (mindspore `utils/crypto.cc`)."""
@@ -40,8 +40,8 @@ HEAD = 64
 
 
 @dataclass(frozen=True)
-class Value:
-    """One message: the name and shape of a tensor, and where its content (or a part of it) lies."""
+class TensorMessage:
+    """One message: name, dtype and shape of a tensor, and the position of its content (or a part of it)."""
 
     tag: str
     kind: str
@@ -52,11 +52,11 @@ class Value:
 
 @dataclass(frozen=True)
 class MindSporeFile:
-    """What a `.ckpt` holds.
+    """The content of a `.ckpt`.
 
     Attributes:
-        tensors: the tensors by name, in file order.
-        warnings: what a user should know, one line each.
+        tensors: name to tensor, in file order.
+        warnings: for the user, one line each.
     """
 
     tensors: dict[str, LazyTensor]
@@ -64,7 +64,7 @@ class MindSporeFile:
 
 
 def is_mindspore_ckpt(path: Path) -> bool:
-    """Whether a file begins as `save_checkpoint` writes: a value with a tag and a tensor, or an encrypted block."""
+    """Whether a file begins as `save_checkpoint` writes: a message with a tag and a tensor, or an encrypted block."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -89,11 +89,11 @@ def _first_two(source: ProtobufFile, outer: Field) -> tuple[Field, Field]:
 
 
 def read_ckpt(path: Path) -> MindSporeFile:
-    """Reads the headers of a `.ckpt`; no tensor data (but see `CRC_LIMIT`).
+    """Reads the headers of a `.ckpt`, but no tensor data (except for the checksum, see `CRC_LIMIT`).
 
     Raises:
-        UnsupportedInput: encrypted, or an element type that safetensors cannot hold.
-        MalformedInput: truncated, or lengths, shapes or the checksum do not add up.
+        UnsupportedInput: the file is encrypted, or safetensors does not have an element type.
+        MalformedInput: the file is truncated, or lengths, shapes or the checksum contradict each other.
     """
     with open(path, "rb") as file:
         head = file.read(4)
@@ -109,34 +109,34 @@ def read_ckpt(path: Path) -> MindSporeFile:
 
 
 def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
-    """Where the messages end, and a warning if a checksum was not verified."""
+    """Position at which the messages end, and a warning if the checksum was not verified."""
     end = source.size - CRC_TAIL
     if end < 0 or not (tail := source.bytes(end, source.size)).startswith(CRC_TAG):
         return source.size, ()
     if end > CRC_LIMIT:
         return end, (f"the checksum of `{source.path.name}` was not verified, as that would read the file twice",)
     if zlib.crc32(source.bytes(0, end)) != int.from_bytes(tail[len(CRC_TAG) :], "big"):
-        source.refuse("does not have the checksum that it says")
+        source.refuse("has an invalid checksum")
     return end, ()
 
 
-def _values(source: ProtobufFile, end: int) -> list[Value]:
-    values: list[Value] = []
+def _values(source: ProtobufFile, end: int) -> list[TensorMessage]:
+    values: list[TensorMessage] = []
     for outer in source.fields(0, end):
         if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
-            source.refuse(f"has something else than a tensor at byte {outer.start}")
+            source.refuse(f"has a field at byte {outer.start} that is not a tensor")
         values.append(_value(source, outer))
     return values
 
 
-def _value(source: ProtobufFile, outer: Field) -> Value:
+def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
     parts = {field.number: field for field in source.fields(outer.start, outer.stop)}
     if 1 not in parts:
         source.refuse(f"has a tensor without a name at byte {outer.start}")
     tag = source.text(parts[1], NAME_LIMIT)
     if 2 not in parts or parts[2].wire != BYTES:
         raise UnsupportedInput(
-            f"`{tag}` in `{source.path.name}` is a hash map, no plain tensor",
+            f"`{tag}` in `{source.path.name}` is a hash map, which is unsupported",
             hint="only models made of plain tensors can be converted",
         )
     dims: list[int] = []
@@ -145,21 +145,21 @@ def _value(source: ProtobufFile, outer: Field) -> Value:
         if field.number == 1:
             dims += source.numbers(field)
             if len(dims) > RANK_LIMIT:
-                source.refuse(f"gives tensor `{tag}` more than {RANK_LIMIT} axes")
+                source.refuse(f"has tensor `{tag}` with more than {RANK_LIMIT} axes")
         elif field.number == 2:
             kind = source.text(field, NAME_LIMIT)
         elif field.number == 3 and field.wire == BYTES:
             content = field
     if content is None or not all(0 <= size < 1 << 62 for size in dims):
-        source.refuse(f"describes tensor `{tag}` without content, or with an impossible shape")
+        source.refuse(f"has tensor `{tag}` without content, or with an invalid shape")
     # older writers store a scalar with the dims [0]; an empty tensor is not written at all
     shape = () if dims == [0] and kind != TEXT else tuple(dims)
-    return Value(tag, kind, shape, content.start, content.stop)
+    return TensorMessage(tag, kind, shape, content.start, content.stop)
 
 
-def _tensors(source: ProtobufFile, values: Sequence[Value]) -> dict[str, LazyTensor]:
-    """Tensor by name; what follows under the same name is the rest of its bytes."""
-    groups: list[list[Value]] = []
+def _tensors(source: ProtobufFile, values: Sequence[TensorMessage]) -> dict[str, LazyTensor]:
+    """Name to tensor; consecutive messages with the same name are parts of one tensor."""
+    groups: list[list[TensorMessage]] = []
     for value in values:
         if value.kind == TEXT:
             continue
@@ -170,29 +170,31 @@ def _tensors(source: ProtobufFile, values: Sequence[Value]) -> dict[str, LazyTen
     tensors: dict[str, LazyTensor] = {}
     for group in groups:
         if group[0].tag in tensors:
-            source.refuse(f"holds tensor `{group[0].tag}` twice")
+            source.refuse(f"has a duplicate tensor name `{group[0].tag}`")
         tensors[group[0].tag] = _tensor(source, group)
     return tensors
 
 
-def _tensor(source: ProtobufFile, parts: Sequence[Value]) -> LazyTensor:
+def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
     first = parts[0]
     if first.kind not in TYPES:
         raise UnsupportedInput(
-            f"tensor `{first.tag}` in `{source.path.name}` is of the type `{first.kind[:40]}`",
+            f"tensor `{first.tag}` in `{source.path.name}` has the unsupported type `{first.kind[:40]}`",
             hint="only plain float, integer and bool tensors can be converted; dequantize it first",
         )
     dtype = TYPES[first.kind]
     stored, needed = sum(part.stop - part.start for part in parts), prod(first.dims) * dtype.itemsize
     if stored != needed or any((part.kind, part.dims) != (first.kind, first.dims) for part in parts):
-        source.refuse(f"gives tensor `{first.tag}` {stored} bytes in {len(parts)} parts, its shape needs {needed}")
+        source.refuse(
+            f"has {stored} bytes in {len(parts)} parts for tensor `{first.tag}`, expected {needed} for its shape"
+        )
     if len(parts) == 1:
         return FileTensor(source.path, first.start, dtype, first.dims)
     return _chunked(source.path, dtype, first.dims, [(part.start, part.stop) for part in parts])
 
 
 def _chunked(path: Path, dtype: DType, shape: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> LazyTensor:
-    """A tensor whose bytes lie in several places of the file; a cut may go through a row."""
+    """A tensor whose bytes lie in several places of the file; a part may end inside a row."""
     row_bytes = prod(shape[1:]) * dtype.itemsize
 
     def load(start: int, stop: int) -> Array:

@@ -1,6 +1,6 @@
-"""MindSpore's files as messages to write: `.ckpt`, streamed, and the strategy; layouts in `ckpt.py`, `strategy.py`.
+"""MindSpore's `.ckpt` (streamed) and strategy files, written as protobuf messages.
 
-Encoding: see `protobuf`. MindSpore writes `dims` unpacked, and no message for an empty tensor.
+Layouts: `ckpt_file.py`, `strategy.py`, `protobuf.py`. MindSpore writes `dims` unpacked, and omits empty tensors.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import numpy as np
 
 from llmconv.convert.formats.mindformers.ckpt_file import TYPES
 from llmconv.convert.formats.mindformers.protobuf import BYTES, VARINT
-from llmconv.convert.formats.mindformers.strategy import Layout
+from llmconv.convert.formats.mindformers.strategy import ParallelLayout
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 
 CHUNK_BYTES = 512 << 20
-"""A longer content is cut into messages of one tag and the same dims (`train/serialization.py`, `SLICE_SIZE`)."""
+"""Longer content is split into messages with the same tag and dims (`train/serialization.py`, `SLICE_SIZE`)."""
 
 KINDS = {dtype.name: kind for kind, dtype in TYPES.items()}
 WHOLE = -1
 
 
 def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """A `.ckpt` file of the tensors, in order.
+    """The pieces of a `.ckpt` file of the tensors, in order.
 
     Raises:
-        UnsupportedInput: an element type that MindSpore does not have.
+        UnsupportedInput: MindSpore does not have an element type.
     """
     for name, tensor in tensors.items():
         if tensor.dtype.name not in KINDS:
             raise UnsupportedInput(
-                f"`{name}` is {tensor.dtype.name}, which a `.ckpt` does not hold", hint="give `--dtype bfloat16`"
+                f"`{name}` is {tensor.dtype.name}, which is unsupported in a `.ckpt`", hint="give `--dtype bfloat16`"
             )
         for start in range(0, tensor.nbytes, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, tensor.nbytes)
@@ -40,7 +40,7 @@ def ckpt_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
 
 
 def _head(name: str, tensor: LazyTensor, size: int) -> bytes:
-    """All of a message but the `size` bytes of content that end it."""
+    """A message up to its last field, the content of `size` bytes."""
     dims = b"".join(number_field(1, dim) for dim in tensor.shape)
     described = dims + bytes_field(2, KINDS[tensor.dtype.name].encode()) + _key(3, BYTES) + varint(size)
     tag = bytes_field(1, name.encode())
@@ -49,7 +49,7 @@ def _head(name: str, tensor: LazyTensor, size: int) -> bytes:
 
 
 def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Bytes `start:stop` of the data of a tensor, which may begin and end inside a row."""
+    """Bytes `start:stop` of a tensor's data, which may begin and end inside a row, as a uint8 tensor."""
     row = tensor.nbytes // tensor.num_rows
 
     def load(first: int, last: int) -> Array:
@@ -60,16 +60,16 @@ def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
     return LazyTensor(BY_NAME["uint8"], (stop - start,), load)
 
 
-def strategy_bytes(layouts: Mapping[str, Layout]) -> bytes:
+def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:
     """A strategy file (`ParallelStrategyMap`) of the first pipeline stage; the reverse of `strategy.read_strategy`.
 
-    Layouts that the optimizer divides further, or with several dimensions of the matrix on one axis, are not written.
+    Not supported: layouts that the optimizer divides further, or with several dimensions of the matrix on one axis.
     """
     items = (bytes_field(1, name.encode()) + bytes_field(2, _layout(layout)) for name, layout in layouts.items())
     return number_field(1, 1) + b"".join(bytes_field(3, item) for item in items)
 
 
-def _layout(layout: Layout) -> bytes:
+def _layout(layout: ParallelLayout) -> bytes:
     axes = [axis[0] if axis else WHOLE for axis in layout.axes]
     rest = bytes_field(3, b"") + bytes_field(4, b"") + b"".join(number_field(number, 0) for number in (5, 6, 7))
     return bytes_field(1, _dims(layout.devices)) + bytes_field(2, _dims(axes)) + rest
@@ -80,12 +80,12 @@ def _dims(values: Iterable[int]) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """A field that is an integer."""
+    """An encoded integer field."""
     return _key(number, VARINT) + varint(value)
 
 
 def bytes_field(number: int, content: bytes) -> bytes:
-    """A field that is a text or a message."""
+    """An encoded text or message field."""
     return _key(number, BYTES) + varint(len(content)) + content
 
 
@@ -94,7 +94,7 @@ def _key(number: int, wire: int) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """A number in as many bytes as it needs; a negative one in ten, as int32 and int64 are both written."""
+    """An encoded number in as few bytes as possible; negative int32 and int64 take ten."""
     value &= (1 << 64) - 1
     text = bytearray()
     while value > 0x7F:

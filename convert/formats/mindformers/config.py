@@ -21,33 +21,33 @@ LAYER_LIMIT = 10_000
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The fields of a run's model configuration, each read with a check.
+    """The fields of a run's model configuration, type-checked when they are read.
 
     Attributes:
-        source: file or folder name for error messages.
+        source: name of the checkpoint's file or folder, for error messages.
         fields: `model_config`, with the fields that the user adds.
-        arch: class of the model, such as `LlamaForCausalLM`; empty where it is not said.
+        arch: class of the model, such as `LlamaForCausalLM`; empty where it is unknown.
         lora: `pet_config`, the LoRA settings of the run.
-        beside: name of the file beside the checkpoint that it comes from; empty where the user gives one.
+        file_name: name of the YAML file next to the checkpoint; empty where the user gives the configuration.
     """
 
     source: str
     fields: Mapping[str, Any]
     arch: str
     lora: Mapping[str, Any]
-    beside: str = ""
+    file_name: str = ""
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, a positive whole number.
+        """The first of `names` that is set, a positive integer.
 
         Raises:
             InputRefused: none is set, and there is no default.
-            MalformedInput: it is something else.
+            MalformedInput: the value is not a positive integer.
         """
         number = self.number(*names, default=default)
         limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
         if number != int(number) or not 0 < number < limit:
-            raise self._wrong(names[0], number)
+            raise self._invalid(names[0], number)
         return int(number)
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -55,7 +55,7 @@ class RunConfig:
 
         Raises:
             InputRefused: none is set, and there is no default.
-            MalformedInput: it is no number.
+            MalformedInput: the value is not a number.
         """
         name = next((name for name in names if self.fields.get(name) is not None), None)
         if name is None:
@@ -68,56 +68,57 @@ class RunConfig:
         try:
             value = float(self.fields[name])
         except (TypeError, ValueError, OverflowError):
-            raise self._wrong(name, self.fields[name]) from None
+            raise self._invalid(name, self.fields[name]) from None
         if isinstance(self.fields[name], bool) or not math.isfinite(value):
-            raise self._wrong(name, self.fields[name])
+            raise self._invalid(name, self.fields[name])
         return value
 
     def flag(self, name: str) -> bool:
         """Whether a field is set and true.
 
         Raises:
-            MalformedInput: it is neither true nor false.
+            MalformedInput: the value is not a boolean.
         """
         value = self.fields.get(name)
         if value not in (None, True, False):
-            raise self._wrong(name, value)
+            raise self._invalid(name, value)
         return bool(value)
 
     def tokens(self, **defaults: int | None) -> dict[str, Any]:
-        """The special token ids, such as `bos_token_id`, where they are set or have a default."""
+        """The special token ids, such as `bos_token_id`, that are set or have a default."""
         found = {name: self.fields.get(name, default) for name, default in defaults.items()}
         return {name: value for name, value in found.items() if _is_token(value)}
 
-    def _wrong(self, name: str, value: Any) -> MalformedInput:
+    def _invalid(self, name: str, value: Any) -> MalformedInput:
         return MalformedInput(
-            f"`{name}` in the configuration of `{self.source}` is {str(value)[:40]!r}",
-            hint="the configuration is of another model; give the YAML file of the run with `--config`",
+            f"`{name}` in the configuration of `{self.source}` is invalid: {str(value)[:40]!r}",
+            hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
         )
 
 
 WHOLE = {"model", "architectures", "num_layers", "num_hidden_layers"}
-"""Fields by which a configuration is more than a few fields that a user adds."""
+"""Any of these fields makes a configuration complete, rather than a few fields that the user adds."""
 
 
 def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of the checkpoint at `path`: the only run configuration beside it, and what the user adds.
+    """The configuration of a checkpoint: the run's YAML next to it, if there is exactly one, and the user's fields.
 
-    A whole configuration that the user gives (with `model`, or a `config.json`) stands alone.
+    A complete configuration from the user (with `model`, or a `config.json`) replaces the YAML.
 
-    Raises:
-        MalformedInput: not of the form of a run configuration.
+    Args:
+        path: the checkpoint's file or folder.
+        given: fields that the user adds.
     """
-    beside, run = ("", given) if {*given} & WHOLE else _beside(path)
+    file_name, run = ("", given) if {*given} & WHOLE else _run_yaml(path)
     run = {**run, **given}
     model = _section(run, "model")
-    # what stands beside `model` is from other files: fields that the user adds, or a `config.json`
+    # fields next to `model` are from elsewhere: added by the user, or from a `config.json`
     fields = {**_section(model, "model_config"), **{name: value for name, value in run.items() if name != "model"}}
     classes = run.get("architectures")
     arch = str(_section(model, "arch").get("type") or (classes[0] if isinstance(classes, list) and classes else ""))
     lora = {**_section(model, "pet_config"), **_section(fields, "pet_config")}
     lora |= {name: run[name] for name in ("lora_alpha", "lora_rank") if name in run}
-    return RunConfig(path.name, fields, arch, lora, beside)
+    return RunConfig(path.name, fields, arch, lora, file_name)
 
 
 def _is_token(value: Any) -> bool:
@@ -132,14 +133,14 @@ def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _beside(path: Path) -> tuple[str, dict[str, Any]]:
-    """Name and content of the YAML file of the run, where exactly one lies in the folder (or beside the file)."""
+def _run_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """Name and content of the run's YAML file, if exactly one lies in the folder (or next to the file)."""
     folder = path if path.is_dir() else path.parent
     runs = []
     for file in sorted(entry for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")):
         try:
             content = read_config_file(file)
-        except MalformedInput:  # whoever put it there, it is not what the user named
+        except MalformedInput:  # a YAML file of something else: the user did not name it
             continue
         if _section(_section(content, "model"), "model_config"):
             runs.append((file.name, content))

@@ -14,7 +14,7 @@ from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import OPTIONS, read_run_config
 from llmconv.convert.formats.mindformers.families import family_of
-from llmconv.convert.formats.mindformers.names import merge_lora
+from llmconv.convert.formats.mindformers.lora_pairs import merge_lora
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters, peek
 from llmconv.convert.formats.mindformers.write import save
 from llmconv.convert.models.config_file import with_architecture
@@ -28,8 +28,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors, merged = merge_lora(run, found.tensors)
     model = family.build(run, tensors)
     warnings = [*found.warnings, *merged, *model.warnings]
-    if run.beside:
-        warnings.append(f"the configuration is that of `{run.beside}`, which lies beside the checkpoint")
+    if run.file_name:
+        warnings.append(f"the configuration is that of `{run.file_name}`, which lies next to the checkpoint")
     side_files, more = _side_files(path, tokenizer)
     warnings += more
     release = run.fields.get("mindformers_version")
@@ -48,15 +48,15 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 
 def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
-    """Tokenizer and generation files: the given ones, else those beside the checkpoint, as `save` leaves them."""
+    """Tokenizer and generation files: the given ones, else those next to the checkpoint, where `save` puts them."""
     folder = path if path.is_dir() else path.parent
-    beside = read_side_files(folder)
+    found = read_side_files(folder)
     if tokenizer:
-        kept = {name: content for name, content in beside.items() if name == GENERATION_CONFIG}
+        kept = {name: content for name, content in found.items() if name == GENERATION_CONFIG}
         return {**kept, **read_tokenizer(tokenizer)}, []
-    if any(name in TOKENIZERS for name in beside):
-        return beside, [f"the tokenizer is that of {listing(sorted(beside))}, which lies beside the checkpoint"]
-    return beside, ["a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it"]
+    if any(name in TOKENIZERS for name in found):
+        return found, [f"the tokenizer is that of {listing(sorted(found))}, which lies next to the checkpoint"]
+    return found, ["a MindSpore checkpoint contains no tokenizer; give one with `--tokenizer` if you need it"]
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")

@@ -11,47 +11,24 @@ from typing import Any
 
 from llmconv.convert.algebra.operations import concat, inverted, permute_rows, rename
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import (
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
     Heads,
-    Model,
-    Shapes,
-    Stored,
-    Tensors,
+    MindFormersModel,
     finish,
-    fuse,
     heads_of,
     refuse_model,
-    split_qkv,
+    require_embedding,
 )
+from llmconv.convert.formats.mindformers.fused_weights import fuse, split_qkv
+from llmconv.convert.formats.mindformers.names import EMBEDDING, GLM, HEAD
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = "transformer.encoder.layers.{}"
 QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
 SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
-
-NAMES: dict[str, str | None] = {
-    "transformer.embedding.embedding_weight": EMBEDDING,
-    "transformer.embedding.embedding_table": EMBEDDING,
-    "transformer.embedding.word_embeddings.embedding_weight": EMBEDDING,
-    "transformer.embedding.word_embeddings.embedding_table": EMBEDDING,
-    "transformer.encoder.final_layernorm.weight": "model.norm.weight",
-    "transformer.output_layer.weight": HEAD,
-    f"{LAYER}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
-    f"{LAYER}.post_attention_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    f"{LAYER}.self_attention.dense.weight": "model.layers.{}.self_attn.o_proj.weight",
-    f"{LAYER}.mlp.dense_h_to_4h.weight": "model.layers.{}.mlp.gate_up_proj.weight",
-    f"{LAYER}.mlp.dense_left.weight": "model.layers.{}.mlp.gate_proj.weight",
-    f"{LAYER}.mlp.dense_right.weight": "model.layers.{}.mlp.up_proj.weight",
-    f"{LAYER}.mlp.dense_4h_to_h.weight": "model.layers.{}.mlp.down_proj.weight",
-}
-for _kind in ("weight", "bias"):
-    NAMES[f"{LAYER}.self_attention.query_key_value.{_kind}"] = f"model.layers.{{}}.self_attn.query_key_value.{_kind}"
-    for _one in "qkv":
-        NAMES[f"{LAYER}.self_attention.w{_one}.{_kind}"] = f"model.layers.{{}}.self_attn.{_one}_proj.{_kind}"
 
 FIXED = {
     "rmsnorm": True,
@@ -61,28 +38,24 @@ FIXED = {
     "post_self_attn_layernorm": False,
     "post_mlp_layernorm": False,
 }
-"""Switches that `glm` does not have, at the value that it stands for."""
+"""Options that `glm` does not have, with the value that it implements."""
 
 
-def build_glm(run: RunConfig, tensors: Tensors) -> Model:
+def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM2 or ChatGLM3 as `glm`.
 
     Raises:
-        UnsupportedInput: a switch is set that `glm` does not have.
-        MalformedInput: names, shapes and configuration do not fit each other.
+        UnsupportedInput: an option that `glm` does not have is set.
+        MalformedInput: names, shapes and configuration contradict each other.
     """
     changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
     if changed or run.fields.get("pre_seq_len"):
-        raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such switch")
-    renamed = {target: tensors[source] for target, source in rename(tensors, NAMES, run.source).items()}
-    embedding = renamed.get(EMBEDDING)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
+        raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such option")
+    renamed = {target: tensors[source] for target, source in rename(tensors, GLM, run.source).items()}
+    embedding = require_embedding(run, renamed.get(EMBEDDING))
     hidden = embedding.shape[1]
     heads = _heads(run, hidden)
-    parts = _parts(run, renamed, heads)
+    parts = _transformers_tensors(run, renamed, heads)
     gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
     bias = "model.layers.0.self_attn.q_proj.bias" in parts
     config = {
@@ -113,9 +86,9 @@ def _heads(run: RunConfig, hidden: int) -> Heads:
     return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
 
 
-def _parts(run: RunConfig, renamed: Tensors, heads: Heads) -> Tensors:
-    """The tensors with queries, keys and values apart, in transformers' row order, and gate and up together."""
-    parts: Tensors = {}
+def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
+    """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
+    parts: dict[str, LazyTensor] = {}
     try:
         for name, tensor in renamed.items():
             fused, left = QKV.fullmatch(name), SIDES.fullmatch(name)
@@ -127,23 +100,24 @@ def _parts(run: RunConfig, renamed: Tensors, heads: Heads) -> Tensors:
             elif not name.endswith(".mlp.up_proj.weight"):
                 parts[name] = tensor
         if run.flag("use_rearrange_rope"):
-            parts = {name: _neighbours(name, tensor, heads.dim) for name, tensor in parts.items()}
+            parts = {name: _interleaved_pairs(name, tensor, heads.dim) for name, tensor in parts.items()}
     except ValueError as error:
         raise MalformedInput(
-            f"the layers of `{run.source}` do not come apart: {error}", hint="the configuration is of another model"
+            f"the layers of `{run.source}` cannot be split: {error}",
+            hint="the configuration belongs to another model",
         ) from error
     return parts
 
 
-def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
-    """Queries and keys with row `2i + j` of a head taken from row `j·D/2 + i` (`rearrange_w` undone)."""
+def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
+    """Takes row `2i + j` of a query or key head from row `j·D/2 + i`, which undoes `rearrange_w`."""
     if not re.search(r"\.[qk]_proj\.", name):
         return tensor
     return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
 
 
-def store_glm(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
-    """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
+def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
 
     Raises:
         UnsupportedInput: a setting that ChatGLM does not have.
@@ -151,7 +125,7 @@ def store_glm(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")
     parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
-    renamed = {target: parts[name] for target, name in rename(parts, inverted(NAMES), source).items()}
+    renamed = {target: parts[name] for target, name in rename(parts, inverted(GLM), source).items()}
     fields = {
         "type": "ChatGLM2Config",
         "num_layers": settings["num_hidden_layers"],
@@ -170,13 +144,13 @@ def store_glm(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
         "tie_word_embeddings": settings["tie_word_embeddings"],
         **FIXED,
     }
-    return Stored(renamed, "ChatGLM2ForConditionalGeneration", fields)
+    return MindFormersModel(renamed, "ChatGLM2ForConditionalGeneration", fields)
 
 
-def _shapes(config: dict[str, Any], heads: Heads) -> Shapes:
+def _shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim}
-    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
     for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
         for one, count in rows.items():
             shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, hidden)

@@ -13,66 +13,32 @@ from llmconv.convert.algebra.operations import concat, inverted, rename, split
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import Model, Shapes, Stored, Tensors, finish, refuse_model
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
+    MindFormersModel,
+    check_embedding_sizes,
+    finish,
+    refuse_model,
+    require_embedding,
+)
+from llmconv.convert.formats.mindformers.names import BLOOM, DENSE, GPT2
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
-PARTS = ("dense1", "dense2", "dense3")
-"""Queries, keys and values."""
-
 SEQ_LENGTH = 2048
-"""What BLOOM was trained with; its positions have no end."""
+"""Sequence length of BLOOM's training; ALiBi itself has no limit."""
 
 
-def _names(root: str, parts: dict[str, str]) -> dict[str, str | None]:
-    """A table for tensors with a weight and a bias (`gamma` and `beta` for norms), from module to module."""
-    names: dict[str, str | None] = {}
-    for source, target in parts.items():
-        pairs = (("gamma", "weight"), ("beta", "bias")) if "norm" in source or "ln_f" in source else ()
-        for old, new in pairs or (("weight", "weight"), ("bias", "bias")):
-            names[f"{root}{source}.{old}"] = f"{target}.{new}"
-    return names
-
-
-GPT2 = _names(
-    "backbone.",
-    {
-        "blocks.{}.layernorm1": "transformer.h.{}.ln_1",
-        "blocks.{}.layernorm2": "transformer.h.{}.ln_2",
-        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.attn.{part}" for part in PARTS},
-        "blocks.{}.attention.projection": "transformer.h.{}.attn.c_proj",
-        "blocks.{}.output.mapping": "transformer.h.{}.mlp.c_fc",
-        "blocks.{}.output.projection": "transformer.h.{}.mlp.c_proj",
-        "layernorm": "transformer.ln_f",
-    },
-) | {
-    "backbone.embedding.word_embedding.embedding_table": "transformer.wte.weight",
-    "backbone.embedding.position_embedding.embedding_table": "transformer.wpe.weight",
-}
-
-BLOOM = _names(
-    "",
-    {
-        "embedding.norm": "transformer.word_embeddings_layernorm",
-        "blocks.{}.layernorm1": "transformer.h.{}.input_layernorm",
-        "blocks.{}.layernorm2": "transformer.h.{}.post_attention_layernorm",
-        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.self_attention.{part}" for part in PARTS},
-        "blocks.{}.attention.projection": "transformer.h.{}.self_attention.dense",
-        "blocks.{}.output.mapping": "transformer.h.{}.mlp.dense_h_to_4h",
-        "blocks.{}.output.projection": "transformer.h.{}.mlp.dense_4h_to_h",
-        "ln_f": "transformer.ln_f",
-    },
-) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
 BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 
 
-def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
+def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """GPT-2; its `c_attn` is the three matrices side by side, in×out.
 
     Raises:
-        UnsupportedInput: an activation or a norm order that GPT-2 does not have.
+        UnsupportedInput: GPT-2 does not have the activation or the order of norms.
     """
     _require_gelu(run, "GPT-2")
     renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
@@ -97,7 +63,7 @@ def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=50256, eos_token_id=50256),
     }
-    shapes: Shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": embedding.shape,
         "transformer.wpe.weight": (config["n_positions"], hidden),
     }
@@ -108,11 +74,11 @@ def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
     return _finish(run, joined, shapes | _norm("transformer.ln_f", hidden), config, heads)
 
 
-def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
+def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """BLOOM; its `query_key_value` alternates the heads of the three matrices.
 
     Raises:
-        UnsupportedInput: an activation or a norm order that BLOOM does not have.
+        UnsupportedInput: BLOOM does not have the activation or the order of norms.
     """
     _require_gelu(run, "BLOOM")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -136,7 +102,7 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
     }
-    shapes: Shapes = {"transformer.word_embeddings.weight": embedding.shape}
+    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings.weight": embedding.shape}
     shapes |= _norm("transformer.word_embeddings_layernorm", hidden)
     for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
         shapes |= _norm(f"{layer}.input_layernorm", hidden)
@@ -150,8 +116,8 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
     return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
 
 
-def store_gpt2(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
-    """GPT-2, its `c_attn` taken apart into three matrices, out×in.
+def store_gpt2(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """GPT-2 with its `c_attn` split into three matrices, [out, in].
 
     Raises:
         UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
@@ -165,11 +131,11 @@ def store_gpt2(settings: ModelSettings, tensors: Tensors, source: str) -> Stored
     }
     fields |= {"seq_length": settings["max_position_embeddings"]}
     renamed = rename(parts, inverted(GPT2), source)
-    return Stored({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
+    return MindFormersModel({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
 
 
-def store_bloom(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
-    """BLOOM, the heads of its `query_key_value` sorted into three matrices.
+def store_bloom(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """BLOOM with the heads of its `query_key_value` sorted into three matrices.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' BLOOM does not have.
@@ -186,35 +152,37 @@ def store_bloom(settings: ModelSettings, tensors: Tensors, source: str) -> Store
     parts = _apart(tensors, "query_key_value", heads, heads)
     flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
     renamed = rename(flipped, inverted(BLOOM), source)
-    return Stored({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
+    return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
 
 
-Cut = Callable[[LazyTensor], Sequence[LazyTensor]]
+SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
 
 
 def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
     return split(bias, 0, 3)
 
 
-def _apart(tensors: Tensors, module: str, weights: Cut, biases: Cut) -> Tensors:
-    """The tensors with `dense1`, `dense2`, `dense3` in place of `module`; the reverse of `_with_attention`."""
-    parts: Tensors = {}
+def _apart(
+    tensors: dict[str, LazyTensor], module: str, weights: SplitFunction, biases: SplitFunction
+) -> dict[str, LazyTensor]:
+    """Splits `module` of each layer into `dense1`, `dense2`, `dense3`; the reverse of `_with_attention`."""
+    parts: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         root, _, kind = name.rpartition(f".{module}.")
         if not root:
             parts[name] = tensor
             continue
         pieces = (weights if kind == "weight" else biases)(tensor)
-        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(PARTS, pieces, strict=True)}
+        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(DENSE, pieces, strict=True)}
     return parts
 
 
 def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
-    """What both models' configurations say.
+    """The configuration fields that both models have.
 
     Raises:
-        UnsupportedInput: the feed-forward is no multiple of the hidden size.
-        InputRefused: a size is missing or no number.
+        UnsupportedInput: the feed-forward size is not a multiple of the hidden size.
+        InputRefused: a size is missing or invalid.
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
@@ -231,30 +199,14 @@ def _require_gelu(run: RunConfig, what: str) -> None:
     if activation != "gelu" or run.flag("post_layernorm_residual"):
         raise refuse_model(
             run,
-            f"a {what} with `hidden_act` {str(activation)[:40]} or norms behind",
-            "it has the tanh GELU, and norms in front",
+            f"a {what} with `hidden_act` {str(activation)[:40]} or post-norms",
+            "it has the tanh GELU and pre-norms",
         )
 
 
-def _embedding(run: RunConfig, renamed: Tensors, name: str) -> LazyTensor:
-    """The word embedding, whose sizes are those of the configuration.
-
-    Raises:
-        MalformedInput: there is none, or it has other sizes.
-    """
-    embedding = renamed.get(name)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
-    sizes = {"vocab_size": embedding.shape[0], "hidden_size": embedding.shape[1]}
-    for field, size in sizes.items():
-        if run.integer(field, default=size) != size:
-            raise MalformedInput(
-                f"the embedding of `{run.source}` is {list(embedding.shape)}, its configuration says "
-                f"`{field}` {run.integer(field)}",
-                hint="the configuration is of another model, or these are the shards of one rank",
-            )
+def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> LazyTensor:
+    embedding = require_embedding(run, renamed.get(name))
+    check_embedding_sizes(run, embedding)
     return embedding
 
 
@@ -262,40 +214,49 @@ def _inner(run: RunConfig, hidden: int) -> int:
     return run.integer("expand_ratio", default=4) * hidden
 
 
-def _with_attention(run: RunConfig, renamed: Tensors, module: str, name: str, join: Any) -> Tensors:
-    """The tensors with `dense1`, `dense2`, `dense3` of each layer joined under `name`."""
+def _with_attention(
+    run: RunConfig, renamed: dict[str, LazyTensor], module: str, name: str, join: Any
+) -> dict[str, LazyTensor]:
+    """Joins `dense1`, `dense2`, `dense3` of each layer under `name`."""
     first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
     result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
     for key in renamed:
         if match := first.fullmatch(key):
-            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in PARTS]
+            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in DENSE]
             try:
                 if None in parts:
                     raise ValueError("one of the three is missing")
                 result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
             except ValueError as error:
                 raise MalformedInput(
-                    f"`{key}` of `{run.source}` does not join: {error}", hint="the configuration is of another model"
+                    f"the three parts of `{key}` in `{run.source}` cannot be joined: {error}",
+                    hint="the configuration belongs to another model",
                 ) from error
     return result
 
 
-def _linear(name: str, first: int, second: int, *, rows: bool = False) -> Shapes:
-    """A weight of `first`×`second` with its bias, which is as long as the outputs (`rows`: out×in)."""
+def _linear(name: str, first: int, second: int, *, rows: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of a weight [first, second] and of its bias, as long as the outputs (the rows if `rows`)."""
     return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
 
 
-def _norm(name: str, size: int) -> Shapes:
+def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
-def _finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], heads: int) -> Model:
-    """Checks all; the head of both is the embedding (`GPTHead`, `BloomHead`), so there is none to write."""
+def _finish(
+    run: RunConfig,
+    tensors: dict[str, LazyTensor],
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    heads: int,
+) -> ConvertedModel:
+    """As `finish`, with a tied head: the head of both is the embedding (`GPTHead`, `BloomHead`)."""
     hidden = shapes[next(iter(shapes))][1]
     if hidden % heads:
         raise MalformedInput(
-            f"{heads} heads do not divide the hidden size {hidden} of `{run.source}`",
-            hint="the configuration is of another model",
+            f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
+            hint="the configuration belongs to another model",
         )
     tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
     return finish(tied, tensors, shapes, config, "lm_head.weight")

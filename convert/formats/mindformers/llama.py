@@ -15,25 +15,23 @@ import numpy as np
 
 from llmconv.convert.algebra.operations import inverted, rename
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import (
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
     Heads,
-    Model,
-    Shapes,
-    Stored,
-    Tensors,
+    MindFormersModel,
+    check_embedding_sizes,
     finish,
-    fuse,
     heads_of,
     refuse_model,
-    unfuse,
+    require_embedding,
 )
+from llmconv.convert.formats.mindformers.fused_weights import fuse, unfuse
+from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused
 from llmconv.tensors import Array, LazyTensor
 
-LAYERS = re.compile(r"model\.layers\.(\d+)\.")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BAICHUAN2_VOCABULARY = 125696
 NORM_HEAD_EPS = 1e-5
 
@@ -45,60 +43,17 @@ SCALING = {
 
 ORIGINAL = "original_max_position_embeddings"
 SEQ_LENGTH = 4096
-"""Tokens that a run is set up for, which is memory and not the model: no more than this unless the user says so."""
+"""Largest `seq_length` written by default: it sizes the buffers of a run and is not a property of the model."""
 
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
-def _names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
-    """MindFormers' names to Hugging Face's; the models differ in a few words."""
-    layer, target = f"{root}.layers.{{}}", "model.layers.{}"
-    names: dict[str, str | None] = {
-        f"{root}.{embedding}.embedding_weight": EMBEDDING,
-        f"{root}.{embedding}.embedding_table": EMBEDDING,
-        f"{layer}.attention_norm.weight": f"{target}.input_layernorm.weight",
-        f"{layer}.ffn_norm.weight": f"{target}.post_attention_layernorm.weight",
-        f"{layer}.feed_forward.{gate}.weight": f"{target}.mlp.gate_proj.weight",
-        f"{layer}.feed_forward.{up}.weight": f"{target}.mlp.up_proj.weight",
-        f"{layer}.feed_forward.w2.weight": f"{target}.mlp.down_proj.weight",
-        f"{root}.{norm}.weight": "model.norm.weight",
-        "lm_head.weight": HEAD,
-    }
-    for kind in ("weight", "bias"):
-        names |= {f"{layer}.attention.w{one}.{kind}": f"{target}.self_attn.{one}_proj.{kind}" for one in "qkvo"}
-    return names
-
-
-LLAMA = _names("model", "tok_embeddings", "norm_out", "w1", "w3")
-# Qwen computes w1(x)·silu(w3(x)): its gate is w3 (research/qwen/qwen_model.py, QwenFeedForward)
-QWEN = _names("transformer", "wte", "ln_f", "w3", "w1")
-
-CORE: dict[str, str | None] = {
-    "embedding.word_embeddings.weight": EMBEDDING,
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": HEAD,
-    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
-    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
-    "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
-    "decoder.layers.{}.mlp.gating.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
-    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
-    **{
-        f"decoder.layers.{{}}.self_attention.linear_{one}.{kind}": f"model.layers.{{}}.self_attn.{two}_proj.{kind}"
-        for one, two in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
-        for kind in ("weight", "bias")
-    },
-}
-"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
-
-
-def build_llama(run: RunConfig, tensors: Tensors) -> Model:
-    """A model under Llama's names; biases and the class of the run tell which it is.
+def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
+    """A model in Llama's names; its biases and the class of the run decide which one.
 
     Raises:
-        UnsupportedInput: Baichuan 13B, whose ALiBi no native model has.
-        MalformedInput: names, shapes and configuration do not fit each other.
+        UnsupportedInput: Baichuan 13B: no native model has its ALiBi.
+        MalformedInput: names, shapes and configuration contradict each other.
     """
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
         raise refuse_model(run, f"a {run.arch or 'Llama'} with ALiBi", "its Llama has no ALiBi")
@@ -107,67 +62,56 @@ def build_llama(run: RunConfig, tensors: Tensors) -> Model:
     return _build(run, tensors, LLAMA, "llama")
 
 
-def build_qwen(run: RunConfig, tensors: Tensors) -> Model:
-    """Qwen 1 as `qwen2`, which computes the same within the length it was trained for."""
+def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
+    """Qwen 1 as `qwen2`, which computes the same within the trained length."""
     fused = next((name for name in tensors if "w_gate_hidden" in name), None)
     if fused:
-        raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is not known")
+        raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is unknown")
     model = _build(run, tensors, QWEN, "qwen2")
-    note = "Qwen 1 became `qwen2`; its dynamic NTK and logn attention beyond the trained length have no equal there"
-    return Model(model.tensors, model.config, (*model.warnings, note))
+    note = "converted Qwen 1 to `qwen2`, which lacks its dynamic NTK and logn attention beyond the trained length"
+    return ConvertedModel(model.tensors, model.config, (*model.warnings, note))
 
 
-def build_core(run: RunConfig, tensors: Tensors) -> Model:
-    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases.
+def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
+    """A model in Megatron's names: `qwen3` where queries and keys are normalized, else as its biases decide.
 
     Raises:
-        InputRefused: the configuration is the run's YAML alone, whose sizes are in a `config.json` elsewhere.
+        InputRefused: the run's YAML is given without the `config.json` that contains the sizes.
     """
     run.number("rms_norm_eps")
     rope_settings(run, usual=None)
-    normalised = any(".q_layernorm." in name for name in tensors)
-    return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
+    normalized = any(".q_layernorm." in name for name in tensors)
+    return _build(run, tensors, CORE, "qwen3" if normalized else "llama")
 
 
-def _build(run: RunConfig, tensors: Tensors, names: dict[str, str | None], kind: str) -> Model:
+def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
     activation = run.fields.get("hidden_act") or "silu"
     if activation not in ("silu", "swiglu"):
         raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
-    embedding = next((tensors[name] for name, target in names.items() if target == EMBEDDING and name in tensors), None)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
+    embedding = require_embedding(
+        run, next((tensors[name] for name, to in names.items() if to == EMBEDDING and name in tensors), None)
+    )
     heads = heads_of(run, embedding.shape[1])
     parts = unfuse(run, tensors, heads)
     renamed = {target: parts[source] for target, source in rename(parts, names, run.source).items()}
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
-        raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "it has them on q, k, v, or on all four")
+        raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "its biases are on q, k, v, or on all four")
     if kind == "llama" and biases == set("qkv"):
         kind = "qwen2"
     gate = renamed.get("model.layers.0.mlp.gate_proj.weight")
-    config = _config(run, embedding.shape, gate.num_rows if gate else 0, heads, kind)
+    config = _config(run, embedding, gate.num_rows if gate else 0, heads, kind)
     if kind == "qwen3" and biases:
-        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has them on none")
+        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has none")
     if kind != "qwen2":
         config |= {"attention_bias": bool(biases), "mlp_bias": False}
     return finish(run, renamed, _shapes(config, heads, biases), config, HEAD)
 
 
-def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
-    vocabulary, hidden = embedding
-    said = {"hidden_size": hidden, "vocab_size": vocabulary}
-    for name, size in said.items():
-        if run.integer(name, default=size) != size:
-            raise MalformedInput(
-                f"the embedding of `{run.source}` is {list(embedding)}, its configuration says "
-                f"`{name}` {run.integer(name)}",
-                hint="the configuration is of another model, or these are the shards of one rank",
-            )
+def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
     return {
         "model_type": kind,
-        **said,
+        **check_embedding_sizes(run, embedding),
         "intermediate_size": intermediate,
         "num_hidden_layers": run.integer("num_layers", "num_hidden_layers"),
         "num_attention_heads": heads.queries,
@@ -187,15 +131,19 @@ def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
+    Args:
+        run: the configuration.
+        usual: the default of `theta`; None if it is required.
+
     Raises:
-        UnsupportedInput: a method whose formula differs from transformers'.
+        UnsupportedInput: the formula of the method differs from transformers'.
     """
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)
     ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
-    if isinstance(ready, dict):  # a configuration in transformers' words
-        said = RunConfig(run.source, {**run.fields, **ready}, "", {})
-        return {"rope_theta": said.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
+    if isinstance(ready, dict):  # a configuration in transformers' fields
+        fields = RunConfig(run.source, {**run.fields, **ready}, "", {})
+        return {"rope_theta": fields.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
     theta = run.number("theta", "rope_theta", "rotary_emb_base", default=usual)
     if method == "NONE":
         return {"rope_theta": theta}
@@ -206,11 +154,11 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if method in SCALING and isinstance(factor, dict):
         return {"rope_theta": theta, "rope_scaling": _scaling(RunConfig(run.source, factor, "", {}), method)}
-    raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula is another one")
+    raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula differs")
 
 
 def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
-    """transformers' `rope_scaling` for the two methods that have settings of their own."""
+    """transformers' `rope_scaling` for the two methods that have their own settings."""
     old = {ORIGINAL: numbers.integer(ORIGINAL)}
     found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
     found = {"rope_type": method.lower(), **found, **old}
@@ -224,17 +172,17 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+FIXED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
 QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 
 
-def store_llama(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
-    """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
+def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Llama does not have.
     """
-    refuse_settings(source, settings, HELD, "MindFormers")
+    refuse_settings(source, settings, FIXED, "MindFormers")
     if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
         refuse(source, {"head_dim": settings["head_dim"]}, "MindFormers")
     kind = "InternLM" if settings["attention_bias"] else "Llama"  # the same, with biases on all four
@@ -256,11 +204,11 @@ def store_llama(settings: ModelSettings, tensors: Tensors, source: str) -> Store
         "qkv_concat": False,
         "tie_word_embeddings": settings["tie_word_embeddings"],
     }
-    return Stored(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
+    return MindFormersModel(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
 
 
 def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`extend_method` and `scaling_factor`; nothing for what MindFormers computes by another formula."""
+    """`extend_method` and `scaling_factor`; empty if the formula of MindFormers differs."""
     names = (*SCALING["LLAMA3"], ORIGINAL)
     if scaling.get("rope_type") == "linear" and "factor" in scaling:
         return {"extend_method": "PI", "scaling_factor": scaling["factor"]}
@@ -269,13 +217,13 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def store_core(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
-    """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
+def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
+    """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.
     """
-    refuse_settings(source, settings, {**HELD, "attention_bias": False}, "MindFormers")
+    refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
     parts = fuse(
         _renamed(tensors, CORE, source), QKV, "linear_qkv", (group, settings["head_dim"], settings["head_dim"])
@@ -284,17 +232,17 @@ def store_core(settings: ModelSettings, tensors: Tensors, source: str) -> Stored
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names = (*sizes, "num_key_value_heads", "head_dim", *same)
     fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
-    return Stored(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
+    return MindFormersModel(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
 
 
-def _renamed(tensors: Tensors, names: Mapping[str, str | None], source: str) -> Tensors:
+def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
     return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
 
 
-def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
+def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str, tuple[int, ...]]:
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim, "o": hidden}
-    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
     for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
         for one, count in rows.items():
             shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, rows["q"] if one == "o" else hidden)
@@ -312,28 +260,28 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
     return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}
 
 
-def _baichuan2(run: RunConfig, tensors: Tensors, vocabulary: int) -> Tensors:
-    """The tensors with the head of Baichuan 2 normalised, which the model does whenever it runs (`NormHead`).
+def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
+    """Normalizes the head of Baichuan 2, as the model does in every forward pass (`NormHead`).
 
     Raises:
-        InputRefused: nobody says whether it is a Baichuan 2.
+        InputRefused: it is unknown whether the model is a Baichuan 2.
     """
     if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
         raise InputRefused(
-            f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalised, but its class is not said",
+            f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalized, but its class is unknown",
             hint="give the YAML file of the run, with `model.arch.type`",
         )
     if not re.match(r"Baichuan.*V2", run.arch, re.IGNORECASE) or HEAD not in tensors:
         return tensors
-    return {**tensors, HEAD: _normalised(tensors[HEAD])}
+    return {**tensors, HEAD: _normalized(tensors[HEAD])}
 
 
-def _normalised(head: LazyTensor) -> LazyTensor:
-    """Each row divided by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
+def _normalized(head: LazyTensor) -> LazyTensor:
+    """Divides each row by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
 
     def load(start: int, stop: int) -> Array:
         rows = head.rows(start, stop).astype(np.float64)
-        normalised: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
-        return normalised
+        normalized: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
+        return normalized
 
     return LazyTensor(head.dtype, head.shape, load)

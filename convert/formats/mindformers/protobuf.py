@@ -1,7 +1,7 @@
-"""Protocol buffers read as a walk over a file: fields by number and place, payloads left where they are.
+"""A reader for protocol buffers that yields the number and position of each field and leaves payloads in the file.
 
 Encoding (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wire type`, then a varint (0), eight bytes
-(1), a varint length with so many bytes (2) or four bytes (5); groups (3, 4) are not used by the formats read here.
+(1), a varint length and that number of bytes (2), or four bytes (5); MindSpore does not use groups (3, 4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES = 10
 PACKED_BYTES = 64 * VARINT_BYTES
 WINDOW = 1024
-"""Bytes read at once: a few fields with their names, and little of the payload that is skipped."""
+"""Bytes read at once: enough for a few fields with their names, and little of the skipped payload."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Field:
     """One field of a message.
 
     Attributes:
-        number: which field.
+        number: the field's number in its message.
         wire: `VARINT`, `FIXED64`, `BYTES` or `FIXED32`.
         value: the number of a `VARINT`, unsigned; 0 otherwise.
         start: position of the payload in the file.
-        stop: position behind it.
+        stop: position after the payload.
     """
 
     number: int
@@ -42,12 +42,12 @@ class Field:
 
     @property
     def signed(self) -> int:
-        """The value as int32 or int64, which are both written in 64 bits."""
+        """The value as int32 or int64, which are both stored in 64 bits."""
         return self.value - (1 << 64) if self.value >> 63 else self.value
 
 
 class ProtobufFile:
-    """A file of messages, read by position; every length is checked against what is around it."""
+    """A file of messages, read by position; no field may reach past the end of its message."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class ProtobufFile:
         return self._window[low : low + stop - start]
 
     def varint(self, start: int, stop: int) -> tuple[int, int]:
-        """A number at `start`, and the position behind it.
+        """The number at `start`, and the position after it.
 
         Raises:
             MalformedInput: it does not end before `stop`, or is longer than ten bytes or 64 bits.
@@ -89,13 +89,13 @@ class ProtobufFile:
             value |= (byte & 0x7F) << 7 * count
             if byte < 0x80 and value < 1 << 64:
                 return value, start + count + 1
-        return self.refuse(f"has no number at byte {start}, where one should be")
+        return self.refuse(f"has an invalid number at byte {start}")
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
-        """The fields of the message that lies from `start` to `stop`, in file order.
+        """The fields of the message from `start` to `stop`, in file order.
 
         Raises:
-            MalformedInput: a field reaches behind `stop`, or is of no known wire type.
+            MalformedInput: a field reaches past `stop`, or its wire type is unknown.
         """
         while start < stop:
             key, start = self.varint(start, stop)
@@ -109,20 +109,18 @@ class ProtobufFile:
             elif wire in (FIXED64, FIXED32):
                 end = start + (8 if wire == FIXED64 else 4)
             else:
-                self.refuse(f"has a field of wire type {wire} at byte {start}")
+                self.refuse(f"has a field of unsupported wire type {wire} at byte {start}")
             if end > stop:
-                self.refuse(
-                    f"has a field at byte {start} that claims {end - start} bytes where {stop - start} are left"
-                )
+                self.refuse(f"has a field of {end - start} bytes at byte {start}, where {stop - start} bytes are left")
             yield Field(number, wire, value, start, end)
             start = end
 
     def numbers(self, field: Field) -> list[int]:
-        """The values of one field that is `repeated int32` or `int64`: one of them, or all of them packed."""
+        """The values of one `repeated int32` or `int64` field: a single one, or all of them packed."""
         if field.wire == VARINT:
             return [field.signed]
         if field.stop - field.start > PACKED_BYTES:
-            self.refuse(f"has a list of {field.stop - field.start} bytes at byte {field.start}, where sizes should be")
+            self.refuse(f"has a list of {field.stop - field.start} bytes at byte {field.start}, expected sizes")
         values, start = [], field.start
         while start < field.stop:
             value, start = self.varint(start, field.stop)
@@ -133,16 +131,16 @@ class ProtobufFile:
         """The printable text of one field.
 
         Raises:
-            MalformedInput: not such text, or longer than `limit` bytes.
+            MalformedInput: it is not printable text, or longer than `limit` bytes.
         """
         if field.wire != BYTES or field.stop - field.start > limit:
-            self.refuse(f"has no name at byte {field.start}, where one should be")
+            self.refuse(f"has no valid name at byte {field.start}")
         try:
             text = self.bytes(field.start, field.stop).decode()
         except UnicodeDecodeError:
             text = "\0"
         if not text.isprintable():
-            self.refuse(f"has a name at byte {field.start} that is no text")
+            self.refuse(f"has a name at byte {field.start} that is not text")
         return text
 
     def refuse(self, problem: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The files a MindSpore run leaves: a `.ckpt`, a safetensors file of its flavour, or a folder of either."""
+"""Opens a MindSpore checkpoint: a `.ckpt`, MindSpore's safetensors, or a folder of either."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from llmconv.convert.algebra.operations import first_missing, listing
 from llmconv.convert.formats.mindformers.ckpt_file import is_mindspore_ckpt, read_ckpt
-from llmconv.convert.formats.mindformers.strategy import find_layouts, merge_ranks
+from llmconv.convert.formats.mindformers.join_ranks import merge_ranks
+from llmconv.convert.formats.mindformers.strategy import find_layouts
+from llmconv.convert.state_dicts.files import without_duplicates
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import read_header
@@ -18,10 +20,10 @@ from llmconv.tensors import LazyTensor
 RANK = re.compile(r"rank_(\d+)")
 SUFFIXES = (".ckpt", ".safetensors")
 
-FLAVOUR = re.compile(
+MINDFORMERS_NAMES = re.compile(
     r"\.embedding_(?:weight|table)$|\.norm_out\.weight$|(?:layernorm\d?|ln_f|norm)\.gamma$|\.attention_norm\.weight$"
 )
-"""Names that MindFormers gives and Hugging Face does not, where the metadata does not say `ms`."""
+"""Tensor names of MindFormers that Hugging Face models do not have, for files without the metadata `ms`."""
 
 NOT_THE_MODEL = re.compile(
     r"^[^.]+$"  # epoch_num, step_num, loss_scale, global_step, beta1_power, …
@@ -29,18 +31,18 @@ NOT_THE_MODEL = re.compile(
     r"|__param_key__"
     r"|(?:^|\.)(?:key|value)_(?:past|cache)(?:\.|$)"
 )
-"""Optimizer states, counters and caches that training and serving leave among the weights."""
+"""Optimizer states, counters and caches that training and serving save among the weights."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The tensors of a model under MindFormers' names.
+    """The tensors of a model in MindFormers' names.
 
     Attributes:
-        tensors: by name.
-        warnings: what a user should know, one line each.
-        files: how many they lie in.
-        dropped: what else is in the files, one phrase each.
+        tensors: name to tensor.
+        warnings: for the user, one line each.
+        files: number of files.
+        dropped: other content of the files, one phrase each.
     """
 
     tensors: dict[str, LazyTensor]
@@ -50,7 +52,7 @@ class Parameters:
 
 
 def is_mindspore(path: Path) -> bool:
-    """Whether `path` is a file of MindSpore's, or a folder of them (rank folders included)."""
+    """Whether `path` is a MindSpore file, or a folder of them (rank folders included)."""
     if path.is_file():
         return _is_file(path)
     if not path.is_dir() or (path / "config.json").is_file():
@@ -67,7 +69,7 @@ def _is_ms_safetensors(path: Path) -> bool:
         header = read_header(path)
     except (LlmconvError, OSError):
         return False
-    return header.metadata.get("format") == "ms" or any(FLAVOUR.search(name) for name in header.tensors)
+    return header.metadata.get("format") == "ms" or any(MINDFORMERS_NAMES.search(name) for name in header.tensors)
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -75,7 +77,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
-    """Rank to its checkpoint, the last in name order as upstream takes it."""
+    """Rank to its checkpoint, the last in name order as in MindFormers."""
     files: dict[int, Path] = {}
     for entry in folder.iterdir():
         match = RANK.fullmatch(entry.name)
@@ -85,11 +87,11 @@ def _rank_files(folder: Path) -> dict[int, Path]:
 
 
 def open_parameters(path: Path) -> Parameters:
-    """Opens what `is_mindspore` claims; only headers are read.
+    """Opens a path for which `is_mindspore` is true; only headers are read.
 
     Raises:
-        UnsupportedInput: encrypted, quantized, or shards without the strategy that tells how to join them.
-        MalformedInput: truncated, contradictory or incomplete.
+        UnsupportedInput: a file is encrypted or quantized, or there are several ranks without a strategy file.
+        MalformedInput: a file is truncated, contradictory or missing.
     """
     ranks = _rank_files(path) if path.is_dir() else {}
     found = _open_ranks(path, ranks) if ranks else _open_files(path)
@@ -101,10 +103,10 @@ def open_parameters(path: Path) -> Parameters:
 
 
 def peek(path: Path) -> dict[str, LazyTensor]:
-    """The tensors under their own names, of every rank where nothing tells how to join them.
+    """The tensors in MindFormers' names; those of every rank if they cannot be joined.
 
     Raises:
-        InputRefused: not even the headers can be read.
+        InputRefused: the headers cannot be read.
     """
     try:
         return open_parameters(path).tensors
@@ -120,21 +122,14 @@ def _open_files(path: Path) -> Parameters:
     if len(files) > 1 and any(file.suffix == ".ckpt" for file in files):
         raise InputRefused(
             f"`{path}` holds {len(files)} checkpoints: {listing([file.name for file in files])}",
-            hint=f"name one, such as `{files[-1]}`",
+            hint=f"give one of them, such as `{files[-1]}`",
         )
     return _union(path, [_open_file(file) for file in files])
 
 
 def _union(path: Path, parts: Sequence[Parameters]) -> Parameters:
     """The tensors of several files of one model (the output of `unified_safetensors`)."""
-    tensors: dict[str, LazyTensor] = {}
-    for part in parts:
-        if doubled := sorted(tensors.keys() & part.tensors.keys()):
-            raise MalformedInput(
-                f"`{path.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",
-                hint="files of different checkpoints are mixed; name one of them",
-            )
-        tensors |= part.tensors
+    tensors = without_duplicates(path.name, [part.tensors for part in parts])
     return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
 
 
@@ -157,7 +152,7 @@ def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
     if missing is not None:
         raise MalformedInput(
             f"`{folder.name}` has {len(files)} ranks, but `rank_{missing}` is missing",
-            hint="copy the missing folder; all of them are needed",
+            hint="copy the missing folder; all ranks are needed",
         )
     opened = {rank: _open_file(file) for rank, file in files.items()}
     warnings = tuple(dict.fromkeys(warning for part in opened.values() for warning in part.warnings))
@@ -166,8 +161,8 @@ def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
     layouts = find_layouts(folder)
     if layouts is None:
         raise UnsupportedInput(
-            f"`{folder.name}` holds {len(opened)} ranks, but no strategy file tells how they fit together",
-            hint="put the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) into or beside the checkpoint folder",
+            f"`{folder.name}` holds {len(opened)} ranks, but no strategy file describes how they are divided",
+            hint="put the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) into or next to the checkpoint folder",
         )
     shards = {
         rank: {name: tensor for name, tensor in part.tensors.items() if not NOT_THE_MODEL.search(name)}

@@ -1,7 +1,7 @@
-"""mlx-lm's adapters: `adapters.safetensors` beside `adapter_config.json`, whose `fine_tune_type` is lora, dora or full.
+"""mlx-lm's adapters: `adapters.safetensors` next to `adapter_config.json`, with `fine_tune_type` lora, dora or full.
 
-Layout (mlx-lm `tuner/{lora,dora,utils}.py`): `<module>.lora_a` (in×r) and `<module>.lora_b` (r×out), the transpose of
-PEFT's; of experts `lora_a` (experts×r×in) and `lora_b` (experts×out×r); DoRA's `m`; the update is scale·B·A.
+Layout (mlx-lm `tuner/{lora,dora,utils}.py`): `<module>.lora_a` [in, r] and `<module>.lora_b` [r, out], the transpose of
+PEFT's; for experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r]; DoRA's `m`; the update is scale·B·A.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
@@ -32,10 +32,10 @@ EXPERTS = {
     "block_sparse_moe.switch_mlp.down_proj": "block_sparse_moe.experts.{}.w2",
     **{f"mlp.switch_mlp.{one}_proj": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
 }
-"""The experts of a layer in one module, and the modules that they are on disk (mlx-lm `models/*.py`, `sanitize`)."""
+"""Modules with all experts of a layer, and their separate modules on disk (mlx-lm `models/*.py`, `sanitize`)."""
 
 EXPERTS_LIMIT = 4096
-"""More than any model has in a layer."""
+"""More experts than any layer has."""
 
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
@@ -43,27 +43,27 @@ SAME_WEIGHTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "stablelm"),
     *("starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2"),
 )
-"""Model types whose weights mlx-lm keeps as they are, under the same names, so that whole ones can be taken back."""
+"""Model types whose weights mlx-lm stores unchanged, so that fully trained ones can be used."""
 
 
 def is_mlx_adapter(path: Path) -> bool:
-    """Whether `path` is an mlx-lm adapter folder, or the weights file in one."""
+    """Whether `path` is an mlx-lm adapter folder, or its weights file."""
     folder = path if path.is_dir() else path.parent
     named = path.is_dir() or (path.suffix == ".safetensors" and path.name.endswith(WEIGHTS))
     return named and (folder / CONFIG).is_file() and (path if path.is_file() else folder / WEIGHTS).is_file()
 
 
 def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
-    """Opens an mlx-lm adapter, made on a base of the same weights.
+    """Opens an mlx-lm adapter.
 
     Args:
         path: the folder, or a weights file in it (mlx-lm keeps earlier ones as `0000100_adapters.safetensors`).
         base: the model to merge into.
-        alpha: scale·rank; only where the config does not say it without doubt.
+        alpha: scale·rank; only if the config is ambiguous.
 
     Raises:
-        MalformedInput: tensors of no known name or shape, or a config that is damaged.
-        UnsupportedInput: a kind of module or model for which the merged weight is not known.
+        MalformedInput: unexpected keys, wrong shapes, or an invalid config.
+        UnsupportedInput: mlx-lm's computation for a module or model is unknown.
     """
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else folder / WEIGHTS
@@ -74,7 +74,8 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
         return as_adapter([weights], folder / CONFIG, {"lora_alpha": 1}, {}, others=tensors)
     if kind not in ("lora", "dora"):
         raise UnsupportedInput(
-            f"`{folder.name}` has `fine_tune_type` {str(kind)[:40]!r}", hint="known are lora, dora and full"
+            f"`{folder.name}` has the unsupported `fine_tune_type` {str(kind)[:40]!r}",
+            hint="lora, dora and full are supported",
         )
     own = _parameters(fields, alpha)
     factors, others = _factors(tensors, str(kind), folder.name)
@@ -82,51 +83,52 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
 
 
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
-    """`r` and `lora_alpha` under PEFT's names.
+    """`r` and `lora_alpha` in PEFT's names.
 
     Raises:
-        MalformedInput: a value of the wrong kind.
-        UsageProblem: both `alpha` and `scale` are in the file, and nobody says which formula was used.
+        MalformedInput: a value is invalid.
+        UsageProblem: the file has both `alpha` and `scale`, so that the formula is ambiguous.
     """
     own = fields.get("lora_parameters")
     if not isinstance(own, dict):
-        raise _damaged("lora_parameters", own)
+        raise _invalid("lora_parameters", own)
     rank, scale = own.get("rank", 8), own.get("scale")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 1 << 20:
-        raise _damaged("rank", rank)
+        raise _invalid("rank", rank)
     if scale is None:
         return {"r": rank}
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
-        raise _damaged("scale", scale)
+        raise _invalid("scale", scale)
     older = own.get("alpha")
     if older is None or older == rank:
         return {"r": rank, "lora_alpha": scale * rank}
     if isinstance(older, bool) or not isinstance(older, int | float) or not 0 < older < 1e30:
-        raise _damaged("alpha", older)
+        raise _invalid("alpha", older)
     if alpha is None:
         raise UsageProblem(
-            f"the adapter config has both `alpha` {older} and `scale` {scale}, of which mlx-lm made scale·alpha/rank "
-            "until 0.19 and makes scale since",
+            f"the adapter config has both `alpha` {older} and `scale` {scale}: mlx-lm scaled by scale·alpha/rank until "
+            "0.19, and by scale since",
             hint=f"give `--alpha {scale * older:g}` if mlx-lm up to 0.19 trained it, `--alpha {scale * rank:g}` if not",
         )
     return {"r": rank}
 
 
-def _damaged(name: str, value: Any) -> MalformedInput:
+def _invalid(name: str, value: Any) -> MalformedInput:
     return MalformedInput(
-        f"the adapter config has {str(value)[:40]!r} for `{name}`", hint=f"repair `{CONFIG}`, or copy the adapter again"
+        f"`{name}` in the adapter config is invalid: {str(value)[:40]!r}",
+        hint=f"repair `{CONFIG}`, or copy the adapter again",
     )
 
 
 def _factors(
     tensors: Mapping[str, LazyTensor], kind: str, source: str
-) -> tuple[dict[str, Factors], dict[str, LazyTensor]]:
-    """The factors of linear layers, and the tensors of embeddings under PEFT's names."""
+) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
+    """The factors of linear layers, and the tensors of embeddings in PEFT's names."""
     unknown = [name for name in tensors if not FACTOR.fullmatch(name)]
     if unknown:
         raise MalformedInput(
-            f"`{source}` holds {len(unknown)} tensors that are no {kind} (its `fine_tune_type`): {listing(unknown)}",
-            hint="the adapter is of another kind than its config says; save it again with mlx-lm",
+            f"`{source}` has {len(unknown)} unexpected keys for its `fine_tune_type` {kind}: {listing(unknown)}",
+            hint="the adapter has another `fine_tune_type` than its config declares; save it again with mlx-lm",
         )
     linear: dict[str, LazyTensor] = {}
     others: dict[str, LazyTensor] = {}
@@ -142,11 +144,10 @@ def _factors(
 
 
 def _of_embedding(module: str, part: str, tensor: LazyTensor, source: str) -> dict[str, LazyTensor]:
-    """`lora_a` (vocab×r), `lora_b` (r×dim), under PEFT's names; mlx-lm's DoRA scales rows there, PEFT's columns."""
+    """`lora_a` [vocab, r] or `lora_b` [r, dim] in PEFT's name; mlx-lm's DoRA scales rows there, PEFT's columns."""
     if part == "m":
         raise UnsupportedInput(
-            f"`{source}` has DoRA on the embedding `{module}`, which mlx-lm computes by rows and transformers' PEFT by "
-            "columns",
+            f"`{source}` has DoRA on the embedding `{module}`, which mlx-lm computes by rows and PEFT by columns",
             hint="fuse it with `mlx_lm.fuse`",
         )
     if len(tensor.shape) != 2:
@@ -157,18 +158,18 @@ def _of_embedding(module: str, part: str, tensor: LazyTensor, source: str) -> di
 
 
 def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict[str, LazyTensor]:
-    """A matrix per expert, under the names that their weights have on disk."""
-    place = next((place for place in EXPERTS if module.endswith(f".{place}")), None)
-    if place is None or part == "m":
+    """A matrix per expert, in the names that the experts' weights have on disk."""
+    joined = next((name for name in EXPERTS if module.endswith(f".{name}")), None)
+    if joined is None or part == "m":
         raise UnsupportedInput(
-            f"`{source}` adapts `{module}`, experts in one module of a model whose names on disk are not known here",
+            f"`{source}` adapts `{module}`, the experts of a model whose names on disk are unknown",
             hint="fuse it with `mlx_lm.fuse`",
         )
     if tensor.num_rows > EXPERTS_LIMIT:
         raise MalformedInput(
-            f"`{source}` has {tensor.num_rows:,} experts in `{module}`", hint="no model has so many; is it damaged?"
+            f"`{source}` has {tensor.num_rows:,} experts in `{module}`", hint="no model has that many; is it damaged?"
         )
-    root, target = module.removesuffix(place), EXPERTS[place]
+    root, target = module.removesuffix(joined), EXPERTS[joined]
     return {f"{root}{target.format(number)}.{part}": _expert(tensor, number) for number in range(tensor.shape[0])}
 
 
@@ -183,12 +184,12 @@ def _require_same_weights(base: Checkpoint, source: str) -> None:
     kind = base.config.get("model_type")
     if kind not in SAME_WEIGHTS:
         raise UnsupportedInput(
-            f"`{source}` holds whole weights (`fine_tune_type` full) of a {str(kind)[:40]}, which mlx-lm may keep in "
-            "another form than the base",
+            f"`{source}` holds whole weights (`fine_tune_type` full) of a {str(kind)[:40]}, which mlx-lm may store "
+            "differently from the base",
             hint="fuse it with `mlx_lm.fuse`",
         )
 
 
 ADAPTER = AdapterFormat(
-    title="mlx-lm (`adapters.safetensors` beside `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
+    title="mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
 )

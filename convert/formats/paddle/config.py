@@ -1,4 +1,4 @@
-"""PaddleNLP's `config.json` as that of the Hugging Face model which computes the same."""
+"""PaddleNLP's `config.json` as the `config.json` of the Hugging Face model that computes the same."""
 
 from __future__ import annotations
 
@@ -15,78 +15,88 @@ WITHOUT_EQUAL = {
     "glm": "PaddleNLP's GLM fills blanks with two positions per token, which transformers' `glm` does not have",
     "ernie": "transformers has ERNIE only as an encoder, not as a causal language model",
 }
-"""Families that are told by name, because no conversion can be exact."""
-
-Config = Mapping[str, Any]
-Warnings = list[str]
+"""Families that cannot be converted exactly, with the reason."""
 
 
-def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """The Hugging Face config of a PaddleNLP one.
 
     Args:
         config: the fields of Paddle's `config.json`.
-        source: file or folder name for error messages.
-        warnings: gets a line for what holds only up to some length.
+        source: name of the file or folder, for error messages.
+        warnings: receives a line for each difference beyond some length.
 
     Raises:
-        UnsupportedInput: an unknown `model_type`, or an option that the Hugging Face model does not have.
-        MalformedInput: a field is missing or is no positive number.
+        UnsupportedInput: the `model_type` is unknown, or the Hugging Face model does not have an option.
+        MalformedInput: a field is missing or is not a positive number.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_EQUAL:
         raise UnsupportedInput(f"`{source}` is a `{kind}`: {WITHOUT_EQUAL[kind]}", hint="only its own code computes it")
     if not isinstance(kind, str) or kind not in CONVERTERS:
         raise UnsupportedInput(
-            f"`{source}` is a PaddleNLP model of type `{str(kind)[:80]}`, which this format does not know",
-            hint=f"known are {', '.join(CONVERTERS)}; give the `config.json` with `--config` if it is one of them",
+            f"`{source}` is a PaddleNLP model of the unsupported type `{str(kind)[:80]}`",
+            hint=f"supported are {', '.join(CONVERTERS)}; give the `config.json` with `--config` if it is one of them",
         )
     _refuse(source, config, {"use_long_sequence_strategies": False})
     return {**{name: config[name] for name in KEPT if name in config}, **CONVERTERS[kind](config, source, warnings)}
 
 
-def number(config: Config, name: str, source: str, default: int | None = None) -> int:
-    """A field that is a positive whole number.
+def number(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    """A field that is a positive integer.
+
+    Args:
+        config: the fields of Paddle's `config.json`.
+        name: the field.
+        source: name of the file or folder, for error messages.
+        default: for a missing field; None if it is required.
 
     Raises:
-        MalformedInput: it is missing and has no default, or is something else.
+        MalformedInput: it is missing and required, or not a positive integer.
     """
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 1 << 40:
         raise MalformedInput(
-            f"the configuration of `{source}` has no usable `{name}`: {value!r}"[:200],
+            f"`{name}` in the configuration of `{source}` is invalid: {value!r}"[:200],
             hint="give the run's own `config.json` with `--config`",
         )
     return value
 
 
-def real(config: Config, name: str, source: str, default: float) -> float:
+def real(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
     """A field that is a positive number.
 
+    Args:
+        config: the fields of Paddle's `config.json`.
+        name: the field.
+        source: name of the file or folder, for error messages.
+        default: for a missing field.
+
     Raises:
-        MalformedInput: it is something else.
+        MalformedInput: it is not a positive number.
     """
     value = default if config.get(name) is None else config[name]
     if type(value) not in (int, float) or not 0 < value < 1e12:
         raise MalformedInput(
-            f"the configuration of `{source}` has no usable `{name}`: {value!r}"[:200],
+            f"`{name}` in the configuration of `{source}` is invalid: {value!r}"[:200],
             hint="give the run's own `config.json` with `--config`",
         )
     return float(value)
 
 
 def _divides(source: str, small: int, large: int, what: str) -> int:
-    """How often `small` fits into `large`, which must be exact."""
+    """`large / small`, which must be an integer."""
     if large % small:
         raise MalformedInput(
-            f"the configuration of `{source}` has {large} {what} {small}", hint="the first must be a multiple of it"
+            f"the configuration of `{source}` has {large} {what} {small}",
+            hint="the first number must be a multiple of the second",
         )
     return large // small
 
 
-def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
-    """Refuses a config that sets an option of `needed` to another value than the one there."""
+def _refuse(source: str, config: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
+    """Refuses a config that sets an option of `needed` to another value."""
     for name, value in needed.items():
         if name in config and config[name] != value:
             raise UnsupportedInput(
@@ -97,14 +107,14 @@ def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
             )
 
 
-def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
-    """Llama and its kin."""
+def _decoder(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The config of Llama-like models."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     kv_heads = number(config, "num_key_value_heads", source, heads)
     length = number(config, "max_position_embeddings", source, number(config, "seq_length", source, 2048))
     if config.get("alibi"):
         raise UnsupportedInput(
-            f"`{source}` is a Llama with ALiBi (as Baichuan-13B is), which transformers does not have",
+            f"`{source}` is a Llama with ALiBi (such as Baichuan-13B), which transformers does not have",
             hint="models with rotary positions can be converted",
         )
     _divides(source, kv_heads, heads, "query heads for key/value heads")
@@ -128,8 +138,8 @@ def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
-    """Rotary options of PaddleNLP's `llama/modeling.py` (`_init_rope`) in transformers' words."""
+def _rope(config: Mapping[str, Any], source: str, head_dim: int) -> dict[str, Any]:
+    """The rotary options of PaddleNLP's `llama/modeling.py` (`_init_rope`) in transformers' fields."""
     theta, factor = real(config, "rope_theta", source, 10000.0), real(config, "rope_scaling_factor", source, 1.0)
     if isinstance(config.get("rope_scaling"), Mapping):
         return {"rope_theta": theta, "rope_scaling": dict(config["rope_scaling"])}
@@ -144,15 +154,16 @@ def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
             return {"rope_theta": theta, "rope_scaling": {"rope_type": "dynamic", "factor": factor}}
         case other:
             raise UnsupportedInput(
-                f"`{source}` scales its rotary positions by `{other}`", hint="linear, ntk and dynamic_ntk are known"
+                f"`{source}` has the unsupported `rope_scaling_type` `{other}`",
+                hint="linear, ntk and dynamic_ntk are supported",
             )
 
 
-def _llama(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _llama(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     return {**_decoder(config, source, warnings), "model_type": "llama"}
 
 
-def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _qwen2(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     fields = ("use_sliding_window", "sliding_window", "max_window_layers")
     kept = {name: config[name] for name in fields if name in config}
     if config.get("use_sliding_window") and _ignores_window(config, source, warnings):
@@ -160,37 +171,37 @@ def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     return {**_decoder(config, source, warnings), **kept}
 
 
-def _mistral(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _mistral(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     window = None if _ignores_window(config, source, warnings) else config.get("sliding_window")
     return {**_decoder(config, source, warnings), "sliding_window": window}
 
 
-def _ignores_window(config: Config, source: str, warnings: Warnings) -> bool:
-    """Whether PaddleNLP computed it, whose Mistral and Qwen 2 read no window (2.6 to 3.0: `mistral/modeling.py`).
+def _ignores_window(config: Mapping[str, Any], source: str, warnings: list[str]) -> bool:
+    """Whether PaddleNLP wrote the config: its Mistral and Qwen 2 ignore the window (2.6 to 3.0: `mistral/modeling.py`).
 
-    Its own files have the key `paddlenlp_version`, null in the older ones; those that `from-hf` wrote have not.
+    PaddleNLP's files have the key `paddlenlp_version`, null in older ones; those that `from-hf` wrote lack it.
     """
     window = config.get("sliding_window")
     if "paddlenlp_version" not in config or window is None:
         return False
     warnings.append(
-        f"PaddleNLP ignores `sliding_window` {window!r:.40}: its model attends to all tokens, and so does the one of "
-        f"transformers that `{source}` becomes"
+        f"PaddleNLP ignores `sliding_window` {window!r:.40}: its model attends to all tokens, and so does the "
+        f"converted model of `{source}`"
     )
     return True
 
 
-def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
-    """Qwen 1 is Qwen 2 without grouped queries; its two tricks for long inputs do nothing up to `seq_length`."""
+def _qwen(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """Qwen 1 is Qwen 2 without grouped queries; its options for long inputs do nothing up to `seq_length`."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     length, head_dim = (
         number(config, "seq_length", source, 2048),
         _divides(source, heads, hidden, "hidden sizes for heads"),
     )
     _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": head_dim})
-    tricks = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]
-    if tricks:
-        warnings.append(f"Qwen 2 has no {' and '.join(tricks)}: beyond {length} tokens the results differ")
+    long_input_options = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]
+    if long_input_options:
+        warnings.append(f"Qwen 2 has no {' and '.join(long_input_options)}: beyond {length} tokens the results differ")
     return {
         "model_type": "qwen2",
         "vocab_size": number(config, "vocab_size", source),
@@ -207,7 +218,7 @@ def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-def _bloom(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _bloom(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     layers = config.get("num_hidden_layers")
     return {
         "model_type": "bloom",
@@ -225,7 +236,7 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "gelu_new": "gelu_new"}
 """PaddleNLP's GPT computes `gelu` by its tanh formula (`gpt/modeling.py`, `approximate=True`)."""
 
 
-def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _gpt(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     _refuse(source, config, {"normalize_before": True, "scale_qk_coeff": 1.0})
     activation = str(config.get("hidden_activation", config.get("hidden_act", "gelu")))
     if activation not in ACTIVATIONS:
@@ -245,7 +256,7 @@ def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-GLM_ONLY: dict[str, Any] = {
+GLM_FIXED: dict[str, Any] = {
     "rmsnorm": True,
     "post_layer_norm": True,
     "add_bias_linear": False,
@@ -253,9 +264,9 @@ GLM_ONLY: dict[str, Any] = {
 }
 
 
-def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
-    """ChatGLM 2 and 3 are transformers' `glm`: rotary pairs on the first half of each head, gate and up in one."""
-    _refuse(source, config, GLM_ONLY)
+def _chatglm(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """ChatGLM 2 and 3 are transformers' `glm`: rotary pairs in the first half of each head, gate and up fused."""
+    _refuse(source, config, GLM_FIXED)
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     return {
         "model_type": "glm",
@@ -279,7 +290,7 @@ def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-CONVERTERS: dict[Any, Callable[[Config, str, Warnings], dict[str, Any]]] = {
+CONVERTERS: dict[Any, Callable[[Mapping[str, Any], str, list[str]], dict[str, Any]]] = {
     "llama": _llama,
     "baichuan": _llama,
     "qwen2": _qwen2,

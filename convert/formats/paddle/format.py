@@ -1,7 +1,7 @@
-"""PaddleNLP: `config.json` beside `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
+"""PaddleNLP: `config.json` next to `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
 
-Layout: `paddle_file.py` (the pickle), `paddle_shards.py` (the folder), `paddle_families.py` (the names). Linear weights
-are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names and layout.
+Layout: `pdparams.py` (the pickle), `read.py` (the folder), `names.py` (the names). Linear weights are [in, out]. Its
+safetensors files have the names of Hugging Face's, but Paddle's tensor names and layout.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.paddle.apply_rules import apply_rules
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
 from llmconv.convert.formats.paddle.names import FAMILIES
@@ -25,11 +26,10 @@ from llmconv.convert.formats.paddle.read import (
     peek,
     weight_files,
 )
-from llmconv.convert.formats.paddle.rows import place
 from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -50,7 +50,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     paddle, dropped = without_code({**stored, **config})
     if not paddle:
-        raise InputRefused(f"`{path.name}` has no `config.json` beside it", hint="give the run's with `--config`")
+        raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     warnings: list[str] = []
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
@@ -64,7 +64,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         )
     _refuse_quantized(path, ranks[0])
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
-    tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
+    tensors = apply_rules(family.rules(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     _tie(tensors, settings, path)
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
@@ -77,7 +77,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tuple(warnings),
         version=f"paddlenlp {release}" if isinstance(release, str) else "",
         shards=len(weight_files(path)),
-        dropped=left_beside(path),
+        dropped=training_files_in(path),
         source_type=str(paddle["model_type"]),
     )
 
@@ -87,11 +87,12 @@ def _refuse_adapter(path: Path) -> None:
     found = next((match for name in names if (match := ADAPTER_FILES.fullmatch(name))), None)
     if found and found[1] == "prefix":
         raise UnsupportedInput(
-            f"`{path.name}` is a prefix (`{found[0]}`), no model", hint="convert the model that it was trained on"
+            f"`{path.name}` is a prefix (`{found[0]}`), not a model",
+            hint="convert the model that it was trained on",
         )
     if found:
         raise UnsupportedInput(
-            f"`{path.name}` is a LoRA adapter (`{found[0]}`), no model",
+            f"`{path.name}` is a LoRA adapter (`{found[0]}`), not a model",
             hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
         )
 
@@ -107,16 +108,16 @@ def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
 
 def _tie(tensors: Mapping[str, LazyTensor], settings: dict[str, Any], path: Path) -> None:
     """Sets `tie_word_embeddings`: true without a head, else as stored, null where the values decide."""
-    says = settings.get("tie_word_embeddings")
+    declared = settings.get("tie_word_embeddings")
     if HEAD not in tensors:
-        if says is False:
+        if declared is False:
             raise InputRefused(
                 f"`{path.name}` has no output head, and its configuration does not tie it to the embedding",
-                hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
+                hint="if it was trained this way, give a configuration with `tie_word_embeddings` true",
             )
         settings["tie_word_embeddings"] = True
     else:
-        settings["tie_word_embeddings"] = says  # PaddleNLP leaves out its default, true: then the values decide
+        settings["tie_word_embeddings"] = declared  # PaddleNLP leaves out its default, true: then the values decide
 
 
 def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:

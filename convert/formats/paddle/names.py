@@ -1,4 +1,4 @@
-"""Where each tensor of a PaddleNLP model goes: one list of rows per family.
+"""PaddleNLP's tensor names to Hugging Face's: one list of rules per family.
 
 Source: `_get_name_mappings` and `_get_tensor_parallel_mappings` in paddlenlp `transformers/<family>/modeling.py`.
 """
@@ -11,24 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")
-"""Buffers that models compute."""
-
-Shapes = Mapping[str, tuple[int, ...]]
+"""Buffers that models recompute."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One Paddle tensor, or several that become one, and what they become.
+class TensorRule:
+    """How one Paddle tensor, or several, become one Hugging Face tensor or several.
 
     Attributes:
-        sources: names in the file, `{}` for the layer's number; several are joined along their last axis.
+        sources: names in the file, `{}` for the layer number; several are joined along their last axis.
         targets: Hugging Face names; one for each of `pieces` if there are several.
-        shape: of each whole source, as it is in the file.
-        split: the axis along which tensor-parallel ranks cut it; None if every rank has all of it.
-        linear: (in, out) in the file, (out, in) at Hugging Face.
+        shape: shape in the file of each whole source.
+        split: the axis along which tensor-parallel ranks split it; None if every rank has a copy.
+        linear: whether it is [in, out] in the file and [out, in] in Hugging Face models.
         pieces: sizes, along the output axis, of the parts of a fused tensor within one group.
-        groups: how often these parts follow each other.
-        units: things along `split` that no rank divides, where each rank has all if they do not divide (0: they do).
+        groups: number of groups in a fused tensor.
+        units: number of indivisible units along `split`, such as heads; if it is not a multiple of the ranks, every
+            rank has a copy. 0 if it always is.
     """
 
     sources: tuple[str, ...]
@@ -42,67 +41,69 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Family:
-    """The tensors of one kind of model.
+class PaddleFamily:
+    """The tensors of one model family.
 
     Attributes:
-        prefix: what its names begin with.
-        rows: `rows(config, shapes)`: the Hugging Face config, and the shapes in the first file.
+        prefix: prefix of its tensor names.
+        rules: `rules(config, shapes)` from the Hugging Face config and the shapes in the first file.
         layers: the config's field for the number of layers.
         embedding: Hugging Face name of the embedding, to which the output head may be tied.
-        tensor_parallel: whether split files can be joined.
+        tensor_parallel: whether the files of tensor-parallel ranks can be joined.
     """
 
     prefix: str
-    rows: Callable[[Mapping[str, Any], Shapes], list[Row]]
+    rules: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]
     layers: str
     embedding: str
     tensor_parallel: bool = True
 
 
-def _column(source: str, target: str, inputs: int, outputs: int) -> Row:
-    """A Linear weight of which ranks hold outputs."""
-    return Row((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
+def _column(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
+    """A Linear weight that ranks split along its outputs."""
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
 
 
-def _row(source: str, target: str, inputs: int, outputs: int) -> Row:
-    """A Linear weight of which ranks hold inputs."""
-    return Row((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
+def _row(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
+    """A Linear weight that ranks split along its inputs."""
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
 
 
-def _vector(source: str, target: str, size: int, split: int | None = None) -> Row:
-    return Row((source,), (target,), (size,), split)
+def _vector(source: str, target: str, size: int, split: int | None = None) -> TensorRule:
+    return TensorRule((source,), (target,), (size,), split)
 
 
-def _norm(source: str, target: str, size: int) -> list[Row]:
-    """A LayerNorm: weight and bias."""
+def _norm(source: str, target: str, size: int) -> list[TensorRule]:
+    """Weight and bias of a LayerNorm."""
     return [_vector(f"{source}.{part}", f"{target}.{part}", size) for part in ("weight", "bias")]
 
 
-def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) -> Row:
-    return Row((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0, units=units)
+def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) -> TensorRule:
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0, units=units)
 
 
-def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, width: int) -> list[Row]:
-    """The output head where there is one: (width, rows) as a Linear, (rows, width) if it is tied to the embedding."""
+def _head(
+    source: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rows: int, width: int
+) -> list[TensorRule]:
+    """The output head, if there is one: [width, rows] as a Linear, [rows, width] if it is tied to the embedding."""
     if source not in shapes:
         return []
     shape = shapes[source]
     tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings", True)))
     layout, split = ((rows, width), 0) if tied else ((width, rows), 1)
-    return [Row((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
+    return [TensorRule((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
 
 
-def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
-    """Rows of Llama and its kin, fused or not."""
+def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]:
+    """The rules of Llama-like models, fused or not."""
 
-    def rows(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
-        hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    def rules(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         head = config.get("head_dim", hidden // heads)
         old, new = f"{prefix}layers.{{}}.", "model.layers.{}."
         return [
-            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", words, hidden, words),
+            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", vocabulary, hidden, vocabulary),
             _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
             *_attention(old + "self_attn.", new + "self_attn.", hidden, (heads, kv_heads, head), shapes),
             _row(f"{old}self_attn.o_proj", f"{new}self_attn.o_proj", heads * head, hidden),
@@ -110,26 +111,30 @@ def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
             *_gate_up(old + "mlp.", new + "mlp.", hidden, inner, shapes),
             _row(f"{old}mlp.down_proj", f"{new}mlp.down_proj", inner, hidden),
             _vector(f"{prefix}norm.weight", "model.norm.weight", hidden),
-            *_head("lm_head.weight", config, shapes, words, hidden),
+            *_head("lm_head.weight", config, shapes, vocabulary, hidden),
         ]
 
-    return rows
+    return rules
 
 
-def _attention(old: str, new: str, hidden: int, sizes: tuple[int, int, int], shapes: Shapes) -> list[Row]:
-    """Query, key and value with their biases; fused ones lie per key/value head: its queries, key, value."""
+def _attention(
+    old: str, new: str, hidden: int, sizes: tuple[int, int, int], shapes: Mapping[str, tuple[int, ...]]
+) -> list[TensorRule]:
+    """Query, key and value with their biases; fused ones alternate by key/value head: its queries, key, value."""
     heads, kv_heads, head = sizes
     outputs = {"q_proj": heads * head, "k_proj": kv_heads * head, "v_proj": kv_heads * head}
-    rows: list[Row] = []
+    rules: list[TensorRule] = []
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         targets = tuple(f"{new}{name}.{part}" for name in outputs)
         if _has(shapes, f"{old}qkv_proj.{part}"):
             pieces = (heads // kv_heads * head, head, head)
             whole = (*shape, sum(outputs.values()))
-            rows.append(Row((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads))
+            rules.append(
+                TensorRule((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads)
+            )
         elif part == "weight" or _has(shapes, f"{old}q_proj.{part}"):
-            rows += [
-                Row(
+            rules += [
+                TensorRule(
                     (f"{old}{name}.{part}",),
                     (f"{new}{name}.{part}",),
                     (*shape, size),
@@ -139,50 +144,50 @@ def _attention(old: str, new: str, hidden: int, sizes: tuple[int, int, int], sha
                 )
                 for name, size in outputs.items()
             ]
-    return rows
+    return rules
 
 
-def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Shapes) -> list[Row]:
+def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     if not _has(shapes, f"{old}gate_up_fused_proj.weight"):
         return [_column(f"{old}{name}", f"{new}{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
     targets = (f"{new}gate_proj.weight", f"{new}up_proj.weight")
-    return [Row((f"{old}gate_up_fused_proj.weight",), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
+    return [TensorRule((f"{old}gate_up_fused_proj.weight",), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
 
 
-def _has(shapes: Shapes, template: str) -> bool:
-    """Whether any layer has this tensor."""
+def _has(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
+    """Whether any layer has a tensor."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
     return any(pattern.fullmatch(name) for name in shapes)
 
 
-def _qwen(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
-    hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     old, new = "qwen.h.{}.", "model.layers.{}."
     thirds = (hidden, hidden, hidden)
     parts = [f"{new}self_attn.{name}_proj" for name in "qkv"]
     weights, biases = tuple(f"{name}.weight" for name in parts), tuple(f"{name}.bias" for name in parts)
     return [
-        _embedding("qwen.wte", "model.embed_tokens", words, hidden),
+        _embedding("qwen.wte", "model.embed_tokens", vocabulary, hidden),
         _vector(f"{old}ln_1.weight", f"{new}input_layernorm.weight", hidden),
-        Row((f"{old}attn.c_attn.weight",), weights, (hidden, 3 * hidden), 1, True, thirds),
-        Row((f"{old}attn.c_attn.bias",), biases, (3 * hidden,), 0, False, thirds),
+        TensorRule((f"{old}attn.c_attn.weight",), weights, (hidden, 3 * hidden), 1, True, thirds),
+        TensorRule((f"{old}attn.c_attn.bias",), biases, (3 * hidden,), 0, False, thirds),
         _row(f"{old}attn.c_proj", f"{new}self_attn.o_proj", hidden, hidden),
         _vector(f"{old}ln_2.weight", f"{new}post_attention_layernorm.weight", hidden),
         _column(f"{old}mlp.w2", f"{new}mlp.gate_proj", hidden, inner),
         _column(f"{old}mlp.w1", f"{new}mlp.up_proj", hidden, inner),
         _row(f"{old}mlp.c_proj", f"{new}mlp.down_proj", inner, hidden),
         _vector("qwen.ln_f.weight", "model.norm.weight", hidden),
-        *_head("lm_head.weight", config, shapes, words, hidden),
+        *_head("lm_head.weight", config, shapes, vocabulary, hidden),
     ]
 
 
-def _bloom(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
-    hidden, words = config["hidden_size"], config["vocab_size"]
+def _bloom(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     old, new = "bloom.h.{}.", "transformer.h.{}."
     qkv, dense = "self_attention.query_key_value", "self_attention.dense"
     up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
     return [
-        _embedding("bloom.word_embeddings", "transformer.word_embeddings", words, hidden),
+        _embedding("bloom.word_embeddings", "transformer.word_embeddings", vocabulary, hidden),
         *_norm("bloom.word_embeddings_layernorm", "transformer.word_embeddings_layernorm", hidden),
         *_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden),
         _column(old + qkv, new + qkv, hidden, 3 * hidden),
@@ -195,17 +200,17 @@ def _bloom(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
         _row(old + down, new + down, 4 * hidden, hidden),
         _vector(f"{old}{down}.bias", f"{new}{down}.bias", hidden),
         *_norm("bloom.ln_f", "transformer.ln_f", hidden),
-        *_head("lm_head.decoder_weight", config, shapes, words, hidden),
+        *_head("lm_head.decoder_weight", config, shapes, vocabulary, hidden),
     ]
 
 
-def _gpt(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
-    """GPT keeps (in, out), as transformers' Conv1D does; a fused qkv lies per head: query, key, value."""
-    hidden, inner, words, heads = config["n_embd"], config["n_inner"], config["vocab_size"], config["n_head"]
+def _gpt(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+    """GPT stores [in, out], as transformers' Conv1D does; a fused qkv alternates by head: query, key, value."""
+    hidden, inner, vocabulary, heads = config["n_embd"], config["n_inner"], config["vocab_size"], config["n_head"]
     old, new = "gpt.decoder.layers.{}.", "transformer.h.{}."
-    rows = [
-        _embedding("gpt.embeddings.word_embeddings", "transformer.wte", words, hidden),
-        Row(
+    rules = [
+        _embedding("gpt.embeddings.word_embeddings", "transformer.wte", vocabulary, hidden),
+        TensorRule(
             ("gpt.embeddings.position_embeddings.weight",),
             ("transformer.wpe.weight",),
             (config["n_positions"], hidden),
@@ -216,54 +221,56 @@ def _gpt(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
         target = (f"{new}attn.c_attn.{part}",)
         if _has(shapes, f"{old}self_attn.qkv_proj.{part}"):
             fused, pieces = f"{old}self_attn.qkv_proj.{part}", (hidden // heads,) * 3
-            rows.append(Row((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
+            rules.append(TensorRule((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
         else:
             sources = tuple(f"{old}self_attn.{name}_proj.{part}" for name in "qkv")
-            rows.append(Row(sources, target, (*shape, hidden), split))
+            rules.append(TensorRule(sources, target, (*shape, hidden), split))
     for source, name, inputs, outputs, axis in (
         ("self_attn.out_proj", "attn.c_proj", hidden, hidden, 0),
         ("linear1", "mlp.c_fc", hidden, inner, 1),
         ("linear2", "mlp.c_proj", inner, hidden, 0),
     ):
-        rows.append(Row((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
-        rows.append(_vector(f"{old}{source}.bias", f"{new}{name}.bias", outputs, 0 if axis else None))
-    rows += [*_norm(f"{old}norm2", f"{new}ln_2", hidden), *_norm("gpt.decoder.norm", "transformer.ln_f", hidden)]
-    return [*rows, *_head("lm_head.weight", config, shapes, words, hidden)]
+        rules.append(TensorRule((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
+        rules.append(_vector(f"{old}{source}.bias", f"{new}{name}.bias", outputs, 0 if axis else None))
+    rules += [*_norm(f"{old}norm2", f"{new}ln_2", hidden), *_norm("gpt.decoder.norm", "transformer.ln_f", hidden)]
+    return [*rules, *_head("lm_head.weight", config, shapes, vocabulary, hidden)]
 
 
-def _chatglm(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
-    hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     old, new = "chatglm_v2.encoder.layers.{}.", "model.layers.{}."
     pieces = (heads * head, kv_heads * head, kv_heads * head)
     parts = [f"{new}self_attn.{name}_proj" for name in "qkv"]
     weights, biases = tuple(f"{name}.weight" for name in parts), tuple(f"{name}.bias" for name in parts)
     qkv = f"{old}self_attention.query_key_value"
-    bias = [Row((f"{qkv}.bias",), biases, (sum(pieces),), None, False, pieces)] if config["attention_bias"] else []
+    bias = (
+        [TensorRule((f"{qkv}.bias",), biases, (sum(pieces),), None, False, pieces)] if config["attention_bias"] else []
+    )
     return [
-        _embedding("chatglm_v2.embedding.word_embeddings", "model.embed_tokens", words, hidden),
+        _embedding("chatglm_v2.embedding.word_embeddings", "model.embed_tokens", vocabulary, hidden),
         _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
-        Row((f"{qkv}.weight",), weights, (hidden, sum(pieces)), None, True, pieces),
+        TensorRule((f"{qkv}.weight",), weights, (hidden, sum(pieces)), None, True, pieces),
         *bias,
         _row(f"{old}self_attention.dense", f"{new}self_attn.o_proj", heads * head, hidden),
         _vector(f"{old}post_attention_layernorm.weight", f"{new}post_attention_layernorm.weight", hidden),
         _column(f"{old}mlp.dense_h_to_4h", f"{new}mlp.gate_up_proj", hidden, 2 * inner),
         _row(f"{old}mlp.dense_4h_to_h", f"{new}mlp.down_proj", inner, hidden),
         _vector("chatglm_v2.encoder.final_layernorm.weight", "model.norm.weight", hidden),
-        _column("chatglm_v2.output_layer", "lm_head", hidden, words),
+        _column("chatglm_v2.output_layer", "lm_head", hidden, vocabulary),
     ]
 
 
-WORDS = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "baichuan": Family("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "qwen2": Family("qwen2.", _decoder("qwen2."), "num_hidden_layers", WORDS),
-    "mistral": Family("mistral.", _decoder("mistral."), "num_hidden_layers", WORDS),
-    "qwen": Family("qwen.", _qwen, "num_hidden_layers", WORDS),
-    "bloom": Family("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
-    "gpt": Family("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
-    "chatglm_v2": Family("chatglm_v2.", _chatglm, "num_hidden_layers", WORDS, tensor_parallel=False),
+FAMILIES: dict[str, PaddleFamily] = {
+    "llama": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
+    "baichuan": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
+    "qwen2": PaddleFamily("qwen2.", _decoder("qwen2."), "num_hidden_layers", EMBEDDING),
+    "mistral": PaddleFamily("mistral.", _decoder("mistral."), "num_hidden_layers", EMBEDDING),
+    "qwen": PaddleFamily("qwen.", _qwen, "num_hidden_layers", EMBEDDING),
+    "bloom": PaddleFamily("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
+    "gpt": PaddleFamily("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
+    "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", EMBEDDING, tensor_parallel=False),
 }
 """By Paddle's `model_type`."""

@@ -1,7 +1,7 @@
-"""`.pdparams` files read lazily: one pickle of numpy arrays, whose bytes stay where they lie in the file.
+"""`.pdparams` files, read lazily: one pickle of numpy arrays, whose bytes are left in the file.
 
 Layout (paddle `framework/io.py`, `framework/io_utils.py`): a dict of name to numpy array, of protocol 2 to 4, and under
-`StructuredToParameterName@@` a table of names that nothing needs. bfloat16 is stored as uint16.
+`StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import numpy as np
 from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.paddle.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.pickles.machine import Hooks, Machine, Refused, Stub
+from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickles.machine import PickleHooks, PickleMachine, Stub
 from llmconv.files.pickles.opcodes import STRING_LIMIT, text
 from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 KEPT_BYTES = 1024
-"""Longer values are not read, only their place is kept."""
+"""Longer values are not read; only their position is kept."""
 
 HEAD_BYTES = 1 << 20
 PARAMETER_NAMES = "StructuredToParameterName@@"
 SPLIT_ARRAYS = "UnpackBigParamInfor@@"
-"""Before protocol 4 arrays over 2^30 - 1 bytes are cut: `{name: {"OriginShape": sizes, "slices": [names]}}`."""
+"""Before protocol 4 arrays over 2^30 - 1 bytes are split: `{name: {"OriginShape": sizes, "slices": [names]}}`."""
 
 TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
@@ -44,7 +45,7 @@ FROM_BUFFER = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffe
 
 @dataclass(frozen=True, eq=False)
 class BytesAt:
-    """A long value that was left in the file; `encoded`: as UTF-8 text, one character a byte (protocol 2)."""
+    """A long value that was left in the file; `encoded` if it is UTF-8 text, one character per byte (protocol 2)."""
 
     position: int
     size: int
@@ -53,28 +54,28 @@ class BytesAt:
 
 @dataclass(frozen=True)
 class PaddleFile:
-    """What a `.pdparams` file holds: its tensors, in file order, and the names of what is no tensor."""
+    """The content of a `.pdparams` file: its tensors, in file order, and the names of other values."""
 
     tensors: dict[str, LazyTensor]
     others: tuple[str, ...]
 
 
-class _FileMachine(Machine):
-    """A Machine over a mapped file, which steps over long values."""
+class _FilePickleMachine(PickleMachine):
+    """A pickle machine over a mapped file that skips long values."""
 
     def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
         if count <= KEPT_BYTES or limit < STRING_LIMIT:
             return super().sized(count, decode, limit)
-        place = BytesAt(self.position, count, decode is text)
+        value = BytesAt(self.position, count, decode is text)
         self.position += count
         self.skipped += count
         if self.position > len(self.data):
-            raise Refused(f"is truncated: it ends at byte {len(self.data)}")
-        return place
+            raise FileProblem(f"is truncated: it ends at byte {len(self.data)}")
+        return value
 
 
 def is_pdparams(path: Path) -> bool:
-    """Whether `path` is a pickle (protocol 2 to 5) that begins with numpy arrays."""
+    """Whether `path` is a pickle (protocol 2 to 5) with numpy arrays at its beginning."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -87,13 +88,13 @@ def open_pdparams(path: Path) -> PaddleFile:
     """The tensors of a file that `paddle.save` wrote; no tensor data is read.
 
     Raises:
-        MalformedInput: truncated, hostile, or an array whose parts contradict each other.
-        UnsupportedInput: an element type or byte order that safetensors cannot hold.
+        MalformedInput: the file is truncated or hostile, or the parts of an array contradict each other.
+        UnsupportedInput: safetensors does not have an element type or byte order.
     """
     content = _read(path)
     if not isinstance(content, dict):
         raise MalformedInput(
-            f"`{path.name}` is no state dict", hint="save the model's `state_dict()` with `paddle.save`"
+            f"`{path.name}` is not a state dict", hint="save the model's `state_dict()` with `paddle.save`"
         )
     tensors: dict[str, LazyTensor] = {}
     others: list[str] = []
@@ -111,38 +112,38 @@ def _read(path: Path) -> Any:
     if path.stat().st_size == 0:
         raise MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return interpret(_FileMachine(data, Hooks(_name, _call, HOOKS.refer)), path.name)
+        return interpret(_FilePickleMachine(data, PickleHooks(_name, _call, HOOKS.refer)), path.name)
 
 
 def _name(module: str, name: str) -> Any:
     if (module, name) in (("builtins", "eval"), ("__builtin__", "eval")):
-        return Global(module, name)  # only to be seen in `_call`, which looks at its arguments
+        return Global(module, name)  # inert; `_call` checks its arguments
     return HOOKS.name(module, name)
 
 
 def _call(function: Any, args: tuple[Any, ...]) -> Any:
-    """As `HOOKS.call`, and the two calls by which paddle stores tensors inside other objects."""
+    """As `HOOKS.call`, plus the two calls with which paddle stores tensors inside other objects."""
     match str(function) if isinstance(function, Global) else "", args:
         case (("builtins.eval" | "__builtin__.eval"), ("data", {"data": Stub() as array})):
             return array  # paddle's spelling of a static tensor: the array itself
         case (("builtins.eval" | "__builtin__.eval"), _):
-            return HOOKS.name("builtins", "eval")  # refused there
+            return HOOKS.name("builtins", "eval")  # raises
         case (("builtins.tuple" | "__builtin__.tuple"), ((tuple() | list()) as items,)):
             return tuple(items)
-        case "_codecs.encode", (BytesAt() as place, "latin1"):
-            return place
+        case "_codecs.encode", (BytesAt() as value, "latin1"):
+            return value
     return HOOKS.call(function, args)
 
 
 def _named_array(value: Any) -> Stub | None:
-    """The array of a value that is one, or that is (name, array) as in nested objects."""
+    """The array of a value that is an array, or (name, array) as in nested objects."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return value if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER) else None
 
 
 def _made_by(value: Any) -> str:
-    """The global that a Stub would have called; empty for anything else."""
+    """The name of the function that a Stub would have called; empty for anything else."""
     return str(value.function) if isinstance(value, Stub) and isinstance(value.function, Global) else ""
 
 
@@ -155,18 +156,19 @@ def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
             case (_, shape, kind, column_major, data):
                 pass
             case _:
-                _refuse(path, f"holds no data for `{name}`")
+                _refuse(path, f"contains no data for `{name}`")
     dtype = _dtype(path, name, kind)
-    if not isinstance(shape, tuple) or not _naturals(shape):
-        _refuse(path, f"gives `{name}` an impossible shape")
+    if not isinstance(shape, tuple) or not _are_sizes(shape):
+        _refuse(path, f"has an invalid shape for `{name}`")
     if column_major and len(shape) > 1:
         raise UnsupportedInput(
-            f"`{name}` in `{path.name}` is stored by columns", hint="save it with `np.ascontiguousarray`"
+            f"`{name}` in `{path.name}` is stored in column-major order, which is unsupported",
+            hint="save it with `np.ascontiguousarray`",
         )
-    return _placed(path, name, data, dtype, shape)
+    return _tensor_of_data(path, name, data, dtype, shape)
 
 
-def _naturals(values: Any) -> bool:
+def _are_sizes(values: Any) -> bool:
     return len(values) <= RANK_LIMIT and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
 
 
@@ -178,23 +180,23 @@ def _dtype(path: Path, name: str, kind: Any) -> DType:
     if not isinstance(code, str) or code not in NUMPY_CODES or order not in ("<", "|"):
         shown = f"`{order}{code}`" if isinstance(code, str) and isinstance(order, str) else "a compound type"
         raise UnsupportedInput(
-            f"`{name}` in `{path.name}` is stored as {shown[:40]}",
+            f"`{name}` in `{path.name}` has an unsupported element type: {shown[:40]}",
             hint="only little-endian floats, integers and bools can be converted",
         )
     return NUMPY_CODES[code]
 
 
-def _placed(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
-    wanted = prod(shape) * dtype.itemsize
+def _tensor_of_data(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
+    expected = prod(shape) * dtype.itemsize
     if isinstance(data, str):
         data = data.encode("latin1", "replace")
     if isinstance(data, BytesAt) and data.encoded:
-        if not wanted <= data.size <= 2 * wanted:
-            _refuse(path, f"has {data.size} characters for `{name}`, its shape needs {wanted} bytes")
+        if not expected <= data.size <= 2 * expected:
+            _refuse(path, f"has {data.size} characters for `{name}`, expected {expected} bytes for its shape")
         return Utf8Bytes(path, data.position, data.size).tensor(dtype, shape)
     size = data.size if isinstance(data, BytesAt) else len(data) if isinstance(data, bytes) else -1
-    if size != wanted:
-        _refuse(path, f"has {size} bytes for `{name}`, its shape needs {wanted}")
+    if size != expected:
+        _refuse(path, f"has {size} bytes for `{name}`, expected {expected} for its shape")
     if isinstance(data, BytesAt):
         return FileTensor(path, data.position, dtype, shape)
     rows = np.frombuffer(data, dtype.numpy).reshape(shape or (1,))
@@ -202,27 +204,27 @@ def _placed(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ..
 
 
 def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str, LazyTensor]:
-    """The tensors with those that were cut (`name@@.0`, `name@@.1`, …) whole again."""
+    """Joins the tensors that were split (`name@@.0`, `name@@.1`, …)."""
     joined = dict(tensors)
     for name, entry in table.items() if isinstance(table, dict) else ():
         match entry:
-            case {"OriginShape": (tuple() | list()) as sizes, "slices": (tuple() | list()) as pieces} if _naturals(
+            case {"OriginShape": (tuple() | list()) as sizes, "slices": (tuple() | list()) as pieces} if _are_sizes(
                 sizes
             ):
                 parts = [joined.pop(piece, None) for piece in pieces if isinstance(piece, str)]
                 joined[str(name)] = _reshaped(path, str(name), parts, tuple(sizes))
             case _:
-                _refuse(path, f"does not say how `{name}` was cut")
+                _refuse(path, f"has no valid description of the parts of `{name}`")
     return joined
 
 
 def _reshaped(path: Path, name: str, parts: list[LazyTensor | None], shape: tuple[Any, ...]) -> LazyTensor:
     present = [part for part in parts if part is not None and len(part.shape) == 1]
     if not parts or len(present) != len(parts):
-        _refuse(path, f"lacks a piece of `{name}`, which is cut into {len(parts)}")
+        _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
     flat, row = concat(present, 0), prod(shape[1:])
     if flat.shape[0] != prod(shape):
-        _refuse(path, f"has {flat.shape[0]} elements for `{name}`, its shape needs {prod(shape)}")
+        _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {prod(shape)} for its shape")
     return LazyTensor(
         flat.dtype, shape, lambda start, stop: flat.rows(start * row, stop * row).reshape(stop - start, *shape[1:])
     )
@@ -233,7 +235,7 @@ def _refuse(path: Path, problem: str) -> NoReturn:
 
 
 def as_bfloat16(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file, with uint16 taken for what Paddle means by it."""
+    """The tensors of a safetensors file; uint16 becomes bfloat16, as Paddle means it."""
     bfloat16 = BY_NAME["bfloat16"]
     return {
         name: FileTensor(tensor.path, tensor.offset, bfloat16, tensor.shape)

@@ -1,4 +1,4 @@
-"""The weight files of a PaddleNLP folder: whole, in shards with an index, or one per parallel rank.
+"""Opens the weight files of a PaddleNLP folder: one file, shards with an index, or one file per parallel rank.
 
 Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_state.pdparams`,
 `model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones:
@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.convert.algebra.operations import listing, replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
+from llmconv.convert.state_dicts.shard_index import indexed_shards, require_listed
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
@@ -38,27 +39,25 @@ SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors")
 PREFIXES = tuple(family.prefix for family in FAMILIES.values())
 OTHERS = ("model.", "transformer.")
 
-Tensors = Mapping[str, LazyTensor]
-
 
 def has_pdparams(folder: Path) -> bool:
-    """Whether a folder holds weights, or an adapter, as PaddleNLP names them."""
-    return any(_is_paddles(entry.name) for entry in folder.iterdir())
+    """Whether a folder contains weights, or an adapter, under PaddleNLP's file names."""
+    return any(_is_paddle_name(entry.name) for entry in folder.iterdir())
 
 
-def _is_paddles(name: str) -> bool:
+def _is_paddle_name(name: str) -> bool:
     return name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(name) for pattern in (RANK, SHARD, ADAPTER_FILES))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that the weights (or an adapter) lie in: `path` itself, or those of the folder `path`."""
+    """The files with the weights (or an adapter): `path` itself, or those in the folder `path`."""
     if path.is_file():
         return [path]
     patterns = (RANK, SHARD, ADAPTER_FILES, SAFETENSORS)
     return [entry for entry in sorted(path.iterdir()) if any(pattern.fullmatch(entry.name) for pattern in patterns)]
 
 
-def peek(path: Path) -> Tensors:
+def peek(path: Path) -> Mapping[str, LazyTensor]:
     """The tensors of every file under their own names.
 
     Raises:
@@ -70,9 +69,9 @@ def peek(path: Path) -> Tensors:
 
 
 def names_paddle(path: Path) -> bool:
-    """Whether a safetensors file, or the first of a folder, has Paddle's names, or numpy's mark beside its config.
+    """Whether a safetensors file, or the first in a folder, has Paddle's names, or the metadata `np` and its config.
 
-    PaddleFormers, PaddleNLP's successor, writes Hugging Face's own names and layout, which are not claimed here.
+    PaddleFormers, PaddleNLP's successor, writes Hugging Face's own names and layout: False.
     """
     metadata, names = first_names(path)
     if any(name.startswith(PREFIXES) for name in names):
@@ -84,7 +83,7 @@ def names_paddle(path: Path) -> bool:
 
 
 def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Metadata and tensor names of a safetensors file, or the first in a folder; empty where none is readable."""
+    """Metadata and tensor names of a safetensors file, or the first in a folder; empty if none is readable."""
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
     file = next((entry for entry in files if entry.is_file()), None)
     try:
@@ -94,20 +93,20 @@ def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
     return (header.metadata, list(header.tensors)) if header else ({}, [])
 
 
-def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
-    """The tensors of each tensor-parallel rank, pipeline stages joined; one mapping where nothing is split.
+def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyTensor]]:
+    """Name to tensor of each tensor-parallel rank, with pipeline stages joined; one mapping if nothing is split.
 
     Args:
         path: a folder, or one `.pdparams` or safetensors file.
-        config: Paddle's; its `tensor_parallel_degree` tells whether a last rank is missing.
+        config: Paddle's; its `tensor_parallel_degree` shows whether the last ranks are missing.
 
     Raises:
-        InputRefused: there are no weights, or more than one kind of them.
+        InputRefused: there are no weights, or more than one kind of weight files.
         MalformedInput: a file is missing, or the files contradict each other.
     """
     if path.is_file():
         if RANK.fullmatch(path.name) or SHARD.fullmatch(path.name):
-            raise InputRefused(f"`{path.name}` is one of several files", hint="give the folder that holds them all")
+            raise InputRefused(f"`{path.name}` is one of several files", hint="give the folder that contains all")
         return [_state(path)]
     ranks, safe_ranks = _rank_files(path, ".pdparams"), _rank_files(path, ".safetensors")
     kinds = {
@@ -120,8 +119,8 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
     present = [kind for kind, found in kinds.items() if found]
     if len(present) > 1:
         raise InputRefused(
-            f"`{path.name}` holds its weights more than once: {', '.join(present)}",
-            hint="move all but the ones that you mean to another folder",
+            f"`{path.name}` contains its weights more than once: {', '.join(present)}",
+            hint="move the files that you do not want to another folder",
         )
     if not present:
         raise _no_weights(path)
@@ -146,13 +145,13 @@ def _no_weights(folder: Path) -> InputRefused:
         return MalformedInput(f"`{folder.name}` has shards, but no `{PADDLE_INDEX}`", hint="copy the index too")
     if list(folder.glob("master_weights*.safetensors")):
         return UnsupportedInput(
-            f"`{folder.name}` holds only the optimizer's copies of the weights (`master_weights`)",
+            f"`{folder.name}` contains only the optimizer's copies of the weights (`master_weights`)",
             hint="save the model without `skip_save_model_weight`",
         )
-    return InputRefused(f"`{folder.name}` holds no weights of PaddleNLP", hint=f"it needs `{WHOLE}` or shards of it")
+    return InputRefused(f"`{folder.name}` contains no weights of PaddleNLP", hint=f"it needs `{WHOLE}` or its shards")
 
 
-def _state(file: Path) -> Tensors:
+def _state(file: Path) -> Mapping[str, LazyTensor]:
     """The tensors of one `.pdparams` or safetensors file."""
     if not file.is_file():
         raise MalformedInput(f"`{file.name}` is missing from `{file.parent.name}`", hint="copy the folder again")
@@ -160,7 +159,8 @@ def _state(file: Path) -> Tensors:
         return as_bfloat16(read_header(file).tensors)
     if not is_pdparams(file):
         raise MalformedInput(
-            f"`{file.name}` holds no arrays as `paddle.save` writes them", hint="copy it again from where it was saved"
+            f"`{file.name}` contains no arrays as `paddle.save` writes them",
+            hint="copy it again from where it was saved",
         )
     tensors = open_pdparams(file).tensors
     if any(name.endswith(("_moment1_0", "_moment2_0", "_pow_acc_0")) for name in tensors):
@@ -168,37 +168,27 @@ def _state(file: Path) -> Tensors:
     return tensors
 
 
-def _sharded(folder: Path) -> Tensors:
-    weight_map = read_json(folder / PADDLE_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise MalformedInput(f"`{PADDLE_INDEX}` has no `weight_map`", hint="copy the folder again")
+def _sharded(folder: Path) -> Mapping[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
-    for shard in sorted({str(home) for home in weight_map.values()}):
-        if not SHARD.fullmatch(shard):
-            raise MalformedInput(
-                f"`{PADDLE_INDEX}` names the shard {shard[:80]!r}", hint="shards are plain file names beside the index"
-            )
+    for shard, listed in indexed_shards(folder, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name))).items():
         found = _state(folder / shard)
-        odd = sorted({name for name, home in weight_map.items() if home == shard} ^ set(found))
-        if odd:
-            raise MalformedInput(
-                f"`{PADDLE_INDEX}` and `{shard}` disagree about {len(odd)} tensors: {listing(odd)}",
-                hint="shards of different models are mixed; copy the folder again",
-            )
+        require_listed(shard, found, listed, PADDLE_INDEX)
         tensors.update(found)
     return tensors
 
 
-def open_rank_files(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
-    """Every rank of the grid; the names of one are those of all its neighbours.
+def open_rank_files(
+    folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]
+) -> list[Mapping[str, LazyTensor]]:
+    """Name to tensor of each tensor-parallel rank, the same names in all, with pipeline stages joined.
 
     Args:
-        folder: for error messages.
-        files: by tensor-parallel rank and pipeline stage.
-        config: its `tensor_parallel_degree` tells whether a last rank is missing.
+        folder: its name appears in error messages.
+        files: tensor-parallel rank and pipeline stage to file.
+        config: Paddle's; its `tensor_parallel_degree` shows whether the last ranks are missing.
 
     Raises:
-        MalformedInput: a rank is missing, or the files are of different runs.
+        MalformedInput: a rank is missing, or the files belong to different runs.
     """
     degree = config.get("tensor_parallel_degree")
     count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
@@ -207,29 +197,30 @@ def open_rank_files(folder: Path, files: Mapping[tuple[int, int], Path], config:
     if missing:
         tp, pp = missing[0]
         raise MalformedInput(
-            f"`{folder.name}` lacks the files of {len(missing)} of {count * stages} ranks, first tensor-parallel"
+            f"`{folder.name}` lacks the files of {len(missing)} of {count * stages} ranks, the first is tensor-parallel"
             f" {tp}, pipeline {pp}",
-            hint="copy the missing files; all of them are needed",
+            hint="copy the missing files; all ranks are needed",
         )
     ranks = [_stages([files[tp, pp] for pp in range(stages)]) for tp in range(count)]
     for tp, rank in enumerate(ranks):
-        odd = sorted(set(rank) ^ set(ranks[0]))
-        if odd:
+        different = sorted(set(rank) ^ set(ranks[0]))
+        if different:
             raise MalformedInput(
-                f"`{files[tp, 0].name}` and `{files[0, 0].name}` differ in {len(odd)} tensors: {listing(odd)}",
-                hint="the files are of different runs; copy the folder again",
+                f"`{files[tp, 0].name}` and `{files[0, 0].name}` differ in {len(different)} tensors: "
+                + listing(different),
+                hint="the files belong to different runs; copy the folder again",
             )
     return ranks
 
 
-def _stages(files: list[Path]) -> Tensors:
-    """The tensors of all pipeline stages; what two stages hold (a tied embedding) must be equal."""
+def _stages(files: list[Path]) -> Mapping[str, LazyTensor]:
+    """The tensors of all pipeline stages; a tensor in two stages (a tied embedding) must be equal in both."""
     tensors: dict[str, LazyTensor] = {}
     for file in files:
         for name, tensor in _state(file).items():
             difference = MalformedInput(
                 f"`{name}` of `{file.name}` differs from that of an earlier stage",
-                hint="the files are of different runs; copy the folder again",
+                hint="the files belong to different runs; copy the folder again",
             )
             first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):

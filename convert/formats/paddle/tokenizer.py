@@ -1,8 +1,8 @@
-"""The tokenizer files of a PaddleNLP folder as transformers loads them.
+"""Converts the tokenizer files of a PaddleNLP folder to files that transformers loads.
 
-Files that transformers reads itself stay as they are. PaddleNLP's own are put into a `tokenizer.json` with the same
-ids: sentencepiece models (`LlamaTokenizer`, `ChatGLMv2Tokenizer`) and `qwen.tiktoken` (`QWenTokenizer`); the constants
-are those of paddlenlp `transformers/{llama,chatglm_v2,qwen}/tokenizer.py`.
+Files that transformers reads itself stay unchanged. PaddleNLP's own become a `tokenizer.json` with the same ids:
+sentencepiece models (`LlamaTokenizer`, `ChatGLMv2Tokenizer`) and `qwen.tiktoken` (`QWenTokenizer`); the constants are
+those of paddlenlp `transformers/{llama,chatglm_v2,qwen}/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL, JSON, CONFIG, CHAT, ADDED = (
     "added_tokens.json",
 )
 PADDLE_CLASSES = {"GPTTokenizer": "GPT2Tokenizer", "BloomTokenizer": "PreTrainedTokenizerFast"}
-"""Names that transformers does not know, or knows only without `tokenizer.json`."""
+"""Classes that transformers does not have, or has only without `tokenizer.json`."""
 
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -48,15 +48,15 @@ GLM_PREFIX = ("[gMASK]", "sop")
 
 
 def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
-    """Tokenizer files by plain name; empty, with a warning, where there are none.
+    """Tokenizer files by plain name; empty, with a warning, if there are none.
 
     Args:
-        folder: where they lie.
+        folder: contains the files.
         model_type: Paddle's; ChatGLM's special tokens are not in its files.
-        warnings: gets a line for what is missing or cannot be taken over.
+        warnings: receives a line for each file that is missing or cannot be converted.
 
     Raises:
-        MalformedInput: a file is not what its name says.
+        MalformedInput: the content of a file does not match its name.
     """
     files = {name: content for name, content in read_side_files(folder).items() if name != "generation_config.json"}
     for name in (JSON, CONFIG, CHAT, ADDED):
@@ -64,13 +64,13 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
             read_json(folder / name)
     if CHAT in files and "chat_template" not in read_json(folder / CHAT):
         del files[CHAT]
-        warnings.append(f"left out `{CHAT}`: PaddleNLP's templates are not those of transformers")
+        warnings.append(f"left out `{CHAT}`: transformers does not read PaddleNLP's templates")
     settings = _settings(read_json(folder / CONFIG) if CONFIG in files else {})
     source = next((folder / name for name in (*SENTENCEPIECE, TIKTOKEN) if (folder / name).is_file()), None)
     if JSON not in files and source is not None:
         return _converted(files, source, settings, model_type, warnings)
     if not files:
-        warnings.append(f"`{folder.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
+        warnings.append(f"`{folder.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
     return {**files, CONFIG: _json(settings)} if settings else files
 
 
@@ -92,7 +92,7 @@ def _converted(
         files = {**files, MODEL: source.read_bytes()}
         model = parse_sentencepiece(files[MODEL])
         if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
-            warnings.append(f"`{source.name}` is no BPE with bos, eos and unk; it is written as it is")
+            warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
             return {**files, **({CONFIG: _json(settings)} if settings else {})}
         content = tokenizer_json(model)
         names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}
@@ -127,7 +127,7 @@ def _qwen(data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _prefix(ids: Mapping[str, int]) -> dict[str, Any]:
-    """ChatGLM's `[gMASK]sop` in front of each text."""
+    """A post-processor that adds ChatGLM's `[gMASK]sop` before each text."""
     template = bos_template(GLM_PREFIX[0], ids[GLM_PREFIX[0]])
     marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in GLM_PREFIX]
     text = {"Sequence": {"id": "A", "type_id": 0}}

@@ -1,6 +1,6 @@
-"""Bytes that a pickle of protocol 2 spells as UTF-8 text (`_codecs.encode(text, "latin1")`), read by ranges.
+"""Ranges of bytes that a pickle of protocol 2 stores as UTF-8 text (`_codecs.encode(text, "latin1")`).
 
-Bytes from 0x80 take two in the file, so a place is found by counting characters; the counts are kept per chunk.
+Bytes from 0x80 on take two in the file, so positions are found by counting characters; counts are kept per chunk.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Utf8Bytes:
-    """The place of the text: `size` bytes of UTF-8 from `position` of a file."""
+    """The text: `size` bytes of UTF-8 from `position` of a file."""
 
     path: Path
     position: int
     size: int
 
     def tensor(self, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
-        """The bytes as a row-major tensor; their number is checked when they are first read."""
+        """The bytes as a row-major tensor; their number is checked at the first read."""
         row = prod(shape[1:]) * dtype.itemsize
 
         def load(start: int, stop: int) -> Array:
@@ -43,12 +43,12 @@ class Utf8Bytes:
 
     @cached_property
     def _counts(self) -> list[int]:
-        """Characters before each chunk, and in all."""
+        """Number of characters before each chunk, and in total."""
         starts = range(0, self.size, CHUNK_BYTES)
         return list(accumulate((_characters(self._chunk(start, start + CHUNK_BYTES)) for start in starts), initial=0))
 
     def _range(self, start: int, stop: int) -> bytes:
-        """Bytes `start:stop` of what the text stands for."""
+        """Bytes `start:stop` of the decoded text."""
         if start == stop:
             return b""
         first = bisect_right(self._counts, start) - 1
@@ -69,13 +69,13 @@ class Utf8Bytes:
 
     def _damaged(self) -> MalformedInput:
         return MalformedInput(
-            f"`{self.path.name}` holds text at byte {self.position} that does not spell the bytes of its tensor",
+            f"`{self.path.name}` has text at byte {self.position} that does not decode to the bytes of its tensor",
             hint="the file is damaged or hostile; copy it again",
         )
 
 
 def _characters(data: bytes) -> int:
-    """Characters that begin in `data`: all bytes but 0x80 to 0xBF."""
+    """Number of characters that begin in `data`: all bytes except 0x80 to 0xBF."""
     return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
 
 

@@ -1,4 +1,4 @@
-"""A model in Hugging Face names as PaddleNLP's folder: `model_state.pdparams`, or one per rank, and `config.json`."""
+"""Writes PaddleNLP's folder: `model_state.pdparams`, or one file per rank, and `config.json`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.paddle.generation import FILE, paddle_generation_config
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams_writer import pdparams_pieces
-from llmconv.convert.formats.paddle.ranks import ranks_of
 from llmconv.convert.formats.paddle.read import WHOLE
+from llmconv.convert.formats.paddle.split_ranks import split_among_ranks
 from llmconv.convert.formats.paddle.tokenizer import MODEL, SENTENCEPIECE
 from llmconv.convert.formats.paddle.write_config import config_of
 from llmconv.convert.models.model_config import tied
@@ -21,25 +21,25 @@ HEAD = "lm_head.weight"
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a PaddleNLP checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of a PaddleNLP checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
-        UnsupportedInput: PaddleNLP has no such model, or does not divide it.
+        UnsupportedInput: PaddleNLP cannot express the model, or cannot divide it among ranks.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many ranks.
+        UsageProblem: the model cannot be divided among this number of ranks.
     """
     checkpoint = tied(checkpoint)
     config, settings = config_of(checkpoint)
     family, source = FAMILIES[config["model_type"]], checkpoint.path.name
     _refuse_shards(config, settings, shards, source)
     tensors = dict(checkpoint.tensors)
-    if config["model_type"] == "gpt":  # PaddleNLP's GPT always saves its head, which is the embedding
+    if config["model_type"] == "gpt":  # PaddleNLP's GPT always saves its head, which equals the embedding
         tensors[HEAD] = tensors.get(HEAD, tensors[family.embedding])
-    # Llama's kin have the names of Hugging Face behind the prefix; a head that is not the embedding is a Linear
+    # Llama-like models have Hugging Face's names after the prefix; an untied head is a Linear
     shapes = {name.replace("model.", family.prefix, 1): tensor.shape for name, tensor in tensors.items()}
     if HEAD in tensors and not settings["tie_word_embeddings"]:
         shapes[HEAD] = tensors[HEAD].shape[::-1]
-    ranks = ranks_of(family.rows(settings, shapes), tensors, settings[family.layers], shards, source)
+    ranks = split_among_ranks(family.rules(settings, shapes), tensors, settings[family.layers], shards, source)
     names = [WHOLE] if shards == 1 else [f"model_state.tp{rank:02}.pdparams" for rank in range(shards)]
     files = tuple(Shard(name, rank, pdparams_pieces) for name, rank in zip(names, ranks, strict=True))
     parallel = {"tensor_parallel_degree": shards} if shards > 1 else {}
@@ -48,19 +48,20 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 
 
 def _ignored(config: dict[str, Any]) -> tuple[str, ...]:
-    """A window that PaddleNLP keeps in its configuration and does not compute, where a prompt can be longer."""
+    """A warning about a window that PaddleNLP ignores, if prompts can be longer than it."""
     window = config.get("sliding_window")
     if type(window) is not int or window >= config["max_position_embeddings"]:
         return ()
-    return (f"PaddleNLP ignores `sliding_window` {window}: beyond so many tokens it computes something else",)
+    return (f"PaddleNLP ignores `sliding_window` {window}: its results differ for longer inputs",)
 
 
 def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int, source: str) -> None:
-    """Ranks have whole heads and equal parts of the feed-forward, and where Paddle has no other way, of the words."""
+    """Ranks need whole heads, equal parts of the feed-forward, and in some models equal parts of the vocabulary."""
     family = FAMILIES[config["model_type"]]
     if shards > 1 and not family.tensor_parallel:
         raise UnsupportedInput(
-            f"`{source}` would be a {config['model_type']}, whose ranks are not written", hint="leave out `--shards`"
+            f"`{source}` would be a {config['model_type']}, which cannot be split among ranks",
+            hint="leave out `--shards`",
         )
     absolute = ("n_head", "n_embd", "n_inner", "hidden_size", "vocab_size")
     names = absolute if "n_head" in settings else ("num_attention_heads", "intermediate_size")
@@ -68,7 +69,7 @@ def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int
 
 
 def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The side files, a sentencepiece model under PaddleNLP's name for it too."""
+    """The side files; a sentencepiece model also under PaddleNLP's name."""
     files = dict(checkpoint.side_files)
     if FILE in files:
         files[FILE] = paddle_generation_config(files[FILE])

@@ -1,4 +1,4 @@
-"""PaddleNLP's `config.json` of a Hugging Face model: the reverse of `configs.py`, and checked against it.
+"""PaddleNLP's `config.json` for a Hugging Face model: the reverse of `config.py`, and checked against it.
 
 Source: `configuration.py` and `modeling.py` (`_init_rope`) in paddlenlp `transformers/<family>`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats.paddle.config import ACTIVATIONS, GLM_ONLY, KEPT, to_config
+from llmconv.convert.formats.paddle.config import ACTIVATIONS, GLM_FIXED, KEPT, to_config
 from llmconv.convert.models.model_config import ModelSettings, settings_of
 from llmconv.convert.models.unsupported_settings import refuse, refuse_other_settings, refuse_settings
 from llmconv.errors import UnsupportedInput
@@ -18,25 +18,25 @@ PADDLE = "PaddleNLP"
 SCALING = {"linear": "linear", "dynamic": "dynamic_ntk"}
 """transformers' `rope_type` to `rope_scaling_type`."""
 
-STRETCHED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""What PaddleNLP 3 reads of Llama 3.1's `rope_scaling`."""
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""The fields of Llama 3.1's `rope_scaling` that PaddleNLP 3 reads."""
 
 SAME = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 DECODER = (*SAME, "intermediate_size", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Paddle's `config.json`, and the one that `to-hf` makes of it.
+    """Paddle's `config.json`, and the Hugging Face config that `to-hf` makes of it.
 
     Raises:
-        UnsupportedInput: PaddleNLP has no such model; lists the fields.
-        MalformedInput: a size is missing, or is no positive number.
+        UnsupportedInput: PaddleNLP cannot express the model; lists the fields.
+        MalformedInput: a size is missing, or is not a positive number.
     """
     settings, source = settings_of(checkpoint), checkpoint.path.name
     if settings["model_type"] not in WRITERS:
         raise UnsupportedInput(
-            f"`{source}` is a `{settings['model_type']}`, which PaddleNLP's format is not written for",
-            hint=f"models of these types can be: {', '.join(WRITERS)}",
+            f"`{source}` is a `{settings['model_type']}`, which cannot be written in PaddleNLP's format",
+            hint=f"models of these types can be written: {', '.join(WRITERS)}",
         )
     kind, architecture, write = WRITERS[settings["model_type"]]
     kept = {name: checkpoint.config[name] for name in KEPT if name in checkpoint.config}
@@ -67,13 +67,13 @@ def _decoder(settings: ModelSettings, source: str) -> dict[str, Any]:
 
 def _llama(settings: ModelSettings, source: str) -> dict[str, Any]:
     scaling = settings["rope_scaling"] or {}
-    stretched: dict[str, Any] = {}
-    if scaling.get("rope_type") == "llama3" and set(scaling) == {"rope_type", *STRETCHED}:
-        stretched = {"rope_scaling": dict(scaling)}
+    scaled: dict[str, Any] = {}
+    if scaling.get("rope_type") == "llama3" and set(scaling) == {"rope_type", *LLAMA3_SCALING}:
+        scaled = {"rope_scaling": dict(scaling)}
     elif scaling.get("rope_type") in SCALING and set(scaling) == {"rope_type", "factor"}:
         kind = SCALING[scaling["rope_type"]]
-        stretched = {"rope_scaling_type": kind, "rope_scaling_factor": scaling["factor"]}
-    return _decoder(settings, source) | stretched
+        scaled = {"rope_scaling_type": kind, "rope_scaling_factor": scaling["factor"]}
+    return _decoder(settings, source) | scaled
 
 
 def _mistral(settings: ModelSettings, source: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _gpt(settings: ModelSettings, source: str) -> dict[str, Any]:
 
 def _chatglm(settings: ModelSettings, source: str) -> dict[str, Any]:
     return {
-        **GLM_ONLY,
+        **GLM_FIXED,
         **{name: settings[name] for name in SAME},
         "padded_vocab_size": settings["vocab_size"],
         "ffn_hidden_size": settings["intermediate_size"],

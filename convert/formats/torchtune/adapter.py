@@ -1,8 +1,8 @@
 """torchtune's adapters in its own names: `adapter_model.pt` or `adapter_N.pt`, with or without `adapter_config.json`.
 
-Layout (torchtune `modules/peft/{lora,dora}.py`, `models/convert_weights.py`): `<module>.lora_a.weight` (r×in),
-`.lora_b.weight` (out×r), DoRA's `.magnitude`; rows of queries and keys in the order of torchtune's weights. Its recipes
-write the same in PEFT's names beside it, with rows in transformers' order of Llama even where the model has another.
+Layout (torchtune `modules/peft/{lora,dora}.py`, `models/convert_weights.py`): `<module>.lora_a.weight` [r, in],
+`.lora_b.weight` [out, r], DoRA's `.magnitude`; rows of queries and keys in the order of torchtune's weights. Recipes
+also write the adapter in PEFT's names, always with rows in transformers' order of Llama, even if the model's differs.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.algebra.operations import permute_rows, rope_order
-from llmconv.convert.formats.torchtune.format import FAMILIES, NAMES, Family
+from llmconv.convert.formats.torchtune.format import FAMILIES, NAMES, TorchtuneFamily
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 
 CONFIG = "adapter_config.json"
 FILE = re.compile(r"adapter_(?:model|\d{1,9})\.(?:pt|bin|pth|ckpt|safetensors)")
-TWIN = "adapter_model.pt"
+SAME_IN_TORCHTUNE_NAMES = "adapter_model.pt"
 """The same adapter as `adapter_model.safetensors`, in torchtune's names."""
 
 OWN_FILE = re.compile(r"adapter_(?:model|\d{1,9})\.pt")
-"""What only torchtune calls so."""
+"""File names that only torchtune uses."""
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|magnitude)(?:\.weight)?")
 SIGN = re.compile(r"(?:^|\.)layers\.\d+\.(?:attn|mlp)\.\w+\.(?:lora_[ab]\.weight|magnitude)$")
@@ -46,13 +46,13 @@ def is_torchtune_adapter(path: Path) -> bool:
 
 def _files(path: Path) -> list[Path]:
     candidates = sorted(path.iterdir()) if path.is_dir() else [path]
-    if path.name in WEIGHTS and (twin := path.with_name(TWIN)).is_file() and path.is_file():
-        candidates = [twin]
+    if path.name in WEIGHTS and (own := path.with_name(SAME_IN_TORCHTUNE_NAMES)).is_file() and path.is_file():
+        candidates = [own]
     return [file for file in candidates if FILE.fullmatch(file.name) and file.is_file() and _is_own(file)]
 
 
 def _is_own(file: Path) -> bool:
-    """By the names in it; a file that cannot be read by its own name, so that the message is about it."""
+    """Whether its tensors have torchtune's names; an unreadable file is judged by its file name, to get a message."""
     try:
         return any(SIGN.search(name) for name in read_tensors(file))
     except (LlmconvError, OSError):
@@ -64,19 +64,19 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
 
     Args:
         path: the file, or the folder of an epoch.
-        base: the model to merge into; its config tells the order of rows.
-        alpha: `lora_alpha`, which old recipes keep only in their YAML.
+        base: the model to merge into; its config determines the order of rows.
+        alpha: `lora_alpha`, which old recipes store only in their YAML.
 
     Raises:
-        InputRefused: several adapters, or nobody says what alpha is.
-        MalformedInput: names or shapes that the base has not.
-        UnsupportedInput: a model whose order of rows is not known.
+        InputRefused: there are several adapters, or alpha is unknown.
+        MalformedInput: the base does not have a tensor, or has it in another shape.
+        UnsupportedInput: the order of rows of the model is unknown.
     """
     files = _files(path)
     if len(files) > 1:
         raise InputRefused(
             f"`{path.name}` holds {len(files)} adapters: {', '.join(file.name for file in files[:5])}",
-            hint=f"name one, such as `{files[-1]}`",
+            hint=f"give one of them, such as `{files[-1]}`",
         )
     file, family = files[0], _family(base)
     settings = file.parent / CONFIG
@@ -90,26 +90,28 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What torchtune writes; where and how the adapter was trained stays away."""
+    """The fields for merging; those about the training run are left out."""
     return {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
 
 
-def _family(base: Checkpoint) -> Family:
+def _family(base: Checkpoint) -> TorchtuneFamily:
     kind = str(base.config.get("model_type"))
     if kind not in FAMILIES:
         raise UnsupportedInput(
-            f"the base is a {kind[:40]}, of which the order of rows in torchtune's adapters is not known",
-            hint=f"known are {', '.join(FAMILIES)}; for others give the folder that torchtune wrote for PEFT, alone",
+            f"the base is a {kind[:40]}, for which the order of rows in torchtune's adapters is unknown",
+            hint=f"supported are {', '.join(FAMILIES)}; for others give only the folder that torchtune wrote for PEFT",
         )
     return FAMILIES[kind]
 
 
-def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, source: str) -> dict[str, Factors]:
-    """The factors of the base's modules, their rows in its order."""
+def _placed(
+    factors: Mapping[str, ForeignPair], family: TorchtuneFamily, base: Checkpoint, source: str
+) -> dict[str, ForeignPair]:
+    """The factors by the base's modules, with rows in its order."""
     placed = renamed(factors, MODULES, source, "a torchtune adapter")
     sizes = sizes_of(base)
     try:
-        if family.neighbours:
+        if family.rotates_neighbors:
             placed = {
                 module: own.with_rows(lambda rows: permute_rows(rows, rope_order(sizes.dim)))
                 if QUERY_OR_KEY.search(module)
@@ -118,7 +120,8 @@ def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, so
             }
     except ValueError as error:
         raise MalformedInput(
-            f"the heads of `{source}` do not add up: {error}", hint="the adapter was trained on another model"
+            f"the heads of `{source}` do not match the base's: {error}",
+            hint="the adapter was trained on another model",
         ) from error
     for whole, parts in family.fused.items():
         counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)

@@ -1,7 +1,7 @@
-"""torchtune's own checkpoints: a state dict in torchtune's names, beside the `config.json` that its recipes copy.
+"""torchtune's own checkpoints: a state dict in torchtune's names, next to the `config.json` that its recipes copy.
 
 Layout (pytorch/torchtune `models/convert_weights.py`, `models/{qwen2,phi3}/_convert_weights.py`): Llama, Mistral
-and Gemma rotate neighbours as Meta does, so rows of queries and keys change places; Qwen 2 and Phi-3 rotate halves.
+and Gemma rotate neighbors as Meta does, so rows of queries and keys are reordered; Qwen 2 and Phi-3 rotate halves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmconv.convert.algebra.operations import concat, listing, permute_rows, re
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of, stored_config
+from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -47,28 +47,28 @@ ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 
 
 @dataclass(frozen=True)
-class Family:
-    """How the tensors of a model type differ from the common names.
+class TorchtuneFamily:
+    """How a model type differs from the common names.
 
     Attributes:
-        names: rows over `NAMES`.
-        neighbours: rotary embedding of neighbours, so that rows of queries and keys change places.
-        fused: Hugging Face's name of a matrix to those it is stacked from.
+        names: names in addition to `NAMES`.
+        rotates_neighbors: whether rotary positions rotate neighbors, so that rows of queries and keys are reordered.
+        fused: Hugging Face's name of a fused matrix to the names of its parts.
     """
 
     names: Mapping[str, str | None] = field(default_factory=dict)
-    neighbours: bool = True
+    rotates_neighbors: bool = True
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "gemma": Family(),
-    "qwen2": Family(BIASES, neighbours=False),
-    "qwen3": Family(HEAD_NORMS, neighbours=False),
-    "phi3": Family(
-        neighbours=False,
+    "llama": TorchtuneFamily(),
+    "mistral": TorchtuneFamily(),
+    "gemma": TorchtuneFamily(),
+    "qwen2": TorchtuneFamily(BIASES, rotates_neighbors=False),
+    "qwen3": TorchtuneFamily(HEAD_NORMS, rotates_neighbors=False),
+    "phi3": TorchtuneFamily(
+        rotates_neighbors=False,
         fused={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -91,7 +91,7 @@ def _files(path: Path) -> list[Path]:
 def _read(path: Path) -> StateFile:
     found = open_state(_files(path)[0])
     if found is None:
-        raise MalformedInput(f"`{path.name}` holds no state dict", hint="it should hold tensors by name")
+        raise MalformedInput(f"`{path.name}` contains no state dict", hint="it should contain tensors by name")
     return found
 
 
@@ -103,26 +103,26 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
-    if family.neighbours:
+    if family.rotates_neighbors:
         tensors = _permuted(tensors, _head_dim(settings), path.name)
     tensors = _fused(tensors, family.fused, path.name)
     settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
 
 
-def _family(config: Mapping[str, Any], source: str) -> Family:
+def _family(config: Mapping[str, Any], source: str) -> TorchtuneFamily:
     kind = str(config["model_type"])
     if kind == "gemma2":
         raise UnsupportedInput(
-            f"`{source}` is a Gemma 2, of which torchtune exchanges two norms and caps the hidden states in place of "
+            f"`{source}` is a Gemma 2, in which torchtune exchanges two norms and caps the hidden states instead of "
             "the logits; no model of transformers does",
-            hint="there is no equal model to convert it to; train it with another program",
+            hint="transformers has no equivalent model; train it with another program",
         )
     if kind not in FAMILIES:
         raise UnsupportedInput(
-            f"`{source}` is a {kind} in torchtune's names, whose order of rows is not known",
-            hint=f"known are {', '.join(FAMILIES)}; save it with torchtune's FullModelHFCheckpointer",
+            f"`{source}` is a {kind} in torchtune's names, whose order of rows is unknown",
+            hint=f"supported are {', '.join(FAMILIES)}; save it with torchtune's FullModelHFCheckpointer",
         )
     return FAMILIES[kind]
 
@@ -132,23 +132,23 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
     if names:
         raise UnsupportedInput(
             f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
-            hint="give the merged weights that the recipe saves beside the adapter, or merge it into the Hugging Face "
+            hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "
             f"base: `llmconv merge-lora BASE {source} -o OUT`",
         )
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:
-    """Elements of one attention head: `head_dim`, or the hidden size over the heads."""
+    """Size of one attention head: `head_dim`, or the hidden size divided by the number of heads."""
     fields = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
     size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
     return size or (hidden // heads if hidden and heads else None)
 
 
 def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:
-    """The tensors with queries and keys as Hugging Face rotates them, in heads of `size` rows."""
+    """Reorders queries and keys, in heads of `size` rows, as Hugging Face rotates them."""
     if size is None or size % 2:
         raise InputRefused(
-            f"the configuration of `{source}` gives its heads no even size",
+            f"the configuration of `{source}` declares no even size of the heads",
             hint="give the model's own `config.json` with `--config`",
         )
     try:
@@ -158,15 +158,16 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
         }
     except ValueError as error:
         raise MalformedInput(
-            f"the heads of `{source}` do not add up: {error}", hint="the configuration is of another model"
+            f"the heads of `{source}` do not match its configuration: {error}",
+            hint="the configuration belongs to another model",
         ) from error
 
 
 def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]], source: str) -> dict[str, LazyTensor]:
-    """The tensors with those of `fused` stacked.
+    """Stacks the parts of fused matrices; the other tensors stay.
 
     Raises:
-        MalformedInput: a part is missing or does not fit.
+        MalformedInput: a part is missing, or the shapes do not match.
     """
     result = dict(tensors)
     for joined, parts in fused.items():
@@ -177,7 +178,8 @@ def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]]
                 result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
             except ValueError as error:
                 raise MalformedInput(
-                    f"`{first}` of `{source}` does not join: {error}", hint="the checkpoint is damaged or partial"
+                    f"the parts of `{joined}` in `{source}` cannot be joined: {error}",
+                    hint="the checkpoint is damaged or partial",
                 ) from error
     return result
 
@@ -188,7 +190,7 @@ FORMAT = Format(
     detect=_detect,
     sign=Sign(names=OWN_NAMES),
     open=_open,
-    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, of which it "
-    "computes another function",
+    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, which it computes "
+    "differently",
     peek=lambda path: _read(path).tensors(),
 )

@@ -1,4 +1,4 @@
-"""The quantization methods: one file each in this folder, found by listing it, called as `quant_method` calls them."""
+"""The quantization methods: one file each in this folder, found by listing it, named after `quant_method`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from llmconv.plugins import plugins
 
 
 @dataclass(frozen=True)
-class Method:
-    """One way to store weights; each file of this folder has one as its constant `METHOD`.
+class QuantizationMethod:
+    """One quantization format; each file of this folder has one as its constant `METHOD`.
 
     Attributes:
-        name: the `quant_method` of a `quantization_config`, equal to the file's name but for `-`.
-        open: the quantized weights of a checkpoint by the names they have once they are plain, checked against each
-            other from the headers, and what else is small; refuses what it does not know.
-        dropped: ends of names of tensors that mean nothing once the weights are plain, such as scales of activations.
+        name: the `quant_method` of a `quantization_config`, equal to the file's name except for `-`.
+        open: `open(checkpoint)` returns the quantized weights by their plain names; it checks their parts from headers
+            and small tensors, and refuses unknown layouts.
+        dropped: suffixes of names of tensors that plain weights do not need, such as scales of activations.
     """
 
     name: str
@@ -28,6 +28,6 @@ class Method:
 
 
 @lru_cache(maxsize=1)
-def methods() -> dict[str, Method]:
+def methods() -> dict[str, QuantizationMethod]:
     """Every method by name, in alphabetical order."""
-    return {row.name: row for row in plugins(__name__, "METHOD", Method).values()}
+    return {row.name: row for row in plugins(__name__, "METHOD", QuantizationMethod).values()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
@@ -27,7 +27,7 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     """The quantized weights of a checkpoint.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
+        MalformedInput: missing, unexpected or mismatched parts.
         UnsupportedInput: another layout than `gemm`, or other bits than four.
     """
     _require_gemm(checkpoint.config["quantization_config"])
@@ -35,7 +35,7 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     weights = {f"{stem}.weight": _open(checkpoint, stem) for stem in found}
     for name in checkpoint:
         if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
@@ -45,7 +45,7 @@ def _require_gemm(config: Mapping[str, Any]) -> None:
     if version != "gemm" or bits != BITS:
         raise UnsupportedInput(
             f"the base is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
-            hint="known is `gemm` of 4 bits; save it so with AutoAWQ, or merge into the model it was quantized from",
+            hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or merge into the model it was quantized from",
         )
 
 
@@ -54,7 +54,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
     names = [stem + end for end in (WORDS, ZEROS, SCALES)]
     words, zeros, scales = (part(tensors, each, name) for each in names)
     if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
-        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are no matrices")
+        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are not matrices")
     inputs, outputs, height = words.shape[0], words.shape[1] * PER_WORD, scales.shape[0]
     if inputs % height:
         refuse(stem + SCALES, f"has {height} groups, which do not divide {inputs} inputs")
@@ -81,7 +81,7 @@ def unpack_outputs(words: Array) -> Array:
 
 
 def pack_outputs(codes: Array) -> Array:
-    """The way back."""
+    """The reverse of `unpack_outputs`."""
     grouped = codes.reshape(-1, PER_WORD, codes.shape[1]).astype(np.uint32)
     words = np.zeros((len(grouped), codes.shape[1]), np.uint32)
     for place, output in enumerate(ORDER):
@@ -89,4 +89,4 @@ def pack_outputs(codes: Array) -> Array:
     return words.view(np.int32)
 
 
-METHOD = Method("awq", open_awq)
+METHOD = QuantizationMethod("awq", open_awq)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.four_bit import STATE, open_four_bit
 from llmconv.convert.quantization.int8_rows import open_int8
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import PackedWeight, refuse
 
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
@@ -17,8 +17,8 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights of a checkpoint that `save_pretrained` wrote.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
-        UnsupportedInput: int8 in the order of a kernel.
+        MalformedInput: missing, unexpected or mismatched parts.
+        UnsupportedInput: int8 in the order of a GPU kernel.
     """
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
@@ -30,8 +30,8 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     known = {part for weight in weights.values() for part in weight.parts}
     for name in checkpoint:
         if name.endswith(PARTS) and name not in known:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
-METHOD = Method("bitsandbytes", open_bitsandbytes)
+METHOD = QuantizationMethod("bitsandbytes", open_bitsandbytes)

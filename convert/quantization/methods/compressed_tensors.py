@@ -16,7 +16,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.methods.fp8 import ACTIVATIONS, block_size
 from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
@@ -34,7 +34,7 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights of a checkpoint.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
+        MalformedInput: missing, unexpected or mismatched parts.
         UnsupportedInput: another format.
     """
     config = checkpoint.config["quantization_config"]
@@ -52,7 +52,7 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
             weights[name] = _open_codes(checkpoint, name, block)
     for name in checkpoint:
         if name.endswith((SCALES, ZEROS, GROUPS, SHAPE)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
@@ -69,8 +69,8 @@ def _weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
 def _require_known(name: str) -> None:
     if name not in FORMATS:
         raise UnsupportedInput(
-            f"the base is stored by compressed-tensors as `{name[:40]}`, which is not known",
-            hint=f"known are {', '.join(FORMATS[:4])}; merge into the model it was quantized from, then quantize",
+            f"the base is stored by compressed-tensors as `{name[:40]}`, which is not supported",
+            hint=f"supported are {', '.join(FORMATS[:4])}; merge into the model it was quantized from, then quantize",
         )
 
 
@@ -114,7 +114,7 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
 def _shape(tensor: LazyTensor, name: str) -> tuple[int, int]:
     sizes = require(tensor, name, (2,), ("int64", "int32")).read().tolist()
     if not all(0 < size < 1 << 31 for size in sizes):
-        refuse(name, f"says {sizes}, which is no shape")
+        refuse(name, f"says {sizes}, which is not a shape")
     return sizes[0], sizes[1]
 
 
@@ -134,7 +134,7 @@ def _zero_points(zeros: LazyTensor | None, bits: int, shape: tuple[int, ...]) ->
     return unpack(zeros.read().T, bits)[:, : shape[0]].T
 
 
-METHOD = Method(
+METHOD = QuantizationMethod(
     "compressed-tensors",
     open_compressed,
     ACTIVATIONS,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import refuse
 from llmconv.convert.quantization.scaled import ScaledWeight, open_scaled
 from llmconv.errors import MalformedInput
@@ -43,7 +43,7 @@ def block_size(given: Any) -> tuple[int, int] | None:
     """`weight_block_size` as rows and columns.
 
     Raises:
-        MalformedInput: it is no such pair.
+        MalformedInput: not a pair of positive numbers.
     """
     if given is None:
         return None
@@ -55,4 +55,4 @@ def block_size(given: Any) -> tuple[int, int] | None:
     return given[0], given[1]
 
 
-METHOD = Method("fp8", open_fp8, ACTIVATIONS)
+METHOD = QuantizationMethod("fp8", open_fp8, ACTIVATIONS)

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
@@ -35,7 +35,7 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     """The quantized weights of a checkpoint.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
+        MalformedInput: missing, unexpected or mismatched parts.
         UnsupportedInput: a layout for one kernel, or an unknown number of bits.
     """
     config = checkpoint.config["quantization_config"]
@@ -44,7 +44,7 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     weights = {f"{stem}.weight": _open(checkpoint, stem, config, less_one) for stem in found}
     for name in checkpoint:
         if name.endswith((ZEROS, SCALES, GROUPS)) and f"{name.rpartition('.')[0]}.weight" not in weights:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
@@ -64,7 +64,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     names = [stem + end for end in (WORDS, ZEROS, SCALES)]
     words, zeros, scales = (part(tensors, each, name) for each in names)
     if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
-        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are no matrices")
+        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are not matrices")
     outputs, bits = words.shape[1], _bits(tensors, stem, config, words)
     inputs = tensors[stem + GROUPS].num_rows if stem + GROUPS in tensors else words.shape[0] * 32 // bits
     height = scales.shape[0]
@@ -88,7 +88,8 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
         raise UnsupportedInput(
-            f"`{stem}` of the base is GPTQ of {str(bits)[:20]} bits", hint=f"known are {', '.join(map(str, WIDTHS))}"
+            f"`{stem}` of the base is GPTQ of {str(bits)[:20]} bits",
+            hint=f"supported: {', '.join(map(str, WIDTHS))}",
         )
     return bits
 
@@ -113,4 +114,4 @@ def zero_points(words: Array, bits: int, less_one: bool) -> Array:
     return (unpack(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
 
 
-METHOD = Method("gptq", open_gptq)
+METHOD = QuantizationMethod("gptq", open_gptq)

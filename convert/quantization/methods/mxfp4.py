@@ -14,13 +14,13 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""What a code without its sign means (E2M1, OCP Microscaling)."""
+"""The values of the codes without their sign bit (E2M1, OCP Microscaling)."""
 
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
@@ -28,7 +28,7 @@ BLOCK, BIAS = 32, 127
 
 
 @dataclass(frozen=True, eq=False)
-class Experts(PackedWeight):
+class Mxfp4Experts(PackedWeight):
     """value = code · 2^exponent of its block; rows are experts."""
 
     def values(self, start: int, stop: int) -> Array:
@@ -76,15 +76,15 @@ class Experts(PackedWeight):
 
 
 def _turned(values: Array) -> Array:
-    """Experts×out×(in/32)×32 as experts×in×out."""
+    """experts×out×(in/32)×32 as experts×in×out."""
     return np.ascontiguousarray(values.reshape(*values.shape[:2], -1).swapaxes(1, 2))
 
 
-def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Experts]:
+def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Mxfp4Experts]:
     """The quantized experts of a checkpoint.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
+        MalformedInput: missing, unexpected or mismatched parts.
     """
     weights = {}
     for blocks in (name for name in checkpoint if name.endswith(BLOCKS)):
@@ -95,11 +95,11 @@ def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Experts]:
         require(codes, blocks, (*codes.shape[:3], BLOCK // 2), ("uint8",))
         require(scales, name + SCALES, codes.shape[:3], ("uint8",))
         shape = (codes.shape[0], codes.shape[2] * BLOCK, codes.shape[1])
-        weights[name] = Experts(name, {blocks: codes, name + SCALES: scales}, shape)
+        weights[name] = Mxfp4Experts(name, {blocks: codes, name + SCALES: scales}, shape)
     for name in checkpoint:
         if name.endswith(SCALES) and name.removesuffix(SCALES) not in weights:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
-METHOD = Method("mxfp4", open_mxfp4)
+METHOD = QuantizationMethod("mxfp4", open_mxfp4)

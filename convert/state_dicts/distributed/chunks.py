@@ -1,4 +1,4 @@
-"""The chunks of a distributed tensor as one LazyTensor: any grid, read where a block of rows touches it."""
+"""Joins the chunks of a distributed tensor, in any grid, into one LazyTensor that reads only the chunks it needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmconv.convert.state_dicts.distributed.metadata import Chunk
 from llmconv.tensors import Array, DType, LazyTensor
 
 CELL_LIMIT = 1 << 22
-"""Cells between all boundaries of all chunks: a regular grid has as many as chunks."""
+"""Maximum number of cells between all boundaries of all chunks; a regular grid has one per chunk."""
 
 
 def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether the chunks cover a tensor of `shape` exactly: no gap, no overlap, nothing outside.
+    """Whether the chunks cover a tensor of `shape` exactly, without gap or overlap.
 
     Boundaries are numbered along each dim, so that a chunk is a box of whole cells; each cell must be in one box.
     """
@@ -45,24 +45,23 @@ def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 def assemble(
     dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk], opened: Callable[[Chunk], LazyTensor]
 ) -> LazyTensor:
-    """One tensor out of chunks that tile it.
+    """One tensor from chunks that tile it.
 
     Args:
-        dtype, shape: of the whole.
+        dtype, shape: of the whole tensor.
         chunks: see `is_tiled`.
-        opened: gives the tensor of a chunk, of `dtype` and the chunk's sizes; asked for no chunk before a read
-            touches it.
+        opened: returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
     """
     boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
     if not shape:
         return LazyTensor(dtype, shape, lambda start, stop: opened(boxes[0]).rows(start, stop))
 
     def load(start: int, stop: int) -> Array:
-        touched = [box for box in boxes if box.offsets[0] < stop and box.offsets[0] + box.sizes[0] > start]
-        if len(touched) == 1 and touched[0].sizes[1:] == shape[1:]:
-            return opened(touched[0]).rows(start - touched[0].offsets[0], stop - touched[0].offsets[0])
+        needed = [box for box in boxes if box.offsets[0] < stop and box.offsets[0] + box.sizes[0] > start]
+        if len(needed) == 1 and needed[0].sizes[1:] == shape[1:]:
+            return opened(needed[0]).rows(start - needed[0].offsets[0], stop - needed[0].offsets[0])
         rows = np.empty((stop - start, *shape[1:]), dtype=dtype.numpy)
-        for box in touched:
+        for box in needed:
             low, high = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
             columns = (slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
             rows[(slice(low - start, high - start), *columns)] = opened(box).rows(

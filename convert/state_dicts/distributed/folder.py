@@ -1,4 +1,4 @@
-"""A distributed checkpoint: its nested dict with items for leaves, each read when it is asked for and no other.
+"""Opens a distributed checkpoint as a nested dict whose leaves are items; each is read only when it is needed.
 
 Layout (pytorch `torch/distributed/checkpoint`): `.metadata`, and `__RANK_N.distcp` files of `torch.save` blobs.
 """
@@ -15,11 +15,11 @@ from typing import Any
 from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled
 from llmconv.convert.state_dicts.distributed.metadata import (
     FILE,
+    BlobLocation,
     BytesItem,
     Chunk,
-    Item,
-    Names,
-    Place,
+    KeyPath,
+    StoredItem,
     TensorItem,
     read_metadata,
     refuse,
@@ -32,7 +32,7 @@ from llmconv.tensors import LazyTensor
 
 SUFFIX = ".distcp"
 GAP_LIMIT = 64
-"""Elements that may be missing from a list: torch does not store empty dicts."""
+"""Maximum number of missing elements of a list: torch does not store empty dicts."""
 
 
 OPTIMIZER, SCHEDULER, GENERATORS = "the optimizer's state", "the learning rate schedule", "the random number generators"
@@ -53,13 +53,13 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Folder:
+class DistributedFolder:
     """An opened distributed checkpoint.
 
     Attributes:
         path: the folder.
-        tree: the nested dict that was saved; lists are dicts with numbers for keys, leaves are items.
-        version: version of the layout.
+        tree: the saved nested dict; lists are dicts with integer keys, leaves are items.
+        version: of the layout.
     """
 
     path: Path
@@ -76,87 +76,90 @@ class Folder:
 
         Raises:
             MalformedInput: the chunks do not tile the tensor, or a file is missing or too short.
-            UnsupportedInput: an element type that safetensors cannot hold, or compressed blobs.
+            UnsupportedInput: safetensors does not have the element type, or blobs are compressed.
         """
         if item.dtype is None:
             raise UnsupportedInput(
-                f"tensor {shown(name)} in `{self.path.name}` is stored as `{item.kind}`",
+                f"tensor {shown(name)} in `{self.path.name}` has the unsupported element type `{item.kind}`",
                 hint="only plain float, integer and bool tensors can be converted; dequantize it first",
             )
         if not is_tiled(item.shape, item.chunks):
             refuse(self.path, f"has chunks of {shown(name)} that overlap, leave a gap or lie outside of it")
         for chunk in item.chunks:
-            self._check(chunk.place)
+            self._check(chunk.location)
         return assemble(item.dtype, item.shape, item.chunks, lambda chunk: self._chunk(name, item, chunk))
 
     def values(self, tree: Any) -> Any:
         """The part `tree` of the nested dict with its values read; tensors stay items.
 
         Raises:
-            MalformedInput, UnsupportedInput: a blob that cannot be read.
+            MalformedInput, UnsupportedInput: a blob cannot be read.
         """
         if isinstance(tree, BytesItem):
-            return self._blob(tree.place).content
+            return self._blob(tree.location).content
         if not isinstance(tree, dict):
             return tree
         read = {key: self.values(value) for key, value in tree.items()}
         return self._list(read) if read and all(type(key) is int for key in read) else read
 
     def _list(self, read: dict[int, Any]) -> list[Any]:
-        """The list with these elements; what is missing was an empty dict, the one thing that torch does not store."""
+        """The list with these elements; missing ones are empty dicts, which torch does not store."""
         if max(read) >= len(read) + GAP_LIMIT:
-            refuse(self.path, f"holds a list with an element {max(read)}, but only {len(read)} of them")
+            refuse(self.path, f"has a list with an element {max(read)}, but only {len(read)} elements")
         return [read.get(index, {}) for index in range(max(read) + 1)]
 
     def _chunk(self, name: str, item: TensorItem, chunk: Chunk) -> LazyTensor:
-        blob = self._blob(chunk.place)
+        blob = self._blob(chunk.location)
         if not isinstance(blob.content, TensorRef):
-            refuse(self.path, f"has no tensor in `{chunk.place.file}` where a chunk of {shown(name)} should be")
+            refuse(self.path, f"has no tensor in `{chunk.location.file}` for a chunk of {shown(name)}")
         tensor = blob.tensor(name, blob.content)
         if (tensor.shape, tensor.dtype) != (chunk.sizes, item.dtype):
             refuse(
                 self.path,
-                f"says that a chunk of {shown(name)} is {list(chunk.sizes)} {item.kind}, "
-                f"`{chunk.place.file}` has {list(tensor.shape)} {tensor.dtype.name}",
+                f"has a shape mismatch for a chunk of {shown(name)}: expected {list(chunk.sizes)} {item.kind}, "
+                f"got {list(tensor.shape)} {tensor.dtype.name} in `{chunk.location.file}`",
             )
         return tensor
 
-    def _blob(self, place: Place) -> TorchFile:
-        return _opened(self.path / place.file, place.start, place.length, self._check(place))
+    def _blob(self, location: BlobLocation) -> TorchFile:
+        return _opened(self.path / location.file, location.start, location.length, self._check(location))
 
-    def _check(self, place: Place) -> int:
-        """Makes sure that the blob lies inside a file that is there, as it was written; returns when that changed.
+    def _check(self, location: BlobLocation) -> int:
+        """Refuses a blob that is compressed or outside its file.
+
+        Returns:
+            The file's time of modification.
 
         Raises:
             MalformedInput, UnsupportedInput: see `tensor`.
         """
-        if place.transforms:
+        if location.transforms:
             raise UnsupportedInput(
-                f"`{self.path.name}` was saved with the extension {shown(place.transforms[0])}",
-                hint="compressed distributed checkpoints are not read; save it without extensions",
+                f"`{self.path.name}` was saved with the extension {shown(location.transforms[0])}",
+                hint="compressed distributed checkpoints are unsupported; save it without extensions",
             )
-        file = self.path / place.file
+        file = self.path / location.file
         if not file.is_file():
             raise MalformedInput(
-                f"`{place.file}` is missing from `{self.path.name}`", hint="copy the whole folder, all ranks' files"
+                f"`{location.file}` is missing from `{self.path.name}`", hint="copy the whole folder, all ranks' files"
             )
         stat = file.stat()
-        if place.start + place.length > stat.st_size:
+        if location.start + location.length > stat.st_size:
             raise MalformedInput(
-                f"`{place.file}` ends at byte {stat.st_size}, an item in it at {place.start + place.length}",
-                hint="the file is truncated or of another save; copy the folder again",
+                f"`{location.file}` ends at byte {stat.st_size}, an item in it at {location.start + location.length}",
+                hint="the file is truncated or belongs to another save; copy the folder again",
             )
         return stat.st_mtime_ns
 
 
 @lru_cache(maxsize=1024)
 def _opened(path: Path, start: int, length: int, _changed: int) -> TorchFile:
-    """Kept, because rows of a chunk are asked for block by block."""
+    """Cached, because rows of a chunk are read block by block."""
     return open_torch_blob(path, start, length)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder that a distributed checkpoint was saved to, complete or not."""
+    """Whether `path` is the folder of a distributed checkpoint, complete or not."""
     return path.is_dir() and (_has_metadata(path) or any(entry.name.endswith(SUFFIX) for entry in path.iterdir()))
 
 
@@ -168,7 +171,7 @@ def _has_metadata(path: Path) -> bool:
     return head.startswith(b"\x80") and b"torch.distributed." in head
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(path: Path) -> DistributedFolder:
     """Reads `.metadata`; no other file is opened.
 
     Raises:
@@ -178,33 +181,33 @@ def open_folder(path: Path) -> Folder:
     if not (path / FILE).is_file():
         if any(path.glob(f"__*{FILE}")):
             raise UnsupportedInput(
-                f"each rank of `{path.name}` wrote a `{FILE}` of its own (`use_collectives=False`)",
+                f"each rank of `{path.name}` wrote its own `{FILE}` (`use_collectives=False`), which is unsupported",
                 hint="load it with the torch that wrote it, and save it with `use_collectives=True`",
             )
         raise MalformedInput(
-            f"`{path.name}` has {SUFFIX} files but no `{FILE}`, which says what they hold",
+            f"`{path.name}` has {SUFFIX} files but no `{FILE}`, which describes them",
             hint="copy the hidden file too (`cp *` leaves it out); without it, the save was never finished",
         )
     metadata = read_metadata(path)
-    return Folder(path, _nested(path, metadata.items), metadata.version)
+    return DistributedFolder(path, _nested(path, metadata.items), metadata.version)
 
 
-def _nested(folder: Path, items: Mapping[tuple[Any, ...], Item]) -> dict[Any, Any]:
-    """The nested dict, by the paths that were stored with the items; never by the dots in a name."""
+def _nested(folder: Path, items: Mapping[tuple[Any, ...], StoredItem]) -> dict[Any, Any]:
+    """The nested dict, by the paths stored with the items, not by the dots in names."""
     root: dict[Any, Any] = {}
     for path, item in items.items():
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                refuse(folder, f"has an item inside the item {shown(key)}")
+                refuse(folder, f"has an item nested in the item {shown(key)}")
         if path[-1] in node:
-            refuse(folder, f"has an item {shown(path[-1])} where others are inside")
+            refuse(folder, f"has an item {shown(path[-1])} that also contains items")
         node[path[-1]] = item
     return root
 
 
-def named_leaves(tree: Any, above: Names = ()) -> Iterator[tuple[Names, Item]]:
+def named_leaves(tree: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, StoredItem]]:
     """The items of a part of the nested dict, each with its keys from there on."""
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -214,14 +217,14 @@ def named_leaves(tree: Any, above: Names = ()) -> Iterator[tuple[Names, Item]]:
 
 
 def sizes_of(parts: Mapping[Any, Any]) -> dict[str, int]:
-    """What the parts of a nested dict are and how many bytes they have, as `.metadata` tells; nothing is read."""
+    """Description to bytes, from `.metadata`, of the parts of a nested dict; nothing is read."""
     sizes: Counter[str] = Counter()
     for name, tree in parts.items():
         sizes[PARTS.get(name, shown(name))] += sum(_nbytes(item) for _, item in named_leaves(tree))
     return dict(sizes)
 
 
-def _nbytes(item: Item) -> int:
+def _nbytes(item: StoredItem) -> int:
     """Bytes of an item in its files."""
-    places = [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]
-    return sum(place.length for place in places)
+    locations = [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]
+    return sum(location.length for location in locations)

@@ -1,4 +1,4 @@
-"""The `.metadata` of a distributed checkpoint: which item lies where, as inert data.
+"""Reads the `.metadata` of a distributed checkpoint: its items and their location in files.
 
 Layout (pytorch `torch/distributed/checkpoint/metadata.py`, `filesystem.py`): a pickle of `Metadata`:
 `state_dict_metadata` {name: tensor (properties, size, chunks) or bytes}, `storage_data` {index (fqn, offset): (file,
@@ -22,15 +22,14 @@ from llmconv.tensors import BY_NAME, DType
 FILE = ".metadata"
 SIZE_LIMIT = 512 << 20
 DEPTH_LIMIT = 64
-"""Keys from the root of the nested dict to a leaf; JSON of a tokenizer is the deepest that trainers store."""
+"""Maximum number of keys from the root of the nested dict to a leaf; a tokenizer's JSON is the deepest in use."""
 
-Key = str | int
-Names = tuple[Key, ...]
-Sizes = tuple[int, ...]
+KeyPath = tuple[str | int, ...]
+"""The keys that lead to an item of the nested dict."""
 
 
-class Place(NamedTuple):
-    """Bytes `start:start + length` of one file of the folder; `transforms` names what was done to them."""
+class BlobLocation(NamedTuple):
+    """Bytes `start:start + length` of one file of the folder; `transforms` names their compression or encryption."""
 
     file: str
     start: int
@@ -39,38 +38,38 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: its first element, its sizes, and where the blob with it lies."""
+    """A box of a tensor: its first element, its sizes, and the location of its blob."""
 
-    offsets: Sizes
-    sizes: Sizes
-    place: Place
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    location: BlobLocation
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """A tensor in chunks; `dtype` is None where `kind`, torch's name for it, is one that safetensors cannot hold."""
+    """A tensor in chunks; `dtype` is None if safetensors does not have `kind`, torch's name of the dtype."""
 
     dtype: DType | None
     kind: str
-    shape: Sizes
+    shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class BytesItem:
-    """A value that is no tensor, saved on its own."""
+    """A value that is not a tensor, saved separately."""
 
-    place: Place
+    location: BlobLocation
 
 
-Item = TensorItem | BytesItem
+StoredItem = TensorItem | BytesItem
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The items by their path in the nested dict, in the order they were saved; `version` is the layout's."""
+    """The items by their path in the nested dict, in the saved order, and the `version` of the layout."""
 
-    items: dict[Names, Item] = field(repr=False)
+    items: dict[KeyPath, StoredItem] = field(repr=False)
     version: str
 
 
@@ -78,8 +77,8 @@ def read_metadata(folder: Path) -> Metadata:
     """The checked `.metadata` of `folder`; no other file is opened.
 
     Raises:
-        MalformedInput: damaged, hostile, or parts that contradict each other.
-        UnsupportedInput: written by another library, or in a way that only that library reads.
+        MalformedInput: the file is damaged or hostile, or its parts contradict each other.
+        UnsupportedInput: another library wrote it, or it is in torch's safetensors variant.
     """
     stat = (folder / FILE).stat()
     if stat.st_size > SIZE_LIMIT:
@@ -89,88 +88,88 @@ def read_metadata(folder: Path) -> Metadata:
 
 @lru_cache(maxsize=4)
 def _read(folder: Path, _size: int, _changed: int) -> Metadata:
-    """Kept, because a folder is first asked what it is and then opened."""
+    """Cached, because a folder is read for detection and again when it is opened."""
     whole = read_pickle((folder / FILE).read_bytes(), FILE)
     if isinstance(whole, Stub) and str(whole.function).startswith("megatron."):
         raise UnsupportedInput(
             f"`{folder.name}` was written by Megatron's own checkpoint library, not by torch's",
-            hint="convert it to a Hugging Face folder with Megatron Bridge, which knows the model's layout",
+            hint="convert it to a Hugging Face folder with Megatron Bridge, which has the model's layout",
         )
     fields = _fields(folder, whole, "Metadata")
     described, paths = fields.get("state_dict_metadata"), fields.get("planner_data") or {}
     if not isinstance(described, dict) or not isinstance(paths, dict):
         refuse(folder, f"has a `{FILE}` that lists no items")
-    places = _places(folder, fields.get("storage_data"))
-    items: dict[Names, Item] = {}
+    locations = _locations(folder, fields.get("storage_data"))
+    items: dict[KeyPath, StoredItem] = {}
     for name, entry in described.items():
         path = _path(folder, name, paths.get(name, (name,)))
         if path in items:
-            refuse(folder, f"gives two items the place {shown(name)}")
-        items[path] = _item(folder, name, entry, places)
+            refuse(folder, f"has a duplicate key {shown(name)}")
+        items[path] = _item(folder, name, entry, locations)
     return Metadata(items, str(fields.get("version") or "")[:20])
 
 
 def _fields(folder: Path, value: Any, kind: str) -> dict[Any, Any]:
-    """The fields of an object that was a torch class called `kind`, in whichever module of its age."""
+    """The fields of an object of torch's class `kind`, whatever its module is in this version of torch."""
     fields = value.state if is_kind(value, kind) else None
     if not isinstance(fields, dict):
-        refuse(folder, f"has a `{FILE}` in which something else stands for `{kind}`")
+        refuse(folder, f"has a `{FILE}` with an invalid `{kind}`")
     return fields
 
 
 def is_kind(value: Any, kind: str) -> bool:
-    """Whether `value` is what is left of an object of torch's distributed class `kind`."""
+    """Whether `value` is the inert stub of an object of torch's distributed class `kind`."""
     known = isinstance(value, Stub) and isinstance(value.function, Global) and value.function.name == kind
     return known and value.function.module.startswith("torch.distributed.")
 
 
-def _path(folder: Path, name: Any, path: Any) -> Names:
+def _path(folder: Path, name: Any, path: Any) -> KeyPath:
     if not isinstance(name, str) or not isinstance(path, tuple) or not 0 < len(path) <= DEPTH_LIMIT:
-        refuse(folder, f"gives item {shown(name)} no place in the nested dict")
+        refuse(folder, f"has no valid key in the nested dict for item {shown(name)}")
     if not all(isinstance(key, str) or (type(key) is int and key >= 0) for key in path):
-        refuse(folder, f"gives item {shown(name)} a place by what is no key")
+        refuse(folder, f"has an invalid key for item {shown(name)}")
     return path
 
 
-def _places(folder: Path, stored: Any) -> dict[tuple[str, str], Place]:
-    """Where each chunk lies, by name and first element; no two share a byte.
+def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]:
+    """The location of each chunk, by name and first element; no two share a byte.
 
     Raises:
         UnsupportedInput: the files are safetensors inside.
     """
     if not isinstance(stored, dict):
         refuse(folder, f"has a `{FILE}` without `storage_data`")
-    places: dict[tuple[str, str], Place] = {}
+    locations: dict[tuple[str, str], BlobLocation] = {}
     for index, entry in stored.items():
         key = _fields(folder, index, "MetadataIndex")
         name, offset = key.get("fqn"), key.get("offset")
         if not isinstance(name, str) or not (offset is None or _is_shape(offset)):
-            refuse(folder, f"has a `{FILE}` with an index that is none")
-        if (name, key_of(offset)) in places:
-            refuse(folder, f"has two places for {shown(name)}")
-        places[name, key_of(offset)] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
-    _check_apart(folder, places.values())
-    return places
+            refuse(folder, f"has a `{FILE}` with an invalid index")
+        if (name, key_of(offset)) in locations:
+            refuse(folder, f"has two locations for {shown(name)}")
+        locations[name, key_of(offset)] = _location(folder, name, _fields(folder, entry, "_StorageInfo"))
+    _check_apart(folder, locations.values())
+    return locations
 
 
-def _place(folder: Path, name: str, fields: Mapping[Any, Any]) -> Place:
+def _location(folder: Path, name: str, fields: Mapping[Any, Any]) -> BlobLocation:
     file: Any = fields.get("relative_path")
     span: Any = (fields.get("offset"), fields.get("length"))
     if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or not file.isprintable():
-        refuse(folder, f"names the file {file!r:.80} for {shown(name)}, outside the folder")
-    if not _naturals(span):
-        refuse(folder, f"places {shown(name)} at impossible bytes of `{file}`")
+        refuse(folder, f"has the file {file!r:.80} for {shown(name)}, outside the folder")
+    if not _are_sizes(span):
+        refuse(folder, f"has {shown(name)} at invalid bytes of `{file}`")
     transforms = fields.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple) or not all(isinstance(item, str) for item in transforms):
-        refuse(folder, f"has transforms of {shown(name)} that are none")
-    return Place(file, span[0], span[1], tuple(transforms))
+        refuse(folder, f"has invalid transforms of {shown(name)}")
+    return BlobLocation(file, span[0], span[1], tuple(transforms))
 
 
-def _check_apart(folder: Path, places: Any) -> None:
-    """Writers append one blob after the other; torch's safetensors variant alone places all tensors at one byte."""
+def _check_apart(folder: Path, locations: Any) -> None:
+    """Refuses overlapping items. Only torch's safetensors variant gives all tensors the same position."""
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for place in places:
-        spans[place.file].append((place.start, place.length))
+    for location in locations:
+        spans[location.file].append((location.start, location.length))
     for file, found in spans.items():
         found.sort()
         for (start, length), (following, _) in zip(found, found[1:], strict=False):
@@ -191,61 +190,65 @@ def _is_safetensors(path: Path, start: int) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _item(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]) -> TensorItem | BytesItem:
+def _item(
+    folder: Path, name: str, entry: Any, locations: Mapping[tuple[str, str], BlobLocation]
+) -> TensorItem | BytesItem:
     if is_kind(entry, "BytesStorageMetadata"):
-        return BytesItem(_stored(folder, places, name, None))
+        return BytesItem(_stored(folder, locations, name, None))
     fields = _fields(folder, entry, "TensorStorageMetadata")
     shape: Any = fields.get("size")
     chunks: Any = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(chunks, list):
-        refuse(folder, f"gives {shown(name)} an impossible shape")
+        refuse(folder, f"has an invalid shape for {shown(name)}")
     if len({*map(id, chunks)}) < len(chunks):
-        refuse(folder, f"gives {shown(name)} one chunk twice")
+        refuse(folder, f"has a duplicate chunk of {shown(name)}")
     boxes = [_fields(folder, chunk, "ChunkStorageMetadata") for chunk in chunks]
     pairs: list[Any] = [(box.get("offsets"), box.get("sizes")) for box in boxes]
     if not all(_is_shape(part) and len(part) == len(shape) for pair in pairs for part in pair):
-        refuse(folder, f"gives {shown(name)} chunks of impossible shape")
+        refuse(folder, f"has chunks of {shown(name)} with an invalid shape")
     kind = _dtype(folder, name, fields.get("properties"))
-    placed = tuple(Chunk(start, sizes, _stored(folder, places, name, start)) for start, sizes in pairs)
+    placed = tuple(Chunk(start, sizes, _stored(folder, locations, name, start)) for start, sizes in pairs)
     return TensorItem(BY_NAME.get(kind), kind, shape, placed)
 
 
-def _stored(folder: Path, places: Mapping[tuple[str, str], Place], name: str, offset: Sizes | None) -> Place:
-    if (name, key_of(offset)) not in places:
-        refuse(folder, f"says nowhere where the data of {shown(name)} lie")
-    return places[name, key_of(offset)]
+def _stored(
+    folder: Path, locations: Mapping[tuple[str, str], BlobLocation], name: str, offset: tuple[int, ...] | None
+) -> BlobLocation:
+    if (name, key_of(offset)) not in locations:
+        refuse(folder, f"has no storage location for {shown(name)}")
+    return locations[name, key_of(offset)]
 
 
-def key_of(offset: Sizes | None) -> str:
-    """An offset as text, whose hash no file can choose."""
+def key_of(offset: tuple[int, ...] | None) -> str:
+    """An offset as text, so that a hostile file cannot choose its hash."""
     return "" if offset is None else repr(offset)
 
 
 def _dtype(folder: Path, name: str, properties: Any) -> str:
-    """Torch's name of the element type: the first field of `TensorProperties`."""
+    """Torch's name of the dtype: the first field of `TensorProperties`."""
     state = properties.state if is_kind(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or dtype.module != "torch":
-        refuse(folder, f"gives {shown(name)} no element type")
+        refuse(folder, f"has no element type for {shown(name)}")
     return dtype.name
 
 
-def _naturals(values: Any) -> bool:
+def _are_sizes(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 def _is_shape(values: Any) -> bool:
-    return _naturals(values) and len(values) <= RANK_LIMIT
+    return _are_sizes(values) and len(values) <= RANK_LIMIT
 
 
 def shown(name: Any) -> str:
-    """A name out of the file, fit for a message of one line."""
+    """A name from the file, shortened and escaped for a message of one line."""
     text = str(name) if isinstance(name, str | int) else "without a name"
     return f"`{text[:120]}`" if text.isprintable() else f"{text[:120]!r}"
 
 
 def refuse(folder: Path, problem: str) -> NoReturn:
-    """Raises the error for a folder that contradicts itself."""
+    """Raises the error for an inconsistent folder."""
     raise MalformedInput(
         f"`{folder.name}` {problem}", hint="it was not written by torch's distributed checkpoint, or was changed since"
     )

@@ -1,4 +1,4 @@
-"""Where in a distributed checkpoint the model is: in the nested dict (`model`, `app.model`, …), and in its names."""
+"""Finds the model in a distributed checkpoint: its keys in the nested dict (`model`, `app.model`, …) and its prefix."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ BASE = re.compile(
     r"^((?:.*?\.)?)(?:model|transformer|gpt_neox)\.(?:decoder\.|language_model\.)?"
     r"(?:embed_tokens|wte|word_embeddings|embed_in)\.weight$"
 )
-"""Names of the embedding in Hugging Face models; in front of it stands what a trainer's module added."""
-
-Place = tuple[str, ...]
+"""Names of the embedding in Hugging Face models; the first group is the prefix that a trainer's module added."""
 
 
-def roots(tree: Mapping[Any, Any], above: Place = ()) -> dict[Place, Mapping[Any, Any]]:
-    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are none."""
+def roots(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Mapping[Any, Any]]:
+    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are skipped."""
     found = {above: tree} if any(map(_is_embedding, tree.items())) else {}
     if len(above) < DEPTH_LIMIT:
         for key, inner in tree.items():
@@ -42,7 +40,7 @@ def is_meta_named(state: Mapping[Any, Any]) -> bool:
 
 
 def prefix_of(names: Collection[str]) -> str:
-    """What a trainer's module put in front of the model's names, such as `model.` of a LightningModule."""
+    """The prefix that a trainer's module gave the model's names, such as `model.` of a LightningModule."""
     for end in (*HEADS, META_EMBEDDING):
         for name in names:
             if f".{name}".endswith(f".{end}"):
@@ -51,7 +49,7 @@ def prefix_of(names: Collection[str]) -> str:
 
 
 def outside(names: Collection[str], prefix: str) -> list[str]:
-    """Names that are of no part of the model: they do not begin as the embedding or the head does."""
+    """Names outside the model: those that do not begin as the embedding or the head does."""
     ends = tuple(f".{end}" for end in (*EMBEDDINGS, *HEADS))
     own = {name.removeprefix(prefix).partition(".")[0] for name in names if f".{name}".endswith(ends)}
     return [

@@ -1,1 +1,1 @@
-"""Checkpoints that were packed: compressed, or in a tar archive; unpacked once, to a temporary file."""
+"""Packed checkpoints: compressed files and tar archives, unpacked once to a temporary file."""

@@ -1,4 +1,4 @@
-"""The codecs that a checkpoint may be compressed with: how each is told, decoded, and what its headers declare.
+"""The compression formats of checkpoints: how each is detected and decoded, and the size that its headers declare.
 
 Layouts: RFC 1952 (gzip), RFC 8878 (zstd), lz4 `doc/lz4_Frame_format.md`, xz `doc/xz-file-format.txt` and
 `doc/lzma-file-format.txt`.
@@ -13,19 +13,20 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO, Protocol
 
 HEAD = 32
-"""Bytes that hold the header of a frame, as far as it is read here."""
+"""Bytes that contain the part of a frame's header read here."""
 
 DECODER_MEMORY = 512 << 20
-"""What an xz or lzma decoder may allocate: `xz -9` needs 65 MiB."""
+"""Memory limit of an xz or lzma decoder; `xz -9` needs 65 MiB."""
 
 INDEX_LIMIT = 1 << 20
 
 
-class Decoder(Protocol):
-    """Decompresses one frame, as those of the standard library's `bz2` and `lzma` do."""
+class FrameDecoder(Protocol):
+    """Decompresses one frame, with the interface of the standard library's `bz2` and `lzma` decompressors."""
 
     @property
     def eof(self) -> bool: ...
@@ -38,21 +39,21 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to compress.
+    """One compression format.
 
     Attributes:
-        name: the word for messages.
+        name: for messages.
         magic: the first bytes of a frame.
         decoder: makes a decoder of one frame.
-        frame_size: bytes that a frame unpacks to, from its first `HEAD` bytes; None where they do not tell.
-        least: bytes that a file unpacks to at the least, from what it declares; 0 where it declares nothing.
-        fed: compressed bytes that the decoder gets at once.
+        frame_size: from the first `HEAD` bytes of a frame to its unpacked size; None if not declared.
+        least: from a file and its size to the minimum unpacked size that it declares; 0 if none.
+        fed: compressed bytes per call of the decoder.
         padded: whether zeros may follow a frame.
     """
 
     name: str
     magic: bytes
-    decoder: Callable[[], Decoder]
+    decoder: Callable[[], FrameDecoder]
     frame_size: Callable[[bytes], int | None] = lambda head: None
     least: Callable[[BinaryIO, int], int] = lambda file, size: 0
     fed: int = 64 << 10
@@ -63,14 +64,14 @@ class Codec:
         return data.startswith(self.magic) and (self.name != "lzma" or _is_lzma(data))
 
     def declared(self, file: BinaryIO) -> int:
-        """Bytes that the file unpacks to at the least, as far as it says."""
+        """The minimum unpacked size in bytes that the file declares."""
         size = os.fstat(file.fileno()).st_size
         file.seek(0)
         return max(self.frame_size(file.read(HEAD)) or 0, self.least(file, size))
 
 
 class _Gzip:
-    """A decoder of one gzip member, its CRC and length checked by zlib."""
+    """Decodes one gzip member; zlib checks its CRC and length."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(31)
@@ -92,12 +93,12 @@ class _Gzip:
 
 
 class _Zstd:
-    """A decoder of one zstd frame; it unpacks all that it is given, 128 KiB out of 4 bytes at the worst."""
+    """Decodes one zstd frame; ignores `max_length`, so input is limited: at worst 4 bytes unpack to 128 KiB."""
 
     needs_input = True
 
     def __init__(self) -> None:
-        import zstandard  # noqa: PLC0415 - only who needs it pays for it
+        import zstandard  # noqa: PLC0415 - imported where it is needed
 
         self._error = zstandard.ZstdError
         self._decoder = zstandard.ZstdDecompressor().decompressobj()
@@ -117,19 +118,11 @@ class _Zstd:
             raise ValueError(error) from error
 
 
-def _lz4() -> Decoder:
+def _lz4() -> FrameDecoder:
     import lz4.frame  # noqa: PLC0415 - as above
 
-    decoder: Decoder = lz4.frame.LZ4FrameDecompressor()
+    decoder: FrameDecoder = lz4.frame.LZ4FrameDecompressor()
     return decoder
-
-
-def _xz() -> Decoder:
-    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=DECODER_MEMORY)
-
-
-def _lzma() -> Decoder:
-    return lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=DECODER_MEMORY)
 
 
 def _gzip_size(file: BinaryIO, size: int) -> int:
@@ -149,7 +142,7 @@ def _zstd_size(head: bytes) -> int | None:
 
 
 def _lz4_size(head: bytes) -> int | None:
-    """Bit 3 of the flags says that eight bytes with the size follow."""
+    """Bit 3 of the flags declares that eight bytes with the size follow."""
     return struct.unpack_from("<Q", head, 6)[0] if len(head) >= 14 and head[4] & 8 else None
 
 
@@ -159,14 +152,14 @@ def _lzma_size(head: bytes) -> int | None:
 
 
 def _is_lzma(head: bytes) -> bool:
-    """The header has no magic: what every writer leaves in it is checked, as `file-format` advises."""
+    """The header has no magic number; its fields are checked instead, as the format description advises."""
     dictionary = int.from_bytes(head[1:5], "little")
     size = _lzma_size(head)
     return len(head) >= 13 and dictionary >= 4096 and dictionary.bit_count() <= 2 and (size is None or size < 1 << 48)
 
 
 def _xz_size(file: BinaryIO, size: int) -> int:
-    """The sum in the index of the last stream, or of the part of it within `INDEX_LIMIT`."""
+    """The sum of sizes in the index of the last stream, as far as it is within `INDEX_LIMIT`."""
     file.seek(max(0, size - 12))
     footer = file.read(12)
     if len(footer) < 12 or footer[10:] != b"YZ":
@@ -181,7 +174,7 @@ def _xz_size(file: BinaryIO, size: int) -> int:
 
 
 def _multibyte(data: bytes) -> Iterator[int]:
-    """Integers of seven bits per byte, the lowest first."""
+    """Integers with seven bits per byte, the lowest first."""
     number = shift = 0
     for byte in data:
         number |= (byte & 0x7F) << shift
@@ -194,8 +187,14 @@ def _multibyte(data: bytes) -> Iterator[int]:
 CODECS = (
     Codec("gzip", b"\x1f\x8b\x08", _Gzip, least=_gzip_size, padded=True),
     Codec("bzip2", b"BZh", bz2.BZ2Decompressor),
-    Codec("xz", b"\xfd7zXZ\x00", _xz, least=_xz_size, padded=True),
-    Codec("lzma", b"\x5d\x00\x00", _lzma, _lzma_size),
+    Codec(
+        "xz",
+        b"\xfd7zXZ\x00",
+        partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, DECODER_MEMORY),
+        least=_xz_size,
+        padded=True,
+    ),
+    Codec("lzma", b"\x5d\x00\x00", partial(lzma.LZMADecompressor, lzma.FORMAT_ALONE, DECODER_MEMORY), _lzma_size),
     Codec("lz4", b"\x04\x22\x4d\x18", _lz4, _lz4_size),
     Codec("zstd", b"\x28\xb5\x2f\xfd", _Zstd, _zstd_size, fed=1 << 10),
 )

@@ -1,6 +1,8 @@
-"""Compressed files as streams of bytes, told by their first bytes.
+"""Unpacks compressed files, detected by their first bytes, as streams.
 
-Frames may follow each other, as command line tools allow; anything else behind the last one is refused.
+Several frames may follow each other, as command line tools allow; any other bytes after the last one are refused.
+The stream classes of the libraries do not suffice: `BZ2File` and `LZMAFile` ignore trailing bytes, zstd's reader ends
+silently in a truncated frame, `GzipFile` accepts reserved flags and reads padding byte by byte.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.packing.codecs import CODECS, HEAD, Codec
 
 BLOCK = 1 << 20
-"""Unpacked bytes that are held at once."""
+"""Unpacked bytes per block, which bounds memory."""
 
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 """Magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)."""
@@ -27,16 +29,16 @@ LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"
 
 
 def find_codec(file: BinaryIO, name: str) -> Codec | None:
-    """How `file` is compressed, or None.
+    """The compression format of `file`, None if it is not compressed.
 
     Raises:
-        UnsupportedInput: in a way that has to be undone by hand.
+        UnsupportedInput: a format that has to be unpacked by hand.
     """
     file.seek(0)
     head = file.read(HEAD)
-    for magic, what, command in ((LZOP_MAGIC, "lzop", "lzop -d"), (LZ4_LEGACY_MAGIC, "lz4's legacy format", "lz4 -d")):
+    for magic, kind, command in ((LZOP_MAGIC, "lzop", "lzop -d"), (LZ4_LEGACY_MAGIC, "lz4's legacy format", "lz4 -d")):
         if head.startswith(magic):
-            raise UnsupportedInput(f"`{name}` is compressed with {what}", hint=f"unpack it first: `{command} {name}`")
+            raise UnsupportedInput(f"`{name}` is compressed with {kind}", hint=f"unpack it first: `{command} {name}`")
     for _ in range(16):
         if (length := _skippable(head)) is None:
             break
@@ -46,13 +48,19 @@ def find_codec(file: BinaryIO, name: str) -> Codec | None:
 
 
 def open_stream(codec: Codec, file: BinaryIO, name: str) -> io.BufferedReader:
-    """The unpacked bytes as a stream; reading raises MalformedInput where the file is damaged."""
+    """The unpacked bytes as a stream; reading raises MalformedInput if the file is damaged.
+
+    Args:
+        codec: from `find_codec`.
+        file: the compressed file.
+        name: of the file, for messages.
+    """
     file.seek(0)
     return io.BufferedReader(_Stream(_unpacked_blocks(codec, file, name)), BLOCK)
 
 
 def _skippable(head: bytes) -> int | None:
-    """Bytes of the skippable frame that begins here, or None."""
+    """Length of the skippable frame that begins here, None if there is none."""
     if len(head) < 8:
         return None
     magic, length = struct.unpack_from("<2I", head)
@@ -60,7 +68,7 @@ def _skippable(head: bytes) -> int | None:
 
 
 class _Stream(io.RawIOBase):
-    """Blocks of bytes as a file to read."""
+    """An iterator of blocks, presented as a file."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
@@ -82,14 +90,14 @@ class _Stream(io.RawIOBase):
 
 
 def _unpacked_blocks(codec: Codec, file: BinaryIO, name: str) -> Iterator[bytes]:
-    """The unpacked bytes of every frame, and nothing else in the file."""
+    """The unpacked bytes of all frames; refuses any other bytes."""
     data = file.read(codec.fed)
     while data:
         while (length := _skippable(data)) is not None:
             file.seek(length - len(data), os.SEEK_CUR)
             data = file.read(codec.fed)
         if data and not codec.begins(data):
-            raise _damaged(name, codec, f"has bytes behind its end that are no {codec.name}")
+            raise _damaged(name, codec, f"has bytes after its end that are not {codec.name}")
         data = (yield from _frame(codec, file, data, name)) if data else b""
         data = _without_padding(file, data) if codec.padded else data
         if len(data) < HEAD:
@@ -97,7 +105,7 @@ def _unpacked_blocks(codec: Codec, file: BinaryIO, name: str) -> Iterator[bytes]
 
 
 def _frame(codec: Codec, file: BinaryIO, data: bytes, name: str) -> Generator[bytes, None, bytes]:
-    """Yields one frame and returns the compressed bytes that were read beyond it."""
+    """Yields the content of one frame; returns the compressed bytes read beyond it."""
     declared = codec.frame_size(data[:HEAD])
     decoder = codec.decoder()
     done = 0
@@ -113,7 +121,7 @@ def _frame(codec: Codec, file: BinaryIO, data: bytes, name: str) -> Generator[by
             raise _damaged(name, codec, "is truncated")
         done += len(block)
         if declared is not None and done > declared:
-            raise _damaged(name, codec, f"declares {declared} bytes and holds more")
+            raise _damaged(name, codec, f"declares {declared} bytes and contains more")
         yield block
     return decoder.unused_data or b""
 

@@ -1,7 +1,9 @@
-"""The one file in a tar archive, read as a stream: nothing is ever extracted under the name that the archive gives.
+"""Reads the only file of a tar archive as a stream; nothing is extracted under a name from the archive.
 
 Layout (POSIX `pax`, ustar interchange format; GNU tar `tar.h`): 512-byte headers, each before its data, padded to 512;
-zeros at the end. Composer's archives hold `composer_states.pt`, after a folder whose name is empty.
+zeros at the end. Composer's archives contain `composer_states.pt`, after a folder whose name is empty.
+`tarfile.open` does not suffice: it treats a damaged or missing header as the end of the archive, ignores trailing
+bytes, reads pax headers of any size into memory, and takes an invalid pax size as 0.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ RECORD = 512
 BLOCK = 1 << 20
 HEADER_LIMIT = 1000
 EXTENDED_LIMIT = 1 << 20
-"""Bytes of a header's own data, such as a long name."""
+"""Bytes of the data of an extended header, such as a long name."""
 
 EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
@@ -34,12 +36,12 @@ def is_tar(head: bytes) -> bool:
 
 
 class TarArchive:
-    """A tar archive that is read from front to end.
+    """A tar archive, read once from start to end.
 
     Args:
-        head: its first record, already read.
+        head: the first record, already read.
         stream: the rest.
-        name: file name for messages.
+        name: of the archive, for messages.
     """
 
     def __init__(self, head: bytes, stream: BinaryIO, name: str) -> None:
@@ -49,15 +51,15 @@ class TarArchive:
         self._headers = 0
 
     def only_file(self) -> tuple[int, Iterator[bytes]]:
-        """Bytes of the only file in the archive, and its content in blocks, to be read to the end.
+        """The size of the only file in the archive, and its content in blocks, to be read to the end.
 
         Raises:
-            UnsupportedInput: several files, none, a link or a device.
-            MalformedInput: truncated, damaged, or a name that leads out of the folder; the content raises it too.
+            UnsupportedInput: several files, or none; the content raises it, too.
+            MalformedInput: truncated, damaged, a link or device, or a name that leads out of the folder.
         """
         size = self._next_file()
         if size is None:
-            raise UnsupportedInput(f"the archive `{self._name}` holds no file", hint="give another checkpoint")
+            raise UnsupportedInput(f"the archive `{self._name}` contains no file", hint="give another checkpoint")
         return size, self._content(size)
 
     def _content(self, size: int) -> Iterator[bytes]:
@@ -71,8 +73,8 @@ class TarArchive:
         self._read(-size % RECORD)
         if self._next_file() is not None:
             raise UnsupportedInput(
-                f"the archive `{self._name}` holds several files",
-                hint=f"unpack it with `tar -xf {self._name}` and give the checkpoint that is in it",
+                f"the archive `{self._name}` contains several files",
+                hint=f"unpack it with `tar -xf {self._name}` and give the checkpoint inside",
             )
 
     def _next_file(self) -> int | None:
@@ -87,7 +89,7 @@ class TarArchive:
             elif header.type in PLAIN:
                 return header.size if size is None else size
             elif header.type != tarfile.DIRTYPE:
-                raise self._malformed(f"holds `{header.name[:80]}`, which is a link, a device or a sparse file")
+                raise self._malformed(f"contains `{header.name[:80]}`, which is a link, a device or a sparse file")
             else:
                 size = None
         self._read_zeros()
@@ -100,16 +102,16 @@ class TarArchive:
         except (tarfile.HeaderError, ValueError) as error:
             raise self._malformed("has a damaged header") from error
         if header.size < 0 or self._headers > HEADER_LIMIT:
-            raise self._malformed("has a damaged header, or far too many")
+            raise self._malformed("has a damaged header, or far too many headers")
         self._check_name(header.name)
         return header
 
     def _check_name(self, name: str) -> None:
         if name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts:
-            raise self._malformed(f"holds {name[:80]!r}, a name that leads out of the folder")
+            raise self._malformed(f"contains {name[:80]!r}, a name that leads out of the folder")
 
     def _small(self, header: tarfile.TarInfo) -> bytes:
-        """The data of a header that only describes the next one."""
+        """The data of a header that describes the next one."""
         if header.size > EXTENDED_LIMIT:
             raise self._malformed(f"has a header of {header.size} bytes")
         data = self._read(header.size)
@@ -128,7 +130,7 @@ class TarArchive:
             if not rest or not len(digits) + 3 < length <= len(data):
                 raise self._malformed("has a damaged header")
             if key.startswith(b"GNU.sparse"):
-                raise self._malformed("holds a sparse file")
+                raise self._malformed("contains a sparse file")
             if key == b"path":
                 self._check_name(value.decode("utf-8", "surrogateescape"))
             if key == b"size":
@@ -151,9 +153,9 @@ class TarArchive:
     def _read_zeros(self) -> None:
         while block := self._stream.read(BLOCK):
             if block.strip(b"\0"):
-                raise self._malformed("has bytes behind its end")
+                raise self._malformed("has bytes after its end")
 
     def _malformed(self, problem: str) -> MalformedInput:
         return MalformedInput(
-            f"the archive `{self._name}` {problem}", hint="it should hold one checkpoint file; copy or pack it again"
+            f"the archive `{self._name}` {problem}", hint="it should contain one checkpoint file; copy or pack it again"
         )

@@ -1,8 +1,8 @@
-"""Packed checkpoints: a compressed file, or a tar archive of one file, is unpacked once, to a temporary file.
+"""Unpacks a compressed file, or a tar archive of one file, once per process, to a temporary file.
 
-The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, under
-the name of the packed file, stands for it. Where there are no such links (macOS) it keeps its name, and goes when the
-process ends in order. TMPDIR says on which disk it lies.
+The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, with
+the name of the packed file, is returned. Without such links (macOS) it keeps its name and is removed when the process
+exits normally. TMPDIR chooses the disk.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from llmconv.files.packing.tar_archive import RECORD, TarArchive, is_tar
 from llmconv.progress import bytes_bar
 
 DESCRIPTORS = Path("/proc/self/fd")
-"""A link for every open file, `proc(5)`."""
+"""Links to all open files, `proc(5)`."""
 
 CHECK_BYTES = 64 << 20
-"""The free space is asked for after so many bytes."""
+"""Bytes between two checks of the free space."""
 
 RESERVE = 256 << 20
-"""Bytes of the disk that are left free, or a twentieth of what was free, if that is less."""
+"""Bytes of the disk to leave free; at most a twentieth of the free space."""
 
 RATIO_LIMIT = 200
 RATIO_FROM = 1 << 30
-"""A file that grows more than so many times, and beyond so many bytes, is a bomb: weights hardly shrink at all."""
+"""A file that grows by more than this factor, and beyond this size, is a bomb: weights hardly compress."""
 
 
 def unpacked(path: Path) -> Path:
-    """The path of what is packed in `path`; `path` itself where it is a folder or not packed.
+    """The path of the unpacked content of `path`; `path` itself if it is a folder or not packed.
 
     Raises:
-        InputRefused: there is no room for it.
+        InputRefused: no space left.
         MalformedInput: truncated, damaged, or a bomb.
-        UnsupportedInput: packed in a way that llmconv does not undo, or an archive of several files.
+        UnsupportedInput: an unsupported compression, packed twice, or an archive of several files.
     """
     if not path.is_file():
         return path
@@ -84,46 +84,46 @@ def _unpack_into(folder: Path, name: str, file: BinaryIO, codec: Codec | None) -
 def _check_packed_once(name: str, target: BinaryIO) -> None:
     if again := find_codec(target, name):
         raise UnsupportedInput(
-            f"what is packed in `{name}` is compressed again, with {again.name}", hint="unpack it once by hand"
+            f"the content of `{name}` is compressed again, with {again.name}", hint="unpack it once by hand"
         )
 
 
 def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) -> None:
-    room = _Room(name, target)
+    space = _FreeSpace(name, target)
     size = os.fstat(file.fileno()).st_size
-    room.require(codec.declared(file) if codec else size)
+    space.require(codec.declared(file) if codec else size)
     file.seek(0)
     stream: BinaryIO = open_stream(codec, file, name) if codec else file
     head = stream.read(RECORD)
     if is_tar(head):
         size, blocks = TarArchive(head, stream, name).only_file()
-        room.require(size)
+        space.require(size)
     else:
         blocks = chain([head], iter(lambda: stream.read(BLOCK), b""))
-    _write(name, file, blocks, target, room)
+    _write(name, file, blocks, target, space)
 
 
-def _write(name: str, file: BinaryIO, blocks: Iterator[bytes], target: BinaryIO, room: _Room) -> None:
+def _write(name: str, file: BinaryIO, blocks: Iterator[bytes], target: BinaryIO, space: _FreeSpace) -> None:
     written = read = 0
     checked = 0
     with bytes_bar(f"unpacking {name}", os.fstat(file.fileno()).st_size) as advance:
         for block in blocks:
             if written + len(block) > max(RATIO_FROM, RATIO_LIMIT * file.tell()):
                 raise MalformedInput(
-                    f"`{name}` grows more than {RATIO_LIMIT} times when it is unpacked, which no checkpoint does",
-                    hint="it is an attack on the disk, or full of zeros; look where it comes from",
+                    f"`{name}` grows more than {RATIO_LIMIT} times when it is unpacked, which checkpoints do not",
+                    hint="it is an attack on the disk, or full of zeros; check its origin",
                 )
             if written - checked >= CHECK_BYTES:
-                room.require(len(block))
+                space.require(len(block))
                 checked = written
-            room.write(block)
+            space.write(block)
             written += len(block)
             advance(file.tell() - read)
             read = file.tell()
 
 
-class _Room:
-    """The disk that the temporary file lies on."""
+class _FreeSpace:
+    """The free space on the disk of the temporary file."""
 
     def __init__(self, name: str, target: BinaryIO) -> None:
         self._name = name
@@ -151,6 +151,6 @@ class _Room:
 
     def _full(self, problem: str) -> InputRefused:
         return InputRefused(
-            f"there is no room to unpack `{self._name}` in `{tempfile.gettempdir()}`: {problem}",
+            f"no space left to unpack `{self._name}` in `{tempfile.gettempdir()}`: {problem}",
             hint="set TMPDIR to a folder on a larger disk, or unpack it by hand",
         )

@@ -1,4 +1,4 @@
-"""Values as a pickle: exactly the opcodes that checkpoint files need, and no object of ours is ever pickled.
+"""Writes values as a pickle, with the opcodes that checkpoint files need; no Python object is pickled.
 
 Opcodes: Python's `Lib/pickletools.py`. Protocol 2 is what torch writes; arrays inside the pickle need protocol 4.
 """
@@ -14,33 +14,33 @@ from llmconv.tensors import LazyTensor, Piece
 
 
 @dataclass(frozen=True)
-class Name:
-    """A class or function by its name."""
+class PickledName:
+    """A class or function, by name."""
 
     module: str
     name: str
 
 
 @dataclass(frozen=True)
-class Call:
-    """What `function` returns for `args`; then given `state`, if there is any."""
+class PickledCall:
+    """The result of `function(*args)`, followed by BUILD with `state` if there is one."""
 
-    function: Name
+    function: PickledName
     args: tuple[Any, ...]
     state: Any = None
 
 
 @dataclass(frozen=True)
-class Persistent:
-    """Something outside the pickle, by its id."""
+class PersistentId:
+    """A reference to something outside the pickle, by its persistent id."""
 
     id: tuple[Any, ...]
 
 
 def pickle_pieces(value: Any, protocol: int = 2) -> Iterator[Piece]:
-    """The pickle of a value made of dicts, tuples, text, numbers, None and the records of this module.
+    """Yields the pickle of a value made of dicts, tuples, text, numbers, None and the records of this module.
 
-    A LazyTensor becomes a bytes object (protocol 4 only), whose content streams.
+    A LazyTensor becomes a bytes object (protocol 4 only) whose content is streamed.
     """
     text = bytearray(b"\x80" + bytes([protocol]))
     for part in _parts(value):
@@ -65,10 +65,10 @@ def _parts(value: Any) -> Iterator[bytes | LazyTensor]:
         yield b"u"
     elif isinstance(value, tuple):
         yield from _tuple(value)
-    elif isinstance(value, Persistent):
+    elif isinstance(value, PersistentId):
         yield from _parts(value.id)
         yield b"Q"
-    elif isinstance(value, Call):
+    elif isinstance(value, PickledCall):
         yield from _parts(value.function)
         yield from _parts(value.args)
         yield b"R"
@@ -98,6 +98,6 @@ def _scalar(value: Any) -> bytes:
         return b"X" + struct.pack("<I", len(encoded)) + encoded
     if isinstance(value, bytes):
         return b"B" + struct.pack("<I", len(value)) + value
-    if isinstance(value, Name):
+    if isinstance(value, PickledName):
         return f"c{value.module}\n{value.name}\n".encode()
     raise TypeError(f"no opcode for {type(value).__name__}")

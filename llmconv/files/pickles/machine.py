@@ -1,8 +1,8 @@
-"""The stack machine of pickle, which builds plain containers only; `opcodes` says what each opcode does to it.
+"""The stack machine of pickle, restricted to plain containers; `opcodes` implements the opcodes.
 
-What a name, a call or a reference to a storage means is decided by three hooks; the machine itself knows no name.
-What a file may cost grows with its bytes: every container that it makes or fills, every argument that it passes to a
-call and every object that it remembers is counted, so that no few bytes buy much memory or time.
+Three hooks decide what a name, a call or a reference to a storage means; the machine itself knows no name.
+The cost limit grows with the size of the file: every container made or filled, every argument passed to a call and
+every memoized object is counted, so that a few bytes cannot cost much memory or time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
+from llmconv.files.file_problem import FileProblem
+
 NAME_LIMIT = 1_024
 
 MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
-"""Bytes of containers, and so many more per byte of the pickle: states of optimizers and tables of chunks need 15."""
+"""Limit in bytes of containers: a constant, plus this many per byte of the pickle (optimizer states need 15)."""
 
 MEMOS, BYTES_PER_MEMO = 200_000, 3
-"""Objects to remember, and one more per so many bytes of the pickle: no writer remembers an object of one byte."""
+"""Limit of memoized objects: a constant, plus one per this many bytes of the pickle."""
 
 CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
@@ -26,12 +28,12 @@ COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was sa
 
 @dataclass(eq=False, slots=True, repr=False)
 class Stub:
-    """An object that the pickle would have built; it was not.
+    """An inert record of an object that the pickle would have built.
 
     Attributes:
-        function: what it would have called (a global, or another Stub).
-        args: the arguments.
-        state: what it would have been given by BUILD.
+        function: the callable (a global, or another Stub), which is never called.
+        args: its arguments.
+        state: the argument of BUILD.
     """
 
     function: Any
@@ -39,32 +41,36 @@ class Stub:
     state: Any = field(default=None)
 
     def __repr__(self) -> str:
-        """Short: what is inside may be a tree without end."""
+        """Short, because the contents may be a cyclic graph."""
         kind = type(self.function)
         return f"<{kind.__name__ if kind is Stub or kind in CONTAINERS else str(self.function)[:80]}>"
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """What names mean: `name(module, name)`, `call(function, args)`, `refer(persistent_id)`; each returns a value."""
+class PickleHooks:
+    """The meaning of names; each hook returns the value to push on the stack.
+
+    Attributes:
+        name: called with module and name of a global.
+        call: called with a function, as `name` returned it, and its arguments.
+        refer: called with a persistent id.
+    """
 
     name: Callable[[str, str], Any]
     call: Callable[[Any, tuple[Any, ...]], Any]
     refer: Callable[[Any], Any]
 
 
-class Refused(Exception):
-    """A problem with the pickle, to follow the words "the pickle in X"."""
+class PickleMachine:
+    """The state of one interpretation: stacks, memo and the position in the bytes.
 
-    def __init__(self, problem: str, hint: str = COPY_AGAIN) -> None:
-        super().__init__(problem)
-        self.hint = hint
+    Args:
+        data: the bytes.
+        hooks: the meaning of names, calls and references.
+        alone: the pickle must end where `data` ends.
+    """
 
-
-class Machine:
-    """The state of one interpretation: stacks, memo and the position in the bytes; `alone`: the bytes hold no more."""
-
-    def __init__(self, data: bytes | mmap, hooks: Hooks, *, alone: bool = True) -> None:
+    def __init__(self, data: bytes | mmap, hooks: PickleHooks, *, alone: bool = True) -> None:
         self.data = data
         self.hooks = hooks
         self.alone = alone
@@ -76,13 +82,17 @@ class Machine:
         self.skipped = 0
 
     def spend(self, cost: int) -> None:
-        """Counts `cost` bytes of memory, or as much work."""
+        """Counts `cost` bytes of memory, or work in proportion.
+
+        Raises:
+            FileProblem: the limit is exceeded.
+        """
         self.spent += cost
         if self.spent > MEMORY + MEMORY_PER_BYTE * (self.position - self.skipped):
-            raise Refused(f"would need more than {MEMORY_PER_BYTE} times its own size in memory")
+            raise FileProblem(f"would need more than {MEMORY_PER_BYTE} times its own size in memory")
 
     def forget(self) -> None:
-        """Lets go of everything but the value that was returned."""
+        """Releases everything except the returned value."""
         self.memo.clear()
         self.stack.clear()
         self.marks.clear()
@@ -91,7 +101,7 @@ class Machine:
         """The next `count` bytes."""
         end = self.position + count
         if end > len(self.data):
-            raise Refused(f"is truncated: it ends at byte {len(self.data)}")
+            raise FileProblem(f"is truncated: it ends at byte {len(self.data)}")
         chunk = self.data[self.position : end]
         self.position = end
         return chunk
@@ -100,15 +110,21 @@ class Machine:
         """The text up to the next newline."""
         end = self.data.find(b"\n", self.position, self.position + NAME_LIMIT)
         if end < 0:
-            raise Refused(f"has an unfinished name at byte {self.position}")
+            raise FileProblem(f"has an unfinished name at byte {self.position}")
         text = self.data[self.position : end].decode()
         self.position = end + 1
         return text
 
     def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
-        """The value of the next `count` bytes; a machine over a large file may leave long ones where they are."""
+        """The value of the next `count` bytes; subclasses may leave long ones in the file.
+
+        Args:
+            count: bytes.
+            decode: from bytes to the value.
+            limit: maximum of `count`.
+        """
         if not 0 <= count <= limit:
-            raise Refused(f"has a value of {count} bytes at byte {self.position}, over the limit of {limit}")
+            raise FileProblem(f"has a value of {count} bytes at byte {self.position}, over the limit of {limit}")
         return decode(self.take(count))
 
     def pop_mark(self) -> list[Any]:
@@ -117,7 +133,7 @@ class Machine:
         return items
 
     def remember(self, index: int) -> None:
-        """Keeps the top of the stack under `index`."""
+        """Memoizes the top of the stack under `index`."""
         if len(self.memo) > MEMOS and len(self.memo) > MEMOS + self.position // BYTES_PER_MEMO:
-            raise Refused(f"remembers more than {MEMOS} objects, and more than it has bytes for")
+            raise FileProblem(f"memoizes more than {MEMOS} objects, too many for its size")
         self.memo[index] = self.stack[-1]

@@ -1,4 +1,4 @@
-"""What the opcodes of pickle do to the machine (as in CPython's `pickletools`), and the loop that runs them."""
+"""The opcodes of pickle as operations on the machine (see CPython's `pickletools`), and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from llmconv.files.pickles.machine import CONTAINERS, NAME_LIMIT, Machine, Refused, Stub
+from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickles.machine import CONTAINERS, NAME_LIMIT, PickleMachine, Stub
 
 OPCODE_LIMIT = 100_000_000
 INT_BYTES_LIMIT = 64
@@ -14,21 +15,21 @@ STRING_LIMIT = 64 << 20
 DEPTH_LIMIT = 1_000
 
 SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
-"""Bytes of an empty container of CPython, of an entry of a dict and of an item of a set."""
+"""Bytes in CPython: empty set, dict and list, a dict entry, a set item."""
 
 CALL, ARGUMENT, CHARACTER = 100, 100, 8
-"""What a call costs, and an item or a character of its arguments: it may copy them, or make a dict of them."""
+"""Cost of a call, of each item and of each character of its arguments, which it may copy or turn into a dict."""
 
 LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
-"""Numbers up to the first are their own hash; beyond, any number of keys could have one hash, and few are let in."""
+"""Integers up to the first are their own hash; larger ones may collide, so only a few are accepted as keys."""
 
 
-def run(machine: Machine) -> Any:
-    """The value of the pickle.
+def run(machine: PickleMachine) -> Any:
+    """Runs the machine and returns the value of the pickle.
 
     Raises:
-        Refused: a limit is exceeded, or an opcode is unknown.
-        IndexError, KeyError, TypeError, ValueError, struct.error: the pickle does not add up.
+        FileProblem: a limit is exceeded, or an opcode is unknown.
+        IndexError, KeyError, TypeError, ValueError, struct.error: the pickle is inconsistent.
     """
     data, operations = machine.data, OPERATIONS
     for _ in range(OPCODE_LIMIT):
@@ -37,17 +38,17 @@ def run(machine: Machine) -> Any:
         if code == STOP:
             value = machine.stack.pop()
             if machine.alone and machine.position != len(data):
-                raise Refused(f"goes on after its end at byte {machine.position}")
+                raise FileProblem(f"continues after its end at byte {machine.position}")
             return value
         operation = operations[code]
         if operation is None:
-            raise Refused(f"uses opcode 0x{code:02x} at byte {machine.position - 1}, which no checkpoint needs")
+            raise FileProblem(f"uses opcode 0x{code:02x} at byte {machine.position - 1}, which checkpoints do not use")
         operation(machine)
-    raise Refused(f"has more than {OPCODE_LIMIT} opcodes")
+    raise FileProblem(f"has more than {OPCODE_LIMIT} opcodes")
 
 
 STOP = ord(".")
-Operation = Callable[[Machine], None]
+Operation = Callable[[PickleMachine], None]
 
 
 def _constant(make: Callable[[], Any]) -> Operation:
@@ -55,7 +56,7 @@ def _constant(make: Callable[[], Any]) -> Operation:
 
 
 def _container(make: Callable[[], Any], cost: int) -> Operation:
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         machine.spend(cost)
         machine.stack.append(make())
 
@@ -65,7 +66,7 @@ def _container(make: Callable[[], Any], cost: int) -> Operation:
 def _number(layout: str) -> Operation:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         machine.stack.append(unpack(machine.data, machine.position)[0])
         machine.position += size
 
@@ -75,7 +76,7 @@ def _number(layout: str) -> Operation:
 def _sized(layout: str, decode: Callable[[bytes], Any], limit: int = STRING_LIMIT) -> Operation:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         (length,) = unpack(machine.data, machine.position)
         machine.position += size
         machine.stack.append(machine.sized(length, decode, limit))
@@ -84,7 +85,7 @@ def _sized(layout: str, decode: Callable[[bytes], Any], limit: int = STRING_LIMI
 
 
 def text(data: bytes) -> str:
-    """Text as pickle writes it."""
+    """Decodes text as pickle writes it."""
     return data.decode("utf-8", "surrogatepass")
 
 
@@ -98,20 +99,20 @@ def _long(data: bytes) -> int:
 
 
 def _skip(size: int) -> Operation:
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         machine.take(size)
 
     return operation
 
 
-def _mark(machine: Machine) -> None:
+def _mark(machine: PickleMachine) -> None:
     if len(machine.marks) >= DEPTH_LIMIT:
-        raise Refused(f"is nested deeper than {DEPTH_LIMIT}")
+        raise FileProblem(f"is nested deeper than {DEPTH_LIMIT}")
     machine.marks.append(machine.stack)
     machine.stack = []
 
 
-def _pop(machine: Machine) -> None:
+def _pop(machine: PickleMachine) -> None:
     if machine.stack:
         machine.stack.pop()
     else:
@@ -121,7 +122,7 @@ def _pop(machine: Machine) -> None:
 def _get(layout: str) -> Operation:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         machine.stack.append(machine.memo[unpack(machine.data, machine.position)[0]])
         machine.position += size
 
@@ -131,7 +132,7 @@ def _get(layout: str) -> Operation:
 def _put(layout: str) -> Operation:
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         machine.remember(unpack(machine.data, machine.position)[0])
         machine.position += size
 
@@ -139,7 +140,7 @@ def _put(layout: str) -> Operation:
 
 
 def _tuple(size: int) -> Operation:
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         stack = machine.stack
         if len(stack) < size:
             raise IndexError
@@ -149,7 +150,7 @@ def _tuple(size: int) -> Operation:
 
 
 def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
-    def operation(machine: Machine) -> None:
+    def operation(machine: PickleMachine) -> None:
         items = machine.pop_mark()
         machine.spend(cost)
         machine.stack.append(make(items))
@@ -158,7 +159,7 @@ def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
 
 
 def make_dict(items: list[Any], spend: Callable[[int], object] = id) -> dict[Any, Any]:
-    """A dict from keys and values in turn; `spend` counts what they cost, if the caller has not."""
+    """A dict from alternating keys and values; `spend` counts their cost, if the caller has not."""
     made: dict[Any, Any] = {}
     _fill_dict(made, items, spend)
     return made
@@ -170,15 +171,14 @@ def _fill_dict(target: Any, items: list[Any], spend: Callable[[int], object]) ->
         for index in range(0, len(items), 2):
             target[_key(items[index], len(target), spend)] = items[index + 1]
     elif not isinstance(target, Stub):
-        raise Refused("sets items on what is no dict")
+        raise FileProblem("sets items of an object that is not a dict")
 
 
 def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
-    """`value`, a key beside `others`, where its hash costs little and no file can choose it; else a Stub, which is
-    no other's equal.
+    """`value` as a dict key where hashing is cheap and collisions cannot be provoked; else a unique Stub.
 
-    The hash of a tuple takes as long as the tuple and is never kept, that of a deep one overflows the C stack, and
-    numbers and tuples of numbers with one hash are easily found: each such key is compared with all before it.
+    The hash of a tuple takes time in proportion to its length and is never cached, that of a deeply nested one
+    overflows the C stack, and collisions of large integers and tuples are easy to construct (quadratic insertion).
     """
     if isinstance(value, str):
         return value
@@ -193,22 +193,22 @@ def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
     return Stub("key", (value,))
 
 
-def _setitem(machine: Machine) -> None:
+def _setitem(machine: PickleMachine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _fill_dict(machine.stack[-1], [key, value], machine.spend)
 
 
-def _setitems(machine: Machine) -> None:
+def _setitems(machine: PickleMachine) -> None:
     items = machine.pop_mark()
     _fill_dict(machine.stack[-1], items, machine.spend)
 
 
-def _append(machine: Machine) -> None:
+def _append(machine: PickleMachine) -> None:
     value = machine.stack.pop()
     _extend(machine.stack[-1], [value])
 
 
-def _appends(machine: Machine) -> None:
+def _appends(machine: PickleMachine) -> None:
     items = machine.pop_mark()
     _extend(machine.stack[-1], items)
 
@@ -217,50 +217,50 @@ def _extend(target: Any, items: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif not isinstance(target, Stub):
-        raise Refused("appends to what is no list")
+        raise FileProblem("appends to an object that is not a list")
 
 
-def _additems(machine: Machine) -> None:
+def _additems(machine: PickleMachine) -> None:
     items = machine.pop_mark()
     target = machine.stack[-1]
     if isinstance(target, set):
         target.update(_keys(machine, items, len(target)))
     elif not isinstance(target, Stub):
-        raise Refused("adds to what is no set")
+        raise FileProblem("adds to an object that is not a set")
 
 
-def _frozenset(machine: Machine) -> None:
+def _frozenset(machine: PickleMachine) -> None:
     machine.spend(SET)
     items = machine.pop_mark()
     machine.stack.append(frozenset(_keys(machine, items, 0)))
 
 
-def _keys(machine: Machine, items: list[Any], others: int) -> list[Any]:
+def _keys(machine: PickleMachine, items: list[Any], others: int) -> list[Any]:
     machine.spend(ITEM * len(items))
     return [_key(item, others + number, machine.spend) for number, item in enumerate(items)]
 
 
-def _dict(machine: Machine) -> None:
+def _dict(machine: PickleMachine) -> None:
     machine.spend(DICT)
     items = machine.pop_mark()
     machine.stack.append(make_dict(items, machine.spend))
 
 
-def _global(machine: Machine) -> None:
+def _global(machine: PickleMachine) -> None:
     module = machine.line()
     machine.stack.append(machine.hooks.name(module, machine.line()))
 
 
-def _stack_global(machine: Machine) -> None:
+def _stack_global(machine: PickleMachine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
-        raise Refused("names a global by what is no text")
+        raise FileProblem("names a global with something other than text")
     if len(module) > NAME_LIMIT or len(name) > NAME_LIMIT:
-        raise Refused(f"names a global by more than {NAME_LIMIT} characters")
+        raise FileProblem(f"names a global with more than {NAME_LIMIT} characters")
     machine.stack.append(machine.hooks.name(module, name))
 
 
-def _inst(machine: Machine) -> None:
+def _inst(machine: PickleMachine) -> None:
     module = machine.line()
     function = machine.hooks.name(module, machine.line())
     items = machine.pop_mark()
@@ -268,13 +268,13 @@ def _inst(machine: Machine) -> None:
     machine.stack.append(Stub(function, tuple(items)))
 
 
-def _newobj(machine: Machine) -> None:
+def _newobj(machine: PickleMachine) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
     machine.spend(CALL)
     machine.stack.append(Stub(function, _arguments(args)))
 
 
-def _newobj_ex(machine: Machine) -> None:
+def _newobj_ex(machine: PickleMachine) -> None:
     keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     machine.spend(CALL + cost_of(args))
     machine.stack.append(Stub(function, (*_arguments(args), keywords)))
@@ -282,17 +282,17 @@ def _newobj_ex(machine: Machine) -> None:
 
 def _arguments(args: Any) -> tuple[Any, ...]:
     if not isinstance(args, tuple):
-        raise Refused("calls something with what are no arguments")
+        raise FileProblem("calls something with arguments that are not a tuple")
     return args
 
 
-def _build(machine: Machine) -> None:
+def _build(machine: PickleMachine) -> None:
     state = machine.stack.pop()
     if isinstance(machine.stack[-1], Stub):
         machine.stack[-1].state = state
 
 
-def _reduce(machine: Machine) -> None:
+def _reduce(machine: PickleMachine) -> None:
     args, function = _arguments(machine.stack.pop()), machine.stack.pop()
     machine.spend(CALL)
     for argument in args:
@@ -301,14 +301,14 @@ def _reduce(machine: Machine) -> None:
 
 
 def cost_of(argument: Any) -> int:
-    """What a call may do with an argument: go through it once, or copy it."""
+    """Cost of an argument, which a call may copy."""
     kind = type(argument)
     if kind is str or kind is bytes:
         return CHARACTER * len(argument)
     return ARGUMENT * len(argument) if kind in CONTAINERS else 0
 
 
-def _refer(machine: Machine) -> None:
+def _refer(machine: PickleMachine) -> None:
     machine.spend(CALL)
     machine.stack.append(machine.hooks.refer(machine.stack.pop()))
 

@@ -1,7 +1,7 @@
-"""A pickle read as data: nothing that the file names is ever imported, built or called.
+"""Reads a pickle as data: nothing that the file names is ever imported, built or called.
 
 A handful of globals (tensor views, storages, `OrderedDict`, …) become data records; every other global, call or
-object becomes an inert `Stub`. There is no way back to `torch.load`.
+object becomes an inert `Stub`. It never falls back to `torch.load`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.errors import MalformedInput
-from llmconv.files.pickles.machine import COPY_AGAIN, NAME_LIMIT, Hooks, Machine, Refused, Stub
+from llmconv.files.file_problem import FileProblem, naming
+from llmconv.files.pickles.machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine, Stub
 from llmconv.files.pickles.opcodes import make_dict, run
 from llmconv.files.pickles.tree_size import check_unfolded
 from llmconv.tensors import BY_NAME, DType
@@ -23,12 +23,12 @@ RANK_LIMIT = 16
 
 COMMAND_MODULES = {"os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket", "importlib", "runpy", "ctypes"}
 COMMAND_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
-"""Nothing named in a file can run, so this list guards nothing; it only tells the user that the file is an attack."""
+"""Only for the message that the file is an attack: nothing named in a file is run in any case."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Global:
-    """The name of a class or function, and nothing but the name."""
+    """The name of a class or function, never the object itself."""
 
     module: str
     name: str
@@ -49,7 +49,7 @@ class StorageRef:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorRef:
-    """A view on a storage; `offset` and `stride` count elements of `dtype`."""
+    """A view of a storage; `offset` and `stride` count elements of `dtype`."""
 
     storage: StorageRef
     dtype: DType | None
@@ -73,7 +73,7 @@ STORAGES = {
 
 
 def read_pickle(data: bytes, source: str) -> Any:
-    """The value of one pickle, made of dicts, lists, tuples, sets, scalars and the records of this module.
+    """Returns the value of one pickle: dicts, lists, tuples, sets, scalars and the records of this module.
 
     Args:
         data: the whole pickle.
@@ -82,29 +82,27 @@ def read_pickle(data: bytes, source: str) -> Any:
     Raises:
         MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs commands.
     """
-    return interpret(Machine(data, HOOKS), source)
+    return interpret(PickleMachine(data, HOOKS), source)
 
 
-def interpret(machine: Machine, source: str) -> Any:
-    """The value of the pickle in `machine`, small as a tree too; see `read_pickle`."""
-    try:
-        with _without_collector():
+def interpret(machine: PickleMachine, source: str) -> Any:
+    """Returns the value of the pickle in `machine`, bounded in size as a tree too; see `read_pickle`."""
+    with naming(f"the pickle in `{source}`", COPY_AGAIN), _without_collector():
+        try:
             value = run(machine)
             machine.forget()
             check_unfolded(value)
             return value
-    except Refused as problem:
-        reason, hint = str(problem), problem.hint
-    except (IndexError, KeyError, struct.error, UnicodeDecodeError):
-        reason, hint = f"is truncated or damaged at byte {machine.position}", COPY_AGAIN
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        reason, hint = f"is inconsistent at byte {machine.position}", COPY_AGAIN
-    raise MalformedInput(f"the pickle in `{source}` {reason}", hint=hint)
+        except (IndexError, KeyError, struct.error, UnicodeDecodeError):
+            reason = "truncated or damaged"
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+            reason = "inconsistent"
+        raise FileProblem(f"is {reason} at byte {machine.position}")
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """No collection of cycles, which would look at every object that was made again and again."""
+    """Turns the cycle collector off, which would scan all new objects again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -117,9 +115,9 @@ def _without_collector() -> Iterator[None]:
 def _name(module: str, name: str) -> Global:
     builtin = module in ("builtins", "__builtin__")
     if module.partition(".")[0] in COMMAND_MODULES or (builtin and name in COMMAND_NAMES):
-        raise Refused(
+        raise FileProblem(
             f"calls `{module}.{name}`; nothing was run",
-            "such a file is an attack, not a checkpoint; delete it and report it to its source",
+            "this file is an attack, not a checkpoint; delete it and report it to its source",
         )
     return Global(module, name)
 
@@ -135,9 +133,9 @@ def _tensor(
 ) -> TensorRef:
     """`torch._utils._rebuild_tensor_v2`, and `_v3`, which names the dtype of an untyped storage."""
     if not isinstance(storage, StorageRef) or not _naturals((offset,)):
-        raise Refused("describes a tensor without a storage")
+        raise FileProblem("describes a tensor without a storage")
     if not (_is_shape(shape) and _is_shape(stride) and len(shape) == len(stride)):
-        raise Refused("describes a tensor of impossible shape")
+        raise FileProblem("describes a tensor with an invalid shape")
     named = more[0] if more and isinstance(more[0], Global) else None
     dtype = BY_NAME.get(named.name) if named else storage.dtype
     return TensorRef(storage, dtype, offset, shape, stride)
@@ -159,11 +157,11 @@ def _storage(reference: Any) -> StorageRef:
         ):
             return StorageRef(storage_dtype(kind), kind.name, key, numel)
         case _:
-            raise Refused("refers to something outside that is no storage")
+            raise FileProblem("has a persistent id that is not a storage")
 
 
 def storage_dtype(kind: Global) -> DType | None:
-    """The element type of a storage class of torch, None for an untyped or quantized one."""
+    """The element type of a torch storage class, None for an untyped or quantized one."""
     return BY_NAME.get(STORAGES.get(kind.name, ""))
 
 
@@ -177,9 +175,9 @@ def _pair(pair: Any) -> tuple[Any, Any]:
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
-    """`_codecs.encode`, which is how protocol 2 spells bytes."""
+    """`_codecs.encode`, the form of bytes in protocol 2."""
     if encoding != "latin1":
-        raise Refused(f"spells bytes as `{encoding}`")
+        raise FileProblem(f"encodes bytes as `{encoding}`")
     return text.encode("latin1")
 
 
@@ -203,7 +201,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",
 }
-"""The only calls that yield data; each is a constructor of this module, none is the function that the file names."""
+"""The only calls that yield data; each calls a constructor of this module, never the function that the file names."""
 
 
-HOOKS = Hooks(_name, _record, _storage)
+HOOKS = PickleHooks(_name, _record, _storage)

@@ -1,6 +1,6 @@
-"""How large a value of a pickle is as a tree: a list of ten references to a list of ten references, and so on, is not.
+"""Limits the size of a pickled value as a tree: lists of ten references to lists of ten references grow exponentially.
 
-Whoever walks, copies or prints a value pays for the tree. What trainers save is a tree but for a few small parts.
+Code that walks, copies or prints a value pays for the tree. The values that trainers save share only small parts.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from llmconv.files.pickles.machine import Refused, Stub
+from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickles.machine import Stub
 
 TREE, TREE_PER_PART = 1_000_000, 2
-"""Parts of the tree, and so many more per part that is really there."""
+"""Limit of parts in the tree: a constant, plus this many per part in memory."""
 
 DEPTH_LIMIT, OBJECT_DEPTH_LIMIT = 200, 5_000
-"""Containers in containers, and in objects: code that walks them calls itself at each, as picklers do."""
+"""Nesting of containers, and of objects: code that walks them is recursive."""
 
 CHARACTERS = 64
-"""Of a text that count as one part."""
+"""Characters of a text that count as one part."""
 
 KINDS = frozenset({dict, list, tuple, set, frozenset, Stub})
 COUNTED = KINDS | {str, bytes}
 
 
 class _Frame:
-    """A container on the way down."""
+    """A container on the current path from the root."""
 
     __slots__ = ("children", "depth", "node", "shared", "size")
 
@@ -43,8 +44,8 @@ def _children(node: Any) -> Iterator[Any]:
     return iter((node.function, node.args, node.state)) if isinstance(node, Stub) else iter(node)
 
 
-class _Count:
-    """The walk: containers on the way down, and what is known of those that more than one other holds."""
+class _TreeWalk:
+    """The walk: containers on the current path, and the sizes of shared containers."""
 
     def __init__(self, root: Any) -> None:
         self.frames = [_Frame(root, shared=True)]
@@ -53,10 +54,10 @@ class _Count:
         self.parts = 0
 
     def run(self) -> None:
-        """Goes through all of it.
+        """Walks the whole value.
 
         Raises:
-            Refused: see `check_unfolded`.
+            FileProblem: see `check_unfolded`.
         """
         while self.frames:
             frame = self.frames[-1]
@@ -65,7 +66,7 @@ class _Count:
                 self.leave(frame)
 
     def add(self, frame: _Frame, child: Any) -> bool:
-        """Counts a child; whether it has to be gone through first."""
+        """Counts a child; returns whether it has to be walked first."""
         kind = type(child)
         self.parts += 1
         frame.size += 1
@@ -86,33 +87,33 @@ class _Count:
         return not self.is_known(frame, child) if shared else self.enter(child, shared=False)
 
     def is_known(self, frame: _Frame, child: Any) -> bool:
-        """Adds what is known of a shared child; else goes into it."""
+        """Adds the known size of a shared child; else enters it."""
         if known := self.known.get(id(child)):
             frame.size += known[0]
             frame.depth = max(frame.depth, known[1] + 1)
             return True
         if (place := self.waiting.get(id(child))) is not None:
             if not any(type(one.node) is Stub for one in self.frames[place:]):
-                raise Refused("has a container that holds itself")
+                raise FileProblem("has a container that contains itself")
             return True
         return not self.enter(child, shared=True)
 
     def enter(self, child: Any, *, shared: bool) -> bool:
-        """Goes into a child, whose size its container gets when it is left."""
+        """Starts walking a child; its container is charged in `leave`."""
         if shared:
             self.waiting[id(child)] = len(self.frames)
         self.frames.append(_Frame(child, shared=shared))
         if len(self.frames) > OBJECT_DEPTH_LIMIT:
-            raise Refused(f"is nested deeper than {OBJECT_DEPTH_LIMIT}")
+            raise FileProblem(f"is nested deeper than {OBJECT_DEPTH_LIMIT}")
         return True
 
     def leave(self, frame: _Frame) -> None:
-        """All children of a container are counted."""
+        """Charges a container, all of whose children are counted, to its own container."""
         depth = 0 if type(frame.node) is Stub else frame.depth
         if depth > DEPTH_LIMIT:
-            raise Refused(f"is nested deeper than {DEPTH_LIMIT}")
+            raise FileProblem(f"is nested deeper than {DEPTH_LIMIT}")
         if frame.size > TREE + TREE_PER_PART * self.parts:
-            raise Refused("refers to the same parts again and again, which no checkpoint does")
+            raise FileProblem("refers to the same parts again and again, which checkpoints do not")
         if frame.shared:
             del self.waiting[id(frame.node)]
             self.known[id(frame.node)] = frame.size, depth
@@ -121,19 +122,19 @@ class _Count:
             self.frames[-1].depth = max(self.frames[-1].depth, depth + 1)
 
 
-class _Probe(_Count):
-    """Sees how many references there are to a child that nothing but its container holds."""
+class _ReferenceProbe(_TreeWalk):
+    """Measures the reference count of a child that only its container refers to."""
 
     found = 0
 
     def add(self, frame: _Frame, child: Any) -> bool:
-        """See `_Count.add`, in whose place it is called."""
+        """Overrides `_TreeWalk.add`."""
         self.found = sys.getrefcount(child)
         return False
 
 
 def _unshared() -> int:
-    probe = _Probe([[None]])
+    probe = _ReferenceProbe([[None]])
     probe.run()
     return probe.found
 
@@ -142,12 +143,12 @@ _UNSHARED = _unshared()
 
 
 def check_unfolded(root: Any) -> None:
-    """Counts the parts of `root`, each as often as a walk from the root meets it.
+    """Counts the parts of `root`, each as often as a walk from the root reaches it.
 
-    Objects that were not rebuilt may hold themselves, as objects do; no container may.
+    Stubs may contain themselves, as objects do; containers may not.
 
     Raises:
-        Refused: there are far more of them than there are objects, or a container holds itself, or is too deep.
+        FileProblem: the tree is far larger than the value in memory, too deep, or a container contains itself.
     """
     if type(root) in KINDS:
-        _Count(root).run()
+        _TreeWalk(root).run()

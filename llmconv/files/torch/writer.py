@@ -1,8 +1,8 @@
-"""Torch files (zip format) as pieces to write: what `torch.save` of a dict of tensors gives, streamed.
+"""Writes torch files (zip format) as a stream: the same result as `torch.save` of a dict of tensors.
 
 Layout (pytorch `caffe2/serialize/inline_container.cc`, `torch/serialization.py`): a zip of STORED members, each with
-its data at a multiple of 64 bytes (an extra field `FB` fills the local header up) and with its CRC, known only once the
-data has passed, in a data descriptor behind it. Zip records: PKWARE APPNOTE 4.3.
+its data at a multiple of 64 bytes (an extra field `FB` pads the local header). The CRC, known only after the data was
+written, is in a data descriptor after it. Zip records: PKWARE APPNOTE 4.3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.files.pickles.encoder import Call, Name, Persistent, pickle_pieces
+from llmconv.files.pickles.encoder import PersistentId, PickledCall, PickledName, pickle_pieces
 from llmconv.files.pickles.reader import STORAGES
 from llmconv.tensors import LazyTensor, Piece
 
@@ -24,7 +24,7 @@ FLAGS = 0x0808
 """A data descriptor follows; names are UTF-8."""
 VERSION, VERSION_ZIP64 = 20, 45
 FULL, FULL_COUNT = 0xFFFFFFFF, 0xFFFF
-"""Stand for a number that only a zip64 record has room for."""
+"""Placeholders of numbers that only a zip64 record can represent."""
 
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -35,11 +35,11 @@ STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
 
 
 def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] = ()) -> Iterator[Piece]:
-    """A torch file that holds a dict of the tensors.
+    """Yields a torch file that contains a dict of the tensors.
 
     Args:
         tensors: in the order of the file; each gets a storage of its own.
-        inside: keys of the dicts around it, outermost first: `("model",)` gives `{"model": {name: tensor}}`.
+        inside: keys of the enclosing dicts, outermost first: `("model",)` gives `{"model": {name: tensor}}`.
 
     Raises:
         UnsupportedInput: an element type for which torch has no storage class.
@@ -54,7 +54,14 @@ def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] =
 
 @dataclass(frozen=True)
 class _Member:
-    """One file of the zip: its name, content, the position of its local header, and its number if it is a tensor."""
+    """One member of the zip.
+
+    Attributes:
+        name: in the zip.
+        content: its data.
+        position: of the local header.
+        number: index among the tensors, None for other members.
+    """
 
     name: bytes
     content: bytes | LazyTensor
@@ -73,7 +80,7 @@ class _Member:
 
     @property
     def end(self) -> int:
-        """Position behind header, content and descriptor."""
+        """Position after header, content and descriptor."""
         return self.position + len(_local_header(self)) + self.size + (24 if self.is_large else 16)
 
     def crc(self, crcs: Sequence[int]) -> int:
@@ -101,11 +108,11 @@ def _pickle(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> bytes
     return b"".join(piece for piece in pickle_pieces(content) if isinstance(piece, bytes))
 
 
-def _view(name: str, tensor: LazyTensor, key: int) -> Call:
-    """A tensor that is the whole of storage `key` (`torch/_utils.py`, `_rebuild_tensor_v2`)."""
+def _view(name: str, tensor: LazyTensor, key: int) -> PickledCall:
+    """A tensor that covers all of storage `key` (`torch/_utils.py`, `_rebuild_tensor_v2`)."""
     if tensor.dtype.name not in STORAGE_OF:
         raise UnsupportedInput(
-            f"`{name}` is {tensor.dtype.name}, which torch files of this kind do not hold",
+            f"`{name}` is {tensor.dtype.name}, which torch files of this kind do not support",
             hint="give `--dtype bfloat16`, or a checkpoint that is not quantized",
         )
     strides = [1]
@@ -113,9 +120,11 @@ def _view(name: str, tensor: LazyTensor, key: int) -> Call:
         strides.append(strides[-1] * max(1, size))
     stride = tuple(reversed(strides)) if tensor.shape else ()
     elements = tensor.nbytes // tensor.dtype.itemsize
-    storage = Persistent(("storage", Name("torch", STORAGE_OF[tensor.dtype.name]), str(key), "cpu", elements))
-    no_hooks = Call(Name("collections", "OrderedDict"), ())
-    return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, tensor.shape, stride, False, no_hooks))
+    storage = PersistentId(("storage", PickledName("torch", STORAGE_OF[tensor.dtype.name]), str(key), "cpu", elements))
+    no_hooks = PickledCall(PickledName("collections", "OrderedDict"), ())
+    return PickledCall(
+        PickledName("torch._utils", "_rebuild_tensor_v2"), (storage, 0, tensor.shape, stride, False, no_hooks)
+    )
 
 
 def _local_header(member: _Member) -> bytes:
@@ -134,7 +143,7 @@ def _descriptor(member: _Member, crcs: Sequence[int]) -> bytes:
 
 
 def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
-    """The central directory and what ends the file."""
+    """The central directory and the end records."""
     start, count = members[-1].end, len(members)
     entries = b"".join(_entry(member, member.crc(crcs)) for member in members)
     sizes = (len(entries), start)

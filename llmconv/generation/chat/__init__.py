@@ -1,1 +1,1 @@
-"""Chats: messages, chat templates, and turns over one cache."""
+"""Chats: messages, chat templates, and reuse of the cache between turns."""

@@ -1,7 +1,7 @@
-"""A text that a program from a model folder makes: made in a child process of bounded time and memory.
+"""Rendering a chat template of a model folder in a child process with limited time and memory.
 
-transformers renders chat templates in a sandbox that keeps a template from the disk and the network, but not from
-loops without end or texts of gigabytes.
+The sandbox in which transformers renders templates blocks the disk and the network, but neither endless loops nor texts
+of gigabytes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import NoReturn
 from llmconv.errors import first_line
 
 SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
-"""CPU seconds, bytes beyond what the process has, and bytes of the text: a thousand times what templates need."""
+"""CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""
 
 WAIT = 60.0
-"""Seconds of the clock, for a child that gets no processor."""
+"""Wall-clock seconds, for a child that gets little CPU time."""
 
-MADE, FAILED = b"+", b"-"
+SUCCEEDED, FAILED = b"+", b"-"
 
 
-class Unbounded(Exception):
-    """The program took too long, or more memory than it may have."""
+class RenderLimitExceeded(Exception):
+    """The template took too much time or memory."""
 
 
 def bounded_text(make: Callable[[], str]) -> str:
-    """The text that `make` returns, made in a forked child.
+    """The text that `make` returns, called in a forked child process.
 
     Args:
-        make: pure Python; it must not use threads or locks of this process.
+        make: pure Python, without threads or locks of this process.
 
     Raises:
-        Unbounded: it took too long, or too much memory.
-        ValueError: it failed; says with what.
+        RenderLimitExceeded: it took too much time or memory.
+        ValueError: it raised; has the message.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child never uses
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child never uses
         child = os.fork()
     if child == 0:
         os.close(reader)
@@ -57,22 +57,22 @@ def bounded_text(make: Callable[[], str]) -> str:
         os.waitpid(child, 0)
     if answer[:1] == FAILED:
         raise ValueError(answer[1:].decode("utf-8", "replace"))
-    if answer[:1] != MADE:
-        raise Unbounded
+    if answer[:1] != SUCCEEDED:
+        raise RenderLimitExceeded
     return answer[1:].decode("utf-8", "surrogatepass")
 
 
 def _make(make: Callable[[], str], writer: int) -> NoReturn:
-    """The child: writes what it made, or nothing where it was stopped; runs no handler of the parent's."""
+    """The child process: writes the text, or nothing if a limit stopped it; runs none of the parent's exit handlers."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         _limit_memory()
         try:
-            answer = MADE + make().encode("utf-8", "surrogatepass")
+            answer = SUCCEEDED + make().encode("utf-8", "surrogatepass")
         except MemoryError:
             answer = b""
-        except Exception as error:  # a template is a program: it fails in every way
+        except Exception as error:  # a template can raise anything
             answer = FAILED + first_line(error).encode("utf-8", "replace")
         os.set_blocking(writer, True)
         for start in range(0, len(answer), 1 << 16):
@@ -82,7 +82,7 @@ def _make(make: Callable[[], str], writer: int) -> NoReturn:
 
 
 def _limit_memory() -> None:
-    """No more addresses than there are now and `MEMORY`; where nothing tells how many there are, time alone counts."""
+    """Limits the address space to its present size plus `MEMORY`; only time is limited where /proc is missing."""
     with suppress(OSError, ValueError):
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -92,7 +92,7 @@ def _limit_memory() -> None:
 
 
 def _read(reader: int) -> bytes:
-    """What the child wrote; empty where it wrote too much or too late."""
+    """The output of the child; empty if it is too large or too late."""
     parts: list[bytes] = []
     size, end = 0, time.monotonic() + WAIT
     while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -1,4 +1,4 @@
-"""Messages of a chat: an object each, with a `role` and a `content`."""
+"""Validates the messages of a chat: objects with a `role` and a `content`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from llmconv.files.paths import kind_of
 
 
 def is_message(message: Any) -> bool:
-    """Whether a value has the form of a message; its content is compared by `require_contents`."""
+    """Whether a value has the form of a message; `require_contents` checks the content."""
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
-    """Refuses contents that a template would write down as `None` or `7`, or fail on with an error of its own.
+    """Refuses contents that a template would render as `None` or `7`, or fail on.
 
     Args:
         messages: of a chat. A content is a text, a list of parts (which some templates take), or None in a message of
             the assistant that has `tool_calls`, as in OpenAI's API.
-        where: what the message calls the chat.
+        where: name of the chat in the error message.
 
     Raises:
-        InputRefused: a content is something else; names the message.
+        InputRefused: a content is something else.
     """
     for number, message in enumerate(messages, start=1):
         content = message["content"]
@@ -33,6 +33,6 @@ def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the ch
             continue
         kind = "null" if content is None else kind_of(content)
         raise InputRefused(
-            f"the `content` of message {number} in {where} is {kind}, and must be a text",
-            hint='give a text, "" for an empty one; null is for a message of the assistant with `tool_calls`',
+            f"the `content` of message {number} in {where} is {kind}, but must be a text",
+            hint='give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`',
         )

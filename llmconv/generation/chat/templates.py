@@ -1,9 +1,9 @@
-"""Chats as text: the tokenizer's own template, and those of Alpaca and of LLaMA2-Accessory's conversations by name.
+"""Chat templates: the tokenizer's own, and by name those of Alpaca and of LLaMA2-Accessory's conversations.
 
-All are Jinja, which transformers renders in a sandbox: a template comes with a model and is data.
+All are Jinja, which transformers renders in a sandbox: a template comes with a model and is untrusted data.
 
-    alpaca   instruction and response; a message may have an `input` beside its `content`
-    v1_2     LLaMA2-Accessory's usual one: `###` before every turn; a text ends at a line that begins with it
+    alpaca   instruction and response; a message may have an `input` in addition to its `content`
+    v1_2     LLaMA2-Accessory's default: `###` before every turn; an answer ends at a line that begins with `###`
     vicuna   its `vicuna_v1_1`, with two spaces before every role, as its models were trained
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.generation.chat.bounded_render import Unbounded, bounded_text
+from llmconv.generation.chat.bounded_render import RenderLimitExceeded, bounded_text
 from llmconv.generation.chat.messages import require_contents
 from llmconv.runtime.tokenizer import require_text, token_ids
 
@@ -86,11 +86,11 @@ VICUNA = (
 
 @dataclass(frozen=True)
 class Template:
-    """A way to write a chat down.
+    """A chat template.
 
     Attributes:
-        text: in Jinja; None for the tokenizer's own.
-        stops: texts that end an answer, where no token does.
+        text: Jinja source; None for the tokenizer's own.
+        stops: stop strings, for templates whose answers do not end with a token.
     """
 
     text: str | None = None
@@ -109,32 +109,36 @@ def find_template(name: str) -> Template:
     """A template by its name, or by the path of a Jinja file.
 
     Raises:
-        UsageProblem: there is neither.
+        UsageProblem: there is no such template or file.
+        InputRefused: the file cannot be read.
     """
     if name in TEMPLATES:
         return TEMPLATES[name]
     path = Path(name)
     if not path.is_file():
-        raise UsageProblem(
-            f"there is no chat template `{name}`", hint=f"give {', '.join(TEMPLATES)}, or a file in Jinja"
-        )
+        raise UsageProblem(f"unknown chat template `{name}`", hint=f"give {', '.join(TEMPLATES)}, or a Jinja file")
     try:
         return Template(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(f"`{path}` cannot be read: {error}", hint="give a text file in Jinja") from error
+        raise InputRefused(f"`{path}` cannot be read: {error}", hint="give a Jinja text file") from error
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
-    """The text of a chat up to where the answer begins; a last message of the assistant is gone on with.
+    """The text of a chat up to where the answer begins; if the last message is the assistant's, it is continued.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        messages: `role` and `content` each, in order.
+        template: a name in `TEMPLATES`, or the path of a Jinja file.
 
     Raises:
-        InputRefused: the tokenizer has no template, a content is not a text, or the template refuses the messages.
-        UsageProblem: there is no such template.
+        InputRefused: the tokenizer has no template, a content is not a text, or the template fails on the messages.
+        UsageProblem: an unknown template.
     """
     found = find_template(template)
     if found.text is None and not tokenizer.chat_template:
         named = ", ".join(name for name in TEMPLATES if name != TOKENIZER)
-        raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a file in Jinja")
+        raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a Jinja file")
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     require_contents(messages)
@@ -150,38 +154,38 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     try:
         trusted = template in TEMPLATES and template != TOKENIZER
         return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
-    except Unbounded as error:
+    except RenderLimitExceeded as error:
         raise InputRefused(
-            "the chat template takes more time or memory than any template needs", hint="give another `--template`"
+            "the chat template takes too much time or memory", hint="give another `--template`"
         ) from error
     except ValueError as error:
         raise InputRefused(
-            f"the chat template {error}", hint="look at the roles of the messages and their order, or at the template"
+            f"the chat template {error}", hint="check the roles of the messages and their order, or the template"
         ) from error
 
 
 def _rendered(render: Callable[[], str]) -> str:
-    """The text of a template.
+    """Calls `render`.
 
     Raises:
-        ValueError: the words that follow "the chat template".
+        ValueError: it failed; the message is worded to follow "the chat template".
     """
     try:
         return render()
     except TemplateSyntaxError as error:
-        raise ValueError(f"is not Jinja: line {error.lineno}: {first_line(error)}") from error
+        raise ValueError(f"is not valid Jinja: line {error.lineno}: {first_line(error)}") from error
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: it fails in every way
-        raise ValueError(f"refuses the messages: {first_line(error)}") from error
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"fails on the messages: {first_line(error)}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
-    """Tokens of `render_chat`; the tokenizer's own template writes the start token itself, the others do not.
+    """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
     Raises:
         InputRefused: see `render_chat`; or the chat has no tokens.
-        UsageProblem: there is no such template.
+        UsageProblem: an unknown template.
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)

@@ -1,1 +1,1 @@
-"""Sampling: the settings of `GenerationConfig`, logits processors, and the choice of the next token."""
+"""Sampling: generation settings, logits processors, and the choice of the next token."""

@@ -1,6 +1,6 @@
-"""Fields of `GenerationConfig` that transformers computes: its logits processors, and its search with beams.
+"""Fields of `GenerationConfig` that transformers computes: its logits processors, and its beam search.
 
-Only this module of the room imports torch, and only where such a field is asked for.
+The only module here that imports torch; it is loaded only if such a field is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
-from llmconv.generation.past import Past, Positions
+from llmconv.generation.past import Past
+from llmconv.generation.positions import PositionRule
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.runner import Runner
@@ -31,12 +32,12 @@ Processor = Callable[[Array, Array], Array]
 class GraphModel(GenerationMixin):  # type: ignore[misc]
     """Any runner as a model that transformers generates with.
 
-    transformers believes that it keeps no cache and gives all tokens at every step; the cache is kept here. Which row
-    of the step before a sequence goes on from is seen by its tokens, so that beams may change places.
+    transformers runs it without a cache and passes all tokens at every step; the cache is kept here. The row of the
+    previous step that a sequence continues is found by its tokens, so that beams may change places.
 
     Args:
         runner: the graphs or the eager model.
-        positions: rule of its position ids.
+        positions: its rule for position ids.
         vocabulary: size of the logits.
     """
 
@@ -46,7 +47,9 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     _is_stateful = False
     _supports_cache_class = False
 
-    def __init__(self, runner: Runner | None = None, positions: Positions | None = None, vocabulary: int = 0) -> None:
+    def __init__(
+        self, runner: Runner | None = None, positions: PositionRule | None = None, vocabulary: int = 0
+    ) -> None:
         self._runner, self._positions = runner, positions
         self.config = PreTrainedConfig(vocab_size=vocabulary, is_encoder_decoder=False)
         self.generation_config = GenerationConfig()
@@ -56,7 +59,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
     ) -> dict[str, Any]:
-        """All tokens."""
+        """The inputs of `forward`: all tokens."""
         return {"input_ids": input_ids}
 
     def forward(
@@ -73,7 +76,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         step = call(ids[:, done:], mask, positions, past.cache if past else None)
         if step.choices is not None:
             raise UsageProblem(
-                "a search with beams needs all logits, and the graph gives the tokens it chose",
+                "beam search needs all logits, but the graph returns only the tokens that it chose",
                 hint="give `--num-beams 1`, or export without `--postprocess`",
             )
         self._past, self._ids = Past(step.present, ids.shape[1]), ids
@@ -96,17 +99,17 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
 def search(
     model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int = 1
 ) -> list[list[int]]:
-    """New tokens of a prompt as transformers' search with beams finds them, up to an end token; the best ones first.
+    """New tokens of a prompt, found by transformers' beam search, up to an end token; best sequence first.
 
     Args:
-        model: what gives logits.
-        prompt: its tokens.
-        limit: how many may follow.
-        settings: with the number of beams.
-        count: of the sequences, at most as many as there are beams.
+        model: computes the logits.
+        prompt: token ids.
+        limit: maximum number of new tokens.
+        settings: include the number of beams.
+        count: number of sequences, at most the number of beams.
 
     Raises:
-        UsageProblem: transformers refuses the settings.
+        UsageProblem: transformers does not accept the settings.
     """
     ids = torch.tensor([list(prompt)])
     torch.manual_seed(settings.seed)
@@ -115,21 +118,29 @@ def search(
         config.num_return_sequences = count
         found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     except (ValueError, NotImplementedError) as error:
-        raise UsageProblem(f"transformers refuses: {first_line(error)}", hint="see docs/generation.md") from error
+        raise UsageProblem(
+            f"transformers does not accept the settings: {first_line(error)}", hint="see docs/generation.md"
+        ) from error
     return [_up_to_end(sequence, settings.eos_token_id) for sequence in found[:, len(prompt) :].tolist()]
 
 
 def _up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
-    """Without the padding behind an end token."""
+    """The tokens without the padding after an end token."""
     length = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
     return tokens[:length]
 
 
 def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> Processor:
-    """All that transformers does to the logits of one sequence, its filters included.
+    """A function that applies all of transformers' logits processors and filters to one sequence.
+
+    Args:
+        settings: include the fields that need processors.
+        prompt_tokens: number of tokens of the prompt.
+        limit: maximum number of new tokens.
 
     Raises:
-        UnsupportedInput: a field that is no matter of logits.
+        UnsupportedInput: a field that does not work on logits.
+        UsageProblem: transformers does not accept the settings.
     """
     refused = sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS))
     if refused:
@@ -139,10 +150,10 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     model = GraphModel()
     try:
         config = generation_config(settings, limit)
-        config.max_length = prompt_tokens + limit  # as `generate` sets it; a forced last token looks at it
+        config.max_length = prompt_tokens + limit  # as `generate` sets it, for a forced last token
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True)
         steps = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device="cpu")
-    except Exception as error:  # whatever its checks and constructors raise for a value of another kind
+    except Exception as error:  # its checks and constructors raise anything for an invalid value
         raise _refused(error) from error
 
     def scores(ids: Array, logits: Array) -> Array:
@@ -157,12 +168,12 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
 
 def _refused(error: Exception) -> UsageProblem:
     return UsageProblem(
-        f"transformers refuses the generation config: {first_line(error)}", hint="mend generation_config.json"
+        f"transformers does not accept the generation config: {first_line(error)}", hint="fix generation_config.json"
     )
 
 
 def generation_config(settings: GenerationSettings, limit: int) -> GenerationConfig:
-    """As transformers' own object, for `limit` new tokens; stop strings are left to the text."""
+    """The settings as transformers' object, for `limit` new tokens; without stop strings, which `Row` handles."""
     ends = sorted(settings.eos_token_id)
     sampling = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     return GenerationConfig(

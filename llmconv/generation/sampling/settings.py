@@ -1,9 +1,8 @@
-"""GenerationSettings: how text is continued, in the words and with the defaults of transformers' `GenerationConfig`."""
+"""GenerationSettings: how text is generated, with the names and defaults of transformers' `GenerationConfig`."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,11 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
+from llmconv.runtime.context_length import language_config
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20
-"""Of transformers, where neither `max_new_tokens` nor `max_length` is said."""
+"""transformers' default if neither `max_new_tokens` nor `max_length` is set."""
 
 NEUTRAL: dict[str, Any] = {
     "min_length": 0,
@@ -37,13 +37,13 @@ NEUTRAL: dict[str, Any] = {
     "token_healing": False,
     "penalty_alpha": 0.0,
 }
-"""Fields that change the text, with the value that changes nothing; None changes nothing in any of them."""
+"""Fields that change the text, with their neutral value; None is neutral for all of them."""
 
 BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})
-"""Of them, those that change nothing without beams."""
+"""Fields of `NEUTRAL` that have no effect without beams."""
 
 NO_NEUTRAL = frozenset(
-    {
+    [
         "max_time",
         "top_h",
         "bad_words_ids",
@@ -57,35 +57,35 @@ NO_NEUTRAL = frozenset(
         "sequence_bias",
         "watermarking_config",
         "dola_layers",
-    }
+    ]
 )
-"""Fields that change the text whenever they are there."""
+"""Fields that change the text whenever they are set."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How the next tokens are picked, and when they end; every name is one of `transformers.GenerationConfig`.
+    """How tokens are picked, and when a text ends; names as in `transformers.GenerationConfig`.
 
     Attributes:
-        max_new_tokens: at most so many, the prompt not counted; goes before `max_length`.
-        max_length: at most so many, the prompt counted.
-        do_sample: draw from the distribution; else the likeliest token, the lowest id among equals.
-        temperature: logits are divided by it; 0 picks the likeliest whatever `do_sample` says.
+        max_new_tokens: maximum number of new tokens; takes precedence over `max_length`.
+        max_length: maximum number of tokens, prompt included.
+        do_sample: sample; otherwise pick the likeliest token, the lowest id among equals.
+        temperature: logits are divided by it; 0 means greedy, even with `do_sample`.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the fewest likeliest tokens whose probabilities add up to at least p.
+        top_p: keep the smallest set of likeliest tokens whose probabilities add up to at least p.
         min_p: keep tokens at least p times as likely as the likeliest.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that are there already.
-        num_beams: sequences searched side by side.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occur already.
+        num_beams: number of beams; 1 for no beam search.
         stop_strings: texts that end a sequence.
         eos_token_id: tokens that end a sequence.
-        pad_token_id: of no influence on the text; None for 0.
-        bos_token_id: what an empty prompt becomes.
-        seed: of the sampling; every prompt has a generator of its own that starts from it.
-        extra: fields of `GenerationConfig` that change the text and are none of these; transformers computes them.
-        said: fields that are not defaults.
+        pad_token_id: has no influence on the text; None for 0.
+        bos_token_id: the token that an empty prompt becomes.
+        seed: random seed for sampling; every prompt has its own generator that starts from it.
+        extra: other fields of `GenerationConfig` that change the text; transformers computes them.
+        explicit: names of the fields that were set and are not defaults.
 
     Raises:
-        UsageProblem: a value that cannot be.
+        UsageProblem: an invalid value.
     """
 
     max_new_tokens: int | None = None
@@ -103,7 +103,7 @@ class GenerationSettings:
     bos_token_id: int | None = None
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    said: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, value in _values({name: getattr(self, name) for name in KINDS}).items():
@@ -111,9 +111,7 @@ class GenerationSettings:
         for name, least, most in RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise UsageProblem(
-                    f"{name} {value} cannot be generated with", hint=f"give at least {least:g} and at most {most:g}"
-                )
+                raise UsageProblem(f"invalid {name} {value}", hint=f"give at least {least:g} and at most {most:g}")
 
     @property
     def is_greedy(self) -> bool:
@@ -122,11 +120,11 @@ class GenerationSettings:
 
     @property
     def needs_processors(self) -> bool:
-        """Whether fields are set that transformers' logits processors compute."""
+        """Whether a field is set that needs transformers' logits processors."""
         return bool(self.extra.keys() - BEAMS_ONLY)
 
     def new_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens may follow a prompt; 0 where `max_length` leaves no room."""
+        """Maximum number of new tokens after a prompt; 0 if `max_length` leaves no room."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.max_length is not None:
@@ -135,68 +133,70 @@ class GenerationSettings:
 
     @classmethod
     def of(cls, folder: str | Path, **overrides: Any) -> GenerationSettings:
-        """What a folder's `generation_config.json` says, under the options that are given.
+        """The settings in a folder's `generation_config.json`, replaced by `overrides`.
 
         Args:
-            folder: of a model; end tokens may stand in `config.json` instead.
-            overrides: fields of `GenerationConfig`; None is not given.
+            folder: model folder; end tokens may be in `config.json` instead.
+            overrides: fields of `GenerationConfig`; None means not given.
 
         Raises:
-            MalformedInput: a field of the file is no value of its kind.
-            UsageProblem: an option cannot be.
+            MalformedInput: a field of the file has an invalid value.
+            UsageProblem: an override is invalid.
         """
         folder = path_of(folder, "folder")
-        said = {**_special_tokens(folder), **_read(folder / GENERATION_CONFIG)}
+        fields = {**_special_tokens(folder), **_read(folder / GENERATION_CONFIG)}
         try:
-            settings = cls()._changed(said)
+            settings = cls()._changed(fields)
         except UsageProblem as error:
-            raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="mend or remove the file") from error
+            raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="fix or remove the file") from error
         return settings.but(**overrides)
 
     def but(self, **changes: Any) -> GenerationSettings:
-        """These settings with other fields; None is not given, and a temperature of 0 is greedy.
+        """A copy of these settings with the given fields replaced; None means not given.
 
         Raises:
-            UsageProblem: no field of `GenerationConfig`, one that has no effect here, or a value that cannot be.
+            UsageProblem: not a field of `GenerationConfig`, a field that has no effect here, or an invalid value.
         """
         require_known(name for name, value in changes.items() if value is not None)
         require_effect(changes)
         return self._changed(changes)
 
     def _changed(self, changes: Mapping[str, Any]) -> GenerationSettings:
-        """These settings with other fields; those of a file that mean nothing here are passed over."""
+        """As `but`, ignoring fields of a file that have no effect here."""
         given = {name: value for name, value in changes.items() if value is not None}
         if given.get("max_new_tokens") is None and given.get("max_length") is not None:
-            given["max_new_tokens"] = None  # the latest word counts
+            given["max_new_tokens"] = None  # the latest setting counts
         values = _values({name: value for name, value in given.items() if name in KINDS})
-        said = self.said | {name for name, value in given.items() if value is not None}
-        return replace(self, **values, extra={**self.extra, **changes_text(given)}, said=said)
+        explicit = self.explicit | {name for name, value in given.items() if value is not None}
+        return replace(self, **values, extra={**self.extra, **changes_text(given)}, explicit=explicit)
 
 
 def require_known(names: Iterable[str]) -> None:
-    """Refuses what is no field of transformers' `GenerationConfig`: a slip of the pen would change nothing, silently.
+    """Refuses names that are not fields of transformers' `GenerationConfig`: a typo would silently have no effect.
 
     Raises:
-        UsageProblem: there is one, and which is meant.
+        UsageProblem: an unknown name; the hint has the closest field.
     """
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)
     for name in sorted(names & ELSEWHERE.keys()):
-        raise UsageProblem(f"`{name}` is not a setting of generation", hint=ELSEWHERE[name])
-    if unknown := sorted(names - known):  # the rest is known to transformers, which takes seconds to load
-        known |= importlib.import_module("transformers").GenerationConfig().to_dict().keys()
+        raise UsageProblem(f"`{name}` is not a generation setting", hint=ELSEWHERE[name])
+    if unknown := sorted(names - known):
+        from transformers import GenerationConfig  # noqa: PLC0415 - takes seconds, and only other fields need it
+
+        known |= GenerationConfig().to_dict().keys()
     for name in unknown:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"is `{near[0]}` meant?" if near else "see transformers' `GenerationConfig`"
-            raise UsageProblem(f"`{name}` is not a setting of generation", hint=hint)
+            hint = f"did you mean `{near[0]}`?" if near else "see transformers' `GenerationConfig`"
+            raise UsageProblem(f"`{name}` is not a generation setting", hint=hint)
 
 
 def require_settings(settings: Any) -> GenerationSettings:
-    """The settings themselves.
+    """`settings`, if it is a `GenerationSettings`.
 
     Raises:
-        UsageProblem: a dictionary, or transformers' own object.
+        UsageProblem: it is a dict, or transformers' `GenerationConfig`.
     """
     if not isinstance(settings, GenerationSettings):
         raise UsageProblem(
@@ -207,19 +207,19 @@ def require_settings(settings: Any) -> GenerationSettings:
 
 
 def require_effect(changes: Mapping[str, Any]) -> None:
-    """Refuses fields of `GenerationConfig` that change what transformers returns, and nothing here.
+    """Refuses fields of `GenerationConfig` that change what transformers returns, but have no effect here.
 
     Raises:
-        UsageProblem: one is set.
+        UsageProblem: such a field is set.
     """
     if (changes.get("num_return_sequences") or 1) != 1:
         raise UsageProblem(
-            "`num_return_sequences` has no effect here: each prompt is continued once",
+            "`num_return_sequences` has no effect here: each prompt gets one continuation",
             hint='`llmconv.pipeline("text-generation", …)` returns several, or repeat the prompt with another `seed`',
         )
     for name in RETURNED:
         if changes.get(name):
-            raise UsageProblem(f"`{name}` has no effect here: texts and tokens are returned", hint="leave it out")
+            raise UsageProblem(f"`{name}` has no effect here: only texts and tokens are returned", hint="leave it out")
 
 
 RANGES = (
@@ -233,28 +233,28 @@ RANGES = (
     ("num_beams", 1, 10_000),
     ("seed", 0, 2**64),
 )
-"""Field, least and largest value; NaN is in none of them."""
+"""Field, minimum and maximum; NaN is outside every range."""
 
 
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 
 ELSEWHERE = {
-    "tokenizer": "the tokenizer is the model folder's; `model=ModelFiles(FOLDER, tokenizer=OTHER)` names another one",
+    "tokenizer": "the tokenizer is the model folder's; `model=ModelFiles(FOLDER, tokenizer=OTHER)` selects another one",
     "device": 'give `session=SessionSettings(provider="cuda")`; `backend="torch"` runs on the CPU',
-    "device_map": "one process runs a model whole; `llmconv export --stages` divides its graphs",
-    "torch_dtype": "graphs compute in float32; `llmconv export --dtype` says how weights are stored",
-    "dtype": "graphs compute in float32; `llmconv export --dtype` says how weights are stored",
-    "streamer": "`TextModel.stream` gives pieces as they come; `generate` takes `on_piece`",
-    "model_kwargs": "give its fields by name",
-    "prompt": "is `prompts` meant?",
-    "stop": "is `stop_strings` meant?",
-    "max_tokens": "is `max_new_tokens` meant?",
+    "device_map": "one process runs the whole model; `llmconv export --stages` splits its graphs",
+    "torch_dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
+    "dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
+    "streamer": "`TextModel.stream` yields pieces as they come; `generate` has `on_piece`",
+    "model_kwargs": "pass its fields as keyword arguments",
+    "prompt": "did you mean `prompts`?",
+    "stop": "did you mean `stop_strings`?",
+    "max_tokens": "did you mean `max_new_tokens`?",
 }
-"""Words of transformers' pipeline and of other libraries, and the way to what they are for."""
+"""Names from transformers' pipeline and other libraries, and what to use instead."""
 
 
-def _whole(value: Any) -> int:
-    """A whole number, also as `20.0` or `"20"`, as some files have it."""
+def _integer(value: Any) -> int:
+    """An integer, also written as `20.0` or `"20"`, as in some files."""
     if isinstance(value, str) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     return operator.index(_number(value))
@@ -262,12 +262,12 @@ def _whole(value: Any) -> int:
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
-        raise TypeError("True and False are not numbers")
+        raise TypeError("a bool is not a number")
     return value
 
 
 def _optional_int(value: Any) -> int | None:
-    return None if value is None else _whole(value)
+    return None if value is None else _integer(value)
 
 
 def _real(value: Any) -> float:
@@ -285,7 +285,7 @@ def _flag(value: Any) -> bool:
 
 
 def _tokens(value: Any) -> frozenset[int]:
-    return frozenset(map(_whole, value if isinstance(value, list | tuple | set | frozenset) else (value,)))
+    return frozenset(map(_integer, value if isinstance(value, list | tuple | set | frozenset) else (value,)))
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -300,48 +300,46 @@ KINDS: dict[str, Any] = {
     "max_length": _optional_int,
     "do_sample": _flag,
     "temperature": _real,
-    "top_k": _whole,
+    "top_k": _integer,
     "top_p": _real,
     "min_p": _optional_real,
     "repetition_penalty": _real,
-    "num_beams": _whole,
+    "num_beams": _integer,
     "stop_strings": _texts,
     "eos_token_id": _tokens,
     "pad_token_id": _optional_int,
     "bos_token_id": _optional_int,
-    "seed": _whole,
+    "seed": _integer,
 }
-"""Field to what makes its value of what a file or an option says."""
+"""Field to the function that converts a value of a file or an option."""
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as values of their kinds.
+    """The fields, converted to their types.
 
     Raises:
-        UsageProblem: one is of another kind.
+        UsageProblem: a value has the wrong type.
     """
     values = {}
     for name, value in given.items():
         try:
             values[name] = KINDS[name](value)
         except (TypeError, ValueError, OverflowError) as error:
-            problem = f"`{name}` is {kind_of(value)} ({value!r:.40}), which is not a value of its kind"
+            problem = f"invalid value for `{name}`: {value!r:.40} ({kind_of(value)})"
             raise UsageProblem(problem, hint=f"see `{name}` of transformers' `GenerationConfig`") from error
     return values
 
 
-def changes_text(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that our own loop does not know and that change the text."""
-    found = {name: said[name] for name, neutral in NEUTRAL.items() if said.get(name) not in (None, neutral)}
-    return found | {name: said[name] for name in sorted(NO_NEUTRAL) if said.get(name) is not None}
+def changes_text(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that change the text and that llmconv's own loop does not implement."""
+    found = {name: fields[name] for name, neutral in NEUTRAL.items() if fields.get(name) not in (None, neutral)}
+    return found | {name: fields[name] for name in sorted(NO_NEUTRAL) if fields.get(name) is not None}
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Start, end and padding tokens of `config.json`, which count where `generation_config.json` names none."""
-    config = _read(folder / "config.json")
-    text = config.get("text_config")
-    merged = {**config, **(text if isinstance(text, dict) else {})}
-    return {name: merged.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    """Start, end and padding tokens of `config.json`, used if `generation_config.json` has none."""
+    config = language_config(folder)
+    return {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _read(path: Path) -> dict[str, Any]:

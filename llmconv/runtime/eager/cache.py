@@ -1,4 +1,4 @@
-"""EagerCache: transformers' own cache of the eager model, read by the names of the graphs' outputs."""
+"""EagerCache: transformers' cache of the eager model, with the names of the graphs' outputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT, layer_of
 from llmconv.tensors import Array
 
 STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""transformers' names of layer types that keep a state of fixed size."""
+"""transformers' `layer_types` with a state of fixed size."""
 
 
 @dataclass(frozen=True)
 class EagerCache:
-    """A DynamicCache without sliding layers: every layer with attention keeps every token.
+    """A DynamicCache without sliding layers: every attention layer keeps every token.
 
     Attributes:
-        cache: transformers' object.
-        input_ids, position_ids: of all tokens in it, [batch, length].
+        cache: the transformers object.
+        input_ids, position_ids: tokens and positions in the cache, int64 [batch, length].
     """
 
     cache: Any
@@ -31,16 +31,16 @@ class EagerCache:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache, padding included."""
+        """Number of tokens in the cache, padding included."""
         return int(self.input_ids.shape[1])
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether some layer keeps a recurrent state."""
+        """Whether any layer has a recurrent state."""
         return any(name.startswith("present_recurrent") for name in self._tensors())
 
     def arrays(self) -> dict[str, Array]:
-        """By name, see `Cache.arrays`; bfloat16 widened to float32."""
+        """See `Cache.arrays`; bfloat16 is converted to float32."""
         return {name: to_numpy(tensor) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ class EagerCache:
 
 
 def fresh_cache(config: Any) -> Any:
-    """An empty DynamicCache that keeps every token; of a mixed model, with the right kind of layer in each place."""
+    """An empty DynamicCache that keeps every token; layers with a state have their own layer class."""
     if not keeps_states(config):
         return DynamicCache()
     cache = DynamicCache(config=config.get_text_config(decoder=True))
@@ -65,12 +65,18 @@ def fresh_cache(config: Any) -> Any:
 
 
 def keeps_states(config: Any) -> bool:
-    """Whether some layers keep a state of fixed size, instead of every token's keys and values."""
+    """Whether any layer keeps a state of fixed size instead of the keys and values of every token."""
     return bool(STATE_TYPES & set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()))
 
 
 def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:
-    """Puts a tensor of another runner's cache where `EagerCache.arrays` would find it under `name`."""
+    """Stores a tensor of another runner's cache under its output name.
+
+    Args:
+        cache: a DynamicCache, changed in place; keys come before values.
+        name: output name such as `present.0.key`.
+        tensor: [batch, kv_heads, length, head_dim], or a state [batch, ...].
+    """
     prefix, _, rest = name.partition(".")
     index, part = layer_of(name) or 0, rest.partition(".")[2]
     if prefix == "present":
@@ -91,6 +97,6 @@ def _restore_keys(cache: Any, index: int, part: str, tensor: torch.Tensor) -> No
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """A numpy view of a tensor; bfloat16, which numpy lacks, is widened to float32."""
+    """A numpy view of a tensor; bfloat16, which numpy lacks, is converted to float32."""
     array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
     return array

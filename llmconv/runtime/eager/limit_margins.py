@@ -1,7 +1,7 @@
-"""Reach: how near a model comes to its own limits; what stays far below one computes the same without it.
+"""LimitMargins: how close the values of a model come to its limits; a limit far from all values has no effect.
 
-Limits are those of clamps and of tanh, which is a straight line for small numbers. They are seen where torch computes
-them, whatever the model's code looks like.
+Limits are the bounds of clamps, and tanh, which is linear for small numbers. They are observed in torch's operators,
+whatever the model's code looks like.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-BENDS = 0.05
-"""Of tanh: there it differs from a straight line by less than a thousandth."""
+TANH_LINEAR = 0.05
+"""Up to this input, tanh differs from a straight line by less than a thousandth."""
 HUGE = 1e30
-"""Limits beyond it are those of the type, which no weight should reach."""
+"""Larger limits are those of the dtype, which no value should reach."""
 
 aten = torch.ops.aten
 LIMITS = {
@@ -29,17 +29,17 @@ LIMITS = {
     aten.maximum: (("min", 1),),
     aten.minimum: (("max", 1),),
 }
-"""By operator: which sides it limits, and the place of the limit among its arguments."""
+"""By operator: the kinds of limits, each with the index of its argument."""
 
 
-class Place(NamedTuple):
-    """One limit.
+class ModelLimit(NamedTuple):
+    """One limit of a model.
 
     Attributes:
-        scope: the part of the model that is run, empty for all of it.
-        number: of the operator in its scope.
+        scope: name of the layer that runs; empty outside of layers.
+        number: index of the operator in its scope, from 1.
         kind: `min`, `max` or `tanh`.
-        limit: a number, not 0.
+        limit: the bound, not 0.
     """
 
     scope: str
@@ -49,30 +49,36 @@ class Place(NamedTuple):
 
     @property
     def is_floor(self) -> bool:
-        """Whether it keeps small numbers from becoming smaller: no larger weights reach it."""
+        """Whether it is a positive lower bound, which larger weights do not reach."""
         return self.kind == "min" and self.limit > 0
 
 
-class Reach:
-    """What was seen while a model ran.
+class LimitMargins:
+    """How close values came to limits while a model ran.
 
     Attributes:
-        shares: by limit, the largest share of it that was reached; 1 and more where it changed something.
+        shares: the largest value by limit, divided by the limit; 1 or more if the limit had an effect.
     """
 
     def __init__(self) -> None:
-        self.shares: dict[Place, float] = {}
+        self.shares: dict[ModelLimit, float] = {}
         self._scope, self._number = "", 0
 
     def begin(self, scope: str = "") -> None:
-        """Operators are counted from here."""
+        """Starts a scope; operators are numbered from here."""
         self._scope, self._number = scope, 0
 
     def see(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Called for every operator before it runs."""
+        """Observes an operator before it runs.
+
+        Args:
+            operator: an overload such as `aten.clamp.default`.
+            args: its positional arguments; the first is the value.
+            kwargs: its keyword arguments.
+        """
         packet = getattr(operator, "overloadpacket", None)
         if packet is aten.tanh:
-            limits: Iterable[tuple[str, float]] = [("tanh", BENDS)]
+            limits: Iterable[tuple[str, float]] = [("tanh", TANH_LINEAR)]
         elif packet in LIMITS:
             limits = _limits(LIMITS[packet], args, kwargs)
         else:
@@ -93,14 +99,14 @@ class Reach:
             extreme = float(finite.max() if kind == "max" else finite.min())
             is_floor = kind == "min" and limit > 0
             share = limit / max(extreme, 1e-300) if is_floor else extreme / limit
-        place = Place(self._scope, self._number, kind, limit)
-        self.shares[place] = max(self.shares.get(place, 0.0), share)
+        reached = ModelLimit(self._scope, self._number, kind, limit)
+        self.shares[reached] = max(self.shares.get(reached, 0.0), share)
 
 
 def _limits(
     sides: Sequence[tuple[str, int]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, float]]:
-    """The sides of a clamp that are limited by one number which matters."""
+    """The kinds and values of the limits of a clamp that are single numbers."""
     for kind, at in sides:
         limit = args[at] if len(args) > at else kwargs.get(kind)
         if isinstance(limit, torch.Tensor):

@@ -1,7 +1,8 @@
-"""StoredTensor: a tensor of a safetensors file as transformers loads it, read when it is sliced."""
+"""StoredTensor: a tensor of a safetensors file as transformers loads it, read when it is sliced and possibly scaled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ from safetensors import safe_open
 
 from llmconv.checkpoint import open_weights
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.runtime.eager.scale_factors import Factors
 
 ALIGNMENT = 64
-"""Bytes of a cache line; sums of products depend on where in it a matrix begins."""
+"""Bytes of a cache line; the rounding of sums of products depends on the alignment of a matrix."""
 
+INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""Integer types by size in bytes; torch converts these from numpy, unlike bfloat16."""
 
-WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""Integers of the size of a float, which torch takes from numpy whatever the float."""
+ScaleFactors = Callable[[str, Sequence[int]], float]
+"""The factor of a tensor by its name and shape: a power of two, so that the scaled weight is exact; 1 for unscaled."""
 
 
 class StoredTensor:
@@ -26,10 +28,10 @@ class StoredTensor:
 
     Args:
         stored: the slice of `safe_open`.
-        file: where it lies; a tensor that is used as it is stored begins at the same place of a cache line as if the
-            file were mapped, which is what `from_pretrained` does.
-        dtype: that a load asks for.
-        factor: a power of two that every value is multiplied by.
+        file: its file and position; a tensor in its stored dtype gets the alignment that it would have if the file were
+            mapped, as by `from_pretrained`.
+        dtype: dtype requested for the model.
+        factor: a power of two by which every value is multiplied.
     """
 
     def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -37,28 +39,34 @@ class StoredTensor:
         self.shape = file.shape
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """All of it, which is what transformers asks for."""
+        """The whole tensor; transformers requests `[...]`."""
         tensor: torch.Tensor = self._stored[key]
         if tensor.dtype is torch.float64:
-            return self._scaled(tensor.float())  # as a load in float32 has it
+            return self._scaled(tensor.float())  # as in a load in float32
         if self._factor != 1.0:
             return self._scaled(tensor)
-        return _placed(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
+        return _aligned(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Some rows; a slice of `safe_open` would read the whole tensor for them."""
-        words = torch.from_numpy(self._file.rows(start, stop).view(WORDS[self._file.dtype.itemsize]))
-        return self._scaled(words.view(getattr(torch, self._file.dtype.name)))
+        """Rows `start:stop`; a slice of `safe_open` would read the whole tensor."""
+        integers = torch.from_numpy(self._file.rows(start, stop).view(INTEGERS[self._file.dtype.itemsize]))
+        return self._scaled(integers.view(getattr(torch, self._file.dtype.name)))
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In float32 at least, where a factor loses nothing that matters."""
+        """The scaled tensor, in float32 or wider, where scaling by a power of two is exact."""
         if self._factor == 1.0 or not tensor.is_floating_point():
             return tensor
         return torch.mul(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), self._factor)
 
 
-def stored_tensors(folder: Path, dtype: torch.dtype, factors: Factors | None = None) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's weights by name, scaled by `factors`; `dtype` is what a load asks for."""
+def stored_tensors(folder: Path, dtype: torch.dtype, factors: ScaleFactors | None = None) -> dict[str, StoredTensor]:
+    """The weights of a folder by name.
+
+    Args:
+        folder: a Hugging Face folder with safetensors weights.
+        dtype: dtype requested for the model.
+        factors: scales the tensors; None for no scaling.
+    """
     found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
     files = {tensor.path for tensor in found.values()}
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
@@ -68,12 +76,12 @@ def stored_tensors(folder: Path, dtype: torch.dtype, factors: Factors | None = N
     }
 
 
-def _placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same at an address that has the remainder of `offset` within a cache line."""
+def _aligned(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The tensor, copied if its address is not congruent to `offset` modulo the cache line."""
     if (tensor.data_ptr() - offset) % ALIGNMENT == 0:
         return tensor
-    room = torch.empty(tensor.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
-    start = (offset - room.data_ptr()) % ALIGNMENT
+    buffer = torch.empty(tensor.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
+    start = (offset - buffer.data_ptr()) % ALIGNMENT
     if start % tensor.itemsize:
         return tensor
-    return room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,4 +1,4 @@
-"""TorchRunner: the Hugging Face model as transformers itself would generate with it, on one growing cache."""
+"""TorchRunner: the Hugging Face model with the attention and the growing cache that transformers' `generate` uses."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.sources import local_path
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
-from llmconv.runtime.eager.runner import EagerRunner, forget_lengths
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
 class TorchCache:
-    """transformers' cache, which the next call grows in place: only the latest step's can be gone on from.
+    """transformers' cache, which the next call extends in place: only the cache of the latest step can be continued.
 
     Attributes:
         cache: a DynamicCache.
-        length: tokens in it, padding included.
+        length: number of tokens, padding included.
     """
 
     cache: Any
     length: int
 
     def arrays(self) -> Mapping[str, Array]:
-        """By name, see `Cache.arrays`."""
+        """See `Cache.arrays`."""
         return self._named.arrays()
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether some layer keeps a recurrent state."""
+        """Whether any layer has a recurrent state."""
         return self._named.has_recurrent_state
 
     @property
     def _named(self) -> EagerCache:
-        none = np.zeros((1, self.length), dtype=np.int64)
-        return EagerCache(self.cache, none, none)
+        ids = np.zeros((1, self.length), dtype=np.int64)  # only the length is used
+        return EagerCache(self.cache, ids, ids)
 
 
 class TorchRunner(EagerRunner):
-    """The model with the attention that transformers chooses, in the dtype of its weights.
+    """The model with the default attention of transformers.
 
     Args:
         folder: a Hugging Face folder.
-        dtype: `auto` for that of the weights, or a float type by name.
+        dtype: `auto` for the dtype of the weights, or a float type by name.
         code: see `EagerRunner`.
-        adapter: a folder of PEFT, whose adapter is kept apart from the weights.
-        threads: of torch, in this process; 0 leaves them as they are.
+        adapter: folder of a PEFT adapter, which is applied without merging.
+        threads: number of torch threads in this process; 0 for no change.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -84,45 +85,45 @@ class TorchRunner(EagerRunner):
 
     def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
         if past is None:
-            forget_lengths(self.model)
+            reset_dynamic_rope(self.model)
         cache = past.cache if isinstance(past, TorchCache) else self._cache(past)
         new, done = input_ids.shape[1], past.length if past else 0
-        pieces = range(new) if past and new > 1 and self._counts_alone(past) else [slice(0, new)]
-        for piece in pieces:
-            at = slice(piece, piece + 1) if isinstance(piece, int) else piece
+        width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
+        for start in range(0, new, width):
+            at = slice(start, start + width)
             logits = self._forward(input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at], cache)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
 
-    def _counts_alone(self, past: Cache) -> bool:
-        """Whether a state can be continued by one token only."""
+    def _needs_single_tokens(self, past: Cache) -> bool:
+        """Whether the model continues a recurrent state correctly by one token at a time only."""
         named = past if isinstance(past, TorchCache) else TorchCache(self._cache(past), past.length)
         return not self._continues and named.has_recurrent_state
 
 
 def _with_adapter(model: Any, adapter: Path) -> Any:
-    """The model with an adapter of PEFT around its layers."""
+    """The model with a PEFT adapter around its layers."""
     adapter = local_path(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file() or not (adapter / ADAPTER_WEIGHTS).is_file():
         raise InputRefused(
-            f"`{adapter}` is not an adapter of PEFT", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+            f"`{adapter}` is not a PEFT adapter", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         )
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise UsageProblem(
-            "an adapter beside its model needs the library peft",
+            "an adapter that is not merged needs the library peft",
             hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft about its own use of transformers
+            warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
             tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
-    except Exception as error:  # every kind of tuner has exceptions of its own
+    except Exception as error:  # each kind of adapter raises its own exceptions
         raise InputRefused(
-            f"PEFT cannot put `{adapter}` on the model: {first_line(error)}", hint="is it an adapter of this model?"
+            f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}", hint="is it an adapter of this model?"
         ) from error
     if tuned.active_peft_config.is_prompt_learning:
         raise InputRefused(
-            f"`{adapter}` holds a tuned prefix, which no layer has", hint="`llmconv export MODEL --prefix ADAPTER`"
+            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="`llmconv export MODEL --prefix ADAPTER`"
         )
     return tuned

@@ -1,7 +1,7 @@
-"""LazyMatrices: embedding tables and heads that are read by rows, and never whole.
+"""LazyMatrices: embedding tables and output heads that are read by rows, never as a whole.
 
-A vocabulary of 128k tokens times a width of 4096 is 4 GB in float64. Such a matrix stays on the meta device; a lookup
-reads the rows of its tokens, and a product takes some rows of the matrix at a time.
+A vocabulary of 128k tokens times a width of 4096 is 4 GB in float64. Such a matrix stays on the meta device: a lookup
+reads the rows of its tokens, and a product reads one block of rows after another.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from llmconv.runtime.eager.stored_tensors import StoredTensor
 
 BLOCK = 1 << 26
-"""Elements of a matrix that are there at a time."""
+"""Maximum number of elements of a matrix in memory at a time."""
 
 
 class LazyMatrices(TorchFunctionMode):
-    """While active, `embedding` and `linear` with a lazy matrix read what they need of it.
+    """While active, `embedding` and `linear` read only the required rows of lazy matrices.
 
     Args:
-        matrices: by the id of the parameter that stands for them.
-        multiply: called for the product of an input with the lazy matrix of that id.
+        matrices: the stored tensors by the id of the meta parameter that represents them.
+        multiply: computes `linear` for the lazy matrix with that id, an input and a bias.
     """
 
     def __init__(
@@ -48,27 +48,30 @@ class LazyMatrices(TorchFunctionMode):
 
     def _look_up(self, ids: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         stored = self._matrices[id(parameter)]
-        tokens, places = torch.unique(ids, return_inverse=True)
+        tokens, indices = torch.unique(ids, return_inverse=True)
         rows = torch.cat([stored.rows(token, token + 1) for token in tokens.tolist()])
-        return functional.embedding(places, rows.to(parameter.dtype))
+        return functional.embedding(indices, rows.to(parameter.dtype))
 
 
 def product_by_rows(
     stored: StoredTensor, dtype: torch.dtype, inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 ) -> list[torch.Tensor]:
-    """`linear(input, matrix, bias)` of several inputs; the matrix is read once.
+    """`linear(input, matrix, bias)` for several inputs; the matrix is read once.
 
     Args:
-        stored: [rows, columns].
-        dtype: to compute in.
-        inputs: each [..., columns], with the bias [rows] or None.
+        stored: the matrix, [rows, columns].
+        dtype: dtype of the computation and of the results.
+        inputs: pairs of an input [..., columns] and a bias [rows] or None.
+
+    Returns:
+        One tensor [..., rows] per input.
     """
     rows, columns = stored.shape
     step = max(1, BLOCK // columns)
     results = [value.new_empty((*value.shape[:-1], rows), dtype=dtype) for value, _ in inputs]
     for start in range(0, rows, step):
-        part = slice(start, min(rows, start + step))
-        matrix = (stored[...] if step >= rows else stored.rows(part.start, part.stop)).to(dtype)
+        block = slice(start, min(rows, start + step))
+        matrix = (stored[...] if step >= rows else stored.rows(block.start, block.stop)).to(dtype)
         for result, (value, bias) in zip(results, inputs, strict=True):
-            result[..., part] = functional.linear(value, matrix, None if bias is None else bias[part])
+            result[..., block] = functional.linear(value, matrix, None if bias is None else bias[block])
     return results

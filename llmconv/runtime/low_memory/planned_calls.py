@@ -1,4 +1,4 @@
-"""PlannedCall: a call that is known before it is made, so that many can be made side by side."""
+"""PlannedCall: a call of a runner that is known in advance, so that several calls can run together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from llmconv.tensors import Array
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of a runner among several; arguments as in `Runner.prefill`.
+    """One of several calls of a runner; arguments as in `Runner.prefill`.
 
     Attributes:
-        past: the cache to continue, where it is there already.
-        parent: index of the earlier call whose cache this one continues; None where that is `past`.
+        past: the cache to continue, if it exists already.
+        parent: index of the earlier call whose cache this call continues; None if it continues `past`.
     """
 
     input_ids: Array
@@ -25,5 +25,5 @@ class PlannedCall:
 
     @property
     def past_length(self) -> int:
-        """Tokens before this call, padding included."""
+        """Number of tokens before this call, padding included."""
         return int(self.attention_mask.shape[1] - self.input_ids.shape[1])

@@ -1,4 +1,4 @@
-"""Foreseen: a runner whose calls are made before they are asked for, many at once, and kept in a file until then."""
+"""PrecomputedRunner: runs many planned calls together and keeps their results in a temporary file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import numpy as np
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
-from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
 
-ROWS = 2048
-"""Tokens, past ones counted with every call, that are run at once: what they leave is held in memory meanwhile."""
+MAX_TOKENS = 2048
+"""Maximum number of tokens, past ones included, of the calls that run together; their results are held in memory."""
 
 
-class Given(Protocol):
-    """A call that will be asked for; see `Runner.prefill`."""
+class RunnerCall(Protocol):
+    """The arguments of `Runner.prefill` without the past."""
 
     @property
     def input_ids(self) -> Array: ...
@@ -36,8 +36,8 @@ class Given(Protocol):
     def position_ids(self) -> Array: ...
 
 
-class Drawer:
-    """A temporary file of arrays, without a name; it is gone with the drawer."""
+class SpillFile:
+    """An unlinked temporary file of arrays, which is freed with this object."""
 
     def __init__(self) -> None:
         self._fd, name = mkstemp(prefix="llmconv-")
@@ -45,110 +45,111 @@ class Drawer:
         self._end = 0
         finalize(self, os.close, self._fd)
 
-    def put(self, array: Array) -> Drawn:
-        """Writes an array behind the others.
+    def put(self, array: Array) -> SpilledArray:
+        """Appends an array.
 
         Raises:
             OutputFailed: the disk is full.
         """
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        drawn = Drawn(self, self._end, array.shape, array.dtype)
+        spilled = SpilledArray(self, self._end, array.shape, array.dtype)
         try:
             while content:
                 count = os.pwrite(self._fd, content, self._end)
                 content, self._end = content[count:], self._end + count
         except OSError as error:
             raise OutputFailed(
-                f"results cannot be kept in `{gettempdir()}`: {first_line(error)}",
+                f"cannot write results to `{gettempdir()}`: {first_line(error)}",
                 hint="set TMPDIR to a folder with more room",
             ) from error
-        return drawn
+        return spilled
 
-    def get(self, drawn: Drawn) -> Array:
-        """Reads one."""
-        array: Array = np.empty(drawn.shape, drawn.dtype)
-        read_exactly(self._fd, array.reshape(-1).view(np.uint8).data, drawn.offset, Path(gettempdir()))
+    def get(self, spilled: SpilledArray) -> Array:
+        """Reads an array."""
+        array: Array = np.empty(spilled.shape, spilled.dtype)
+        read_exactly(self._fd, array.reshape(-1).view(np.uint8).data, spilled.offset, Path(gettempdir()))
         return array
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """An array in a drawer."""
+class SpilledArray:
+    """An array in a `SpillFile`: its byte offset, shape and dtype."""
 
-    drawer: Drawer
+    file: SpillFile
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def read(self) -> Array:
-        """The array."""
-        return self.drawer.get(self)
+        """The array, read from the file."""
+        return self.file.get(self)
 
 
 @dataclass(frozen=True)
-class KnownCache:
-    """The cache after calls that were foreseen.
+class SpilledCache:
+    """The cache after precomputed calls, kept in a file.
 
     Attributes:
-        key: of the calls that led to it.
-        length: tokens in it, padding included.
+        key: hash of the calls that produced it.
+        length: number of tokens, padding included.
+        spilled: the arrays by name.
     """
 
     key: bytes
     length: int
-    drawn: Mapping[str, Drawn]
+    spilled: Mapping[str, SpilledArray]
 
     def arrays(self) -> dict[str, Array]:
         """See `Cache.arrays`."""
-        return {name: drawn.read() for name, drawn in self.drawn.items()}
+        return {name: array.read() for name, array in self.spilled.items()}
 
 
 @dataclass(frozen=True)
 class _Kept:
-    logits: Drawn
-    present: KnownCache
+    logits: SpilledArray
+    present: SpilledCache
     choices: Choices | None
 
     def step(self) -> Step:
         return Step(self.logits.read(), self.present, self.choices)
 
 
-Line = tuple[KnownCache | None, Sequence[Given]]
-"""Calls that continue each other, and the cache that the first one continues."""
+CallChain = tuple[SpilledCache | None, Sequence[RunnerCall]]
+"""The past of the first call, and calls that each continue the previous one."""
 
 
-class Foreseen:
-    """A runner that knows its calls.
+class PrecomputedRunner(Runner):
+    """A runner that computes planned calls in advance.
 
     Args:
-        name: of what runs; keys of two of them differ.
-        run_all: makes calls; each comes after the one that it continues.
-        drawer: where results are kept.
+        name: name of the model or graph; part of the keys of its calls.
+        run_all: runs calls, each of which comes after the call that it continues.
+        file: stores the results.
     """
 
-    def __init__(self, name: str, run_all: Callable[[Sequence[PlannedCall]], list[Step]], drawer: Drawer) -> None:
-        self._name, self._run_all, self._drawer = name, run_all, drawer
+    def __init__(self, name: str, run_all: Callable[[Sequence[PlannedCall]], list[Step]], file: SpillFile) -> None:
+        self._name, self._run_all, self._file = name, run_all, file
         self._kept: dict[bytes, _Kept | LlmconvError] = {}
 
-    def foresee(self, lines: Sequence[Line]) -> None:
-        """Makes the calls of all lines; an error is raised when the call is asked for.
+    def precompute(self, chains: Sequence[CallChain]) -> None:
+        """Runs the calls of all chains; an error of a call is raised when its result is requested.
 
         Raises:
-            UnsupportedInput: what runs the calls cannot do so at all.
+            UnsupportedInput: the calls cannot run together.
         """
-        batch: list[Line] = []
-        rows = 0
-        for line in lines:
-            more = sum(call.attention_mask.size for call in line[1])
-            if batch and rows + more > ROWS:
+        batch: list[CallChain] = []
+        tokens = 0
+        for chain in chains:
+            more = sum(call.attention_mask.size for call in chain[1])
+            if batch and tokens + more > MAX_TOKENS:
                 self._run(batch)
-                batch, rows = [], 0
-            batch, rows = [*batch, line], rows + more
+                batch, tokens = [], 0
+            batch, tokens = [*batch, chain], tokens + more
         self._run(batch)
 
-    def _run(self, lines: Sequence[Line]) -> None:
+    def _run(self, chains: Sequence[CallChain]) -> None:
         planned: dict[bytes, PlannedCall] = {}
-        for past, calls in lines:
+        for past, calls in chains:
             key, before = past.key if past else b"", past
             for call in calls:
                 parent = list(planned).index(key) if key in planned else None
@@ -171,23 +172,23 @@ class Foreseen:
             self._kept[key] = self._keep(key, step)
 
     def _keep(self, key: bytes, step: Step) -> _Kept:
-        drawn = {name: self._drawer.put(array) for name, array in step.present.arrays().items()}
-        return _Kept(self._drawer.put(step.logits), KnownCache(key, step.present.length, drawn), step.choices)
+        spilled = {name: self._file.put(array) for name, array in step.present.arrays().items()}
+        return _Kept(self._file.put(step.logits), SpilledCache(key, step.present.length, spilled), step.choices)
 
-    def _key(self, past: bytes, call: Given) -> bytes:
+    def _key(self, past: bytes, call: RunnerCall) -> bytes:
         content = hashlib.sha256(past + self._name.encode())
         for array in (call.input_ids, call.attention_mask, call.position_ids):
             content.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
         return content.digest()
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `Runner.prefill`; what was not foreseen is run now.
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """As `Runner.prefill`; a call that was not precomputed runs now.
 
         Raises:
-            LlmconvError: that the call ended with.
+            LlmconvError: the error of the call.
         """
         call = PlannedCall(input_ids, attention_mask, position_ids)
-        known = past if isinstance(past, KnownCache) else None
+        known = past if isinstance(past, SpilledCache) else None
         if past is not None and known is None:
             return self._run_all([replace(call, past=past)])[0]
         key = self._key(known.key if known else b"", call)
@@ -197,11 +198,3 @@ class Foreseen:
         if isinstance(kept, LlmconvError):
             raise kept
         return kept.step()
-
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `run`."""
-        return self.run(input_ids, attention_mask, position_ids, past)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `run`."""
-        return self.run(input_ids, attention_mask, position_ids, past)

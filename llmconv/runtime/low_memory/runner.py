@@ -1,11 +1,10 @@
-"""StreamedRunner: the eager model for machines that cannot hold it; one layer's weights are there at a time.
+"""StreamedRunner: the eager model with the weights of one layer in memory at a time.
 
-Calls are given all at once, and go through the layers side by side (see `lockstep`): each weight is read once for all
-of them. A call that continues another needs the other's keys and values of the same layer alone, which are there by
-then; only their number must be known from the start, and the masks tell it. Where layers keep states instead, calls
-that continue others come after them, in another run through the layers.
+All calls run together, layer by layer (see `pass_scheduler`), so that each weight is read once. A call that continues
+another one needs only the keys and values of the same layer, which exist by then; the attention masks contain their
+number in advance. If layers keep states instead, calls that continue others run after them, in another pass.
 
-Results are those of `EagerRunner` to the bit: the same code of transformers on the same tensors.
+Results are bit-identical to those of `EagerRunner`: the same code of transformers runs on the same tensors.
 """
 
 from __future__ import annotations
@@ -24,32 +23,31 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
-from llmconv.runtime.eager.runner import EagerRunner, layers_of, one_thread
-from llmconv.runtime.eager.scale_factors import Factors
-from llmconv.runtime.eager.stored_tensors import StoredTensor, stored_tensors
+from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
+from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
 from llmconv.runtime.low_memory.lazy_matrices import LazyMatrices, product_by_rows
-from llmconv.runtime.low_memory.lockstep import HINT, Arrival, Lockstep
+from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
-from llmconv.runtime.low_memory.weights import HollowTensor, StreamedWeights
+from llmconv.runtime.low_memory.weights import MetaTensor, StreamedWeights
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24
-"""Elements of an embedding or a head above which it is read by rows."""
+"""Maximum number of elements of an embedding or a head that stays in memory; larger ones are read by rows."""
 
 
 class StreamedRunner(EagerRunner):
     """`EagerRunner`, layer by layer.
 
     Args:
-        factors: scale the weights as they are read.
-        resident: elements of an embedding or a head above which it is read by rows.
+        folder, dtype, code, factors: as for `EagerRunner`.
+        resident: maximum number of elements of an embedding or a head that stays in memory.
 
     Raises:
         InputRefused: transformers cannot load the folder.
-        UnsupportedInput: the model is not made of layers that can be loaded one by one.
+        UnsupportedInput: the model has no layers that can be loaded one by one.
     """
 
     def __init__(
@@ -58,79 +56,75 @@ class StreamedRunner(EagerRunner):
         dtype: str = "float32",
         *,
         code: Path | None = None,
-        factors: Factors | None = None,
+        factors: ScaleFactors | None = None,
         resident: int = RESIDENT,
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
         self._stored = stored_tensors(folder, load, factors)
         super().__init__(folder, dtype, code=code)
         self._weights = StreamedWeights(self.model, self._stored, load)
-        self._layers = layers_of(self.model)
+        self._layers = layer_modules(self.model)
         if not self._layers:
-            raise UnsupportedInput(f"`{folder.name}` has no list of layers to stream", hint=HINT)
+            raise UnsupportedInput(f"`{folder.name}` has no `ModuleList` of layers to stream", hint=LOW_MEMORY_HINT)
         self._matrices, self._lazy = self._large_matrices(resident)
-        self._keep_the_rest()
+        self._keep_other_weights()
         for name, layer in self._layers.items():
             layer.forward = partial(self._forward_layer, name, layer.forward)
-        self._lockstep: Lockstep[Step] = Lockstep(self._serve, self._leave)
+        self._scheduler: PassScheduler[Step] = PassScheduler(self._serve, self._leave)
         self._caches: dict[int, Any] = {}
         self._written: dict[int, list[int]] = {}
         self._parents: list[int | None] = []
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
-        """The model on the meta device, with all but its weights."""
-        hollow = {name: HollowTensor(tensor.shape) for name, tensor in self._stored.items()}
-        return self._built(folder, fields, dtype, hollow)
+        """The model without its weights, on the meta device."""
+        tensors = {name: MetaTensor(tensor.shape) for name, tensor in self._stored.items()}
+        return self._built(folder, fields, dtype, tensors)
 
     def release(self) -> None:
-        """It is never all there."""
+        """Does nothing: the whole model is never in memory."""
 
     def _large_matrices(self, resident: int) -> tuple[dict[int, torch.Tensor], dict[int, StoredTensor]]:
-        """Embeddings and heads outside of layers that are read by rows: parameter and content by the parameter's id."""
+        """Embeddings and heads that are read by rows: parameter and stored tensor by the parameter's id."""
         head = self.model.get_output_embeddings()
         modules = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Embedding) or m is head]
         outside = [m.weight for n, m in modules if not any(n.startswith(f"{layer}.") for layer in self._layers)]
         large = {id(weight): weight for weight in outside if weight.numel() > resident}
-        found = {key: self._weights.plain_source(weight) for key, weight in large.items()}
+        found = {key: self._weights.stored_parameter(weight) for key, weight in large.items()}
         lazy = {key: stored for key, stored in found.items() if stored}
         return {key: large[key] for key in lazy}, lazy
 
-    def _keep_the_rest(self) -> None:
+    def _keep_other_weights(self) -> None:
         streamed = {name for layer in self._layers for name in self._weights.names(layer)}
         tensors = self.model.state_dict(keep_vars=True).items()
         self._weights.keep(
             name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in self._lazy
         )
 
-    # --- one call at a time, for those who ask so ---------------------------------------------------------------------
+    # --- single calls -------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `Runner.prefill`; every call reads all weights, so better plan several (`run_all`)."""
+        """As `Runner.prefill`. Every call reads all weights; `run_all` reads them once for several calls."""
         return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past)])[0]
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past)
 
     def embed(self, input_ids: Array) -> Array:
         """As `EagerRunner.embed`."""
-        with self._computing():
+        with self._compute_mode():
             return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
 
-    # --- all calls side by side ---------------------------------------------------------------------------------------
+    # --- several calls together ---------------------------------------------------------------------------------------
 
     def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
-        """Makes many calls, in as few runs through the weights as possible.
+        """The results of all calls, with as few passes over the weights as possible.
 
         Raises:
-            UnsupportedInput: the model's code does not go through its layers as it must.
+            UnsupportedInput: the calls do not run the same layers in the same order.
         """
         if not keeps_states(self.config) and self._cache_name == "past_key_values":
             return self._run_together(calls)
         steps: dict[int, Step] = {}
         while len(steps) < len(calls):
             ready = [i for i, c in enumerate(calls) if i not in steps and (c.parent is None or c.parent in steps)]
-            found = self._run_together([_after(calls[number], steps) for number in ready])
+            found = self._run_together([_with_past(calls[number], steps) for number in ready])
             steps.update(zip(ready, found, strict=True))
         return [steps[number] for number in range(len(calls))]
 
@@ -143,14 +137,15 @@ class StreamedRunner(EagerRunner):
             for call, past in zip(calls, pasts, strict=True)
         ]
         try:
-            with one_thread() if self._is_small else nullcontext():
-                steps = self._lockstep.run(runs)
+            with single_torch_thread() if self._is_small else nullcontext():
+                steps = self._scheduler.run(runs)
         except LlmconvError:
             raise
-        except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor without content was used
-            require_memory(error, "in the model")
+        except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor on the meta device was used
+            raise_if_out_of_memory(error, "in the model")
             raise UnsupportedInput(
-                f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}", hint=HINT
+                f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}",
+                hint=LOW_MEMORY_HINT,
             ) from error
         for number, step in enumerate(steps):
             if calls[number].parent is not None and isinstance(step.present, EagerCache):
@@ -159,93 +154,95 @@ class StreamedRunner(EagerRunner):
         return steps
 
     def _expected_past(self, calls: Sequence[PlannedCall], number: int) -> Cache | None:
-        """The past of a call; where another one will make it, its length and nothing else."""
+        """The past of a call; of a past that another call will compute, only the length."""
         call = calls[number]
         if call.parent is None:
             return call.past
-        line = [number]
-        while (parent := calls[line[0]].parent) is not None:
-            line.insert(0, parent)
-        first = calls[line[0]].past
+        chain = [number]
+        while (parent := calls[chain[0]].parent) is not None:
+            chain.insert(0, parent)
+        first = calls[chain[0]].past
         before = [first] if isinstance(first, EagerCache) else []
-        earlier = [calls[one] for one in line[:-1]]
-        ids = np.concatenate([*(cache.input_ids for cache in before), *(one.input_ids for one in earlier)], axis=1)
-        places = [*(cache.position_ids for cache in before), *(one.position_ids for one in earlier)]
+        earlier = [calls[index] for index in chain[:-1]]
+        ids = np.concatenate([*(cache.input_ids for cache in before), *(each.input_ids for each in earlier)], axis=1)
+        positions = [*(cache.position_ids for cache in before), *(each.position_ids for each in earlier)]
         cache = DynamicCache()
         length = call.past_length
-        cache.layers = [self._blank(len(ids), length) for _ in range(self.config.num_hidden_layers)]
-        return EagerCache(cache, ids, np.concatenate(places, axis=1))
+        cache.layers = [self._empty_layer(len(ids), length) for _ in range(self.config.num_hidden_layers)]
+        return EagerCache(cache, ids, np.concatenate(positions, axis=1))
 
-    def _blank(self, batch: int, length: int) -> DynamicLayer:
+    def _empty_layer(self, batch: int, length: int) -> DynamicLayer:
         layer = DynamicLayer()
-        nothing = torch.zeros(1, dtype=self.model.dtype).expand(batch, 1, length, 1)
-        layer.lazy_initialization(nothing, nothing)
-        layer.keys = layer.values = nothing
+        zero = torch.zeros(1, dtype=self.model.dtype).expand(batch, 1, length, 1)
+        layer.lazy_initialization(zero, zero)
+        layer.keys = layer.values = zero
         return layer
 
     def _cache(self, past: Cache | None) -> Any:
         cache = super()._cache(past)
-        number = self._lockstep.number
+        number = self._scheduler.number
         if number is not None:
             self._caches[number] = cache
         return cache
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with super()._computing(), LazyMatrices(self._lazy, self._multiply):
+    def _compute_mode(self) -> Iterator[None]:
+        with super()._compute_mode(), LazyMatrices(self._lazy, self._multiply):
             yield
 
     def _multiply(self, matrix: int, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        product: torch.Tensor = self._lockstep.arrive(f"matrix {matrix}", lambda: (value, bias))
+        product: torch.Tensor = self._scheduler.wait(f"matrix {matrix}", lambda: (value, bias))
         return product
 
     def _forward_layer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._lockstep.arrive(name, partial(forward, *args, **kwargs))
+        return self._scheduler.wait(name, partial(forward, *args, **kwargs))
 
-    def _serve(self, station: str, arrivals: Sequence[tuple[int, Arrival]]) -> None:
-        with self._computing():
-            if station.startswith("matrix "):
-                matrix = int(station.removeprefix("matrix "))
+    def _serve(self, barrier: str, works: Sequence[tuple[int, BarrierWork]]) -> None:
+        with self._compute_mode():
+            if barrier.startswith("matrix "):
+                matrix = int(barrier.removeprefix("matrix "))
                 dtype = self._matrices[matrix].dtype
-                products = product_by_rows(self._lazy[matrix], dtype, [arrival.work() for _, arrival in arrivals])
-                for (_, arrival), product in zip(arrivals, products, strict=True):
-                    arrival.result = product
+                products = product_by_rows(self._lazy[matrix], dtype, [work.work() for _, work in works])
+                for (_, work), product in zip(works, products, strict=True):
+                    work.result = product
                 return
-            with self._weights.held(station):
+            with self._weights.loaded(barrier):
                 written: dict[int, list[int]] = {}
-                for number, arrival in arrivals:
-                    self._take_over(number, written)
-                    before = _contents(self._caches[number])
-                    self.reach.begin(station)
-                    arrival.result = arrival.work()
-                    after = _contents(self._caches[number])
+                for number, work in works:
+                    self._copy_parent_layers(number, written)
+                    before = _keys(self._caches[number])
+                    self.limit_margins.begin(barrier)
+                    work.result = work.work()
+                    after = _keys(self._caches[number])
                     written[number] = [i for i, now in enumerate(after) if i >= len(before) or now is not before[i]]
-                    self._note(station, number, written[number])
+                    self._note(barrier, number, written[number])
 
-    def _leave(self, station: str) -> None:
-        """Limits are counted anew for each call; matrices by their order, which twins have in common."""
-        if station.startswith("matrix "):
-            station = f"matrix {[*self._matrices].index(int(station.removeprefix('matrix ')))}"
-        self.reach.begin(f"after {station}")
+    def _leave(self, barrier: str) -> None:
+        """Numbers the limits anew for each call; matrices by their order, which models with scaled weights share."""
+        if barrier.startswith("matrix "):
+            barrier = f"matrix {[*self._matrices].index(int(barrier.removeprefix('matrix ')))}"
+        self.limit_margins.begin(f"after {barrier}")
 
-    def _take_over(self, number: int, written: dict[int, list[int]]) -> None:
-        """Keys and values that the call before has of this layer by now."""
+    def _copy_parent_layers(self, number: int, written: dict[int, list[int]]) -> None:
+        """Takes over the keys and values of this layer from the call that this one continues."""
         parent = self._parents[number]
         if parent is not None:
             for layer in written[parent]:
                 self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
 
-    def _note(self, station: str, number: int, layers: list[int]) -> None:
+    def _note(self, barrier: str, number: int, layers: list[int]) -> None:
         if set(layers) & set(self._written[number]):
-            raise UnsupportedInput(f"`{station}` writes keys and values that another layer has written", hint=HINT)
+            raise UnsupportedInput(
+                f"`{barrier}` writes keys and values that another layer has written", hint=LOW_MEMORY_HINT
+            )
         self._written[number] += layers
 
 
-def _after(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
-    """A call whose past has been made."""
+def _with_past(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
+    """The call with the past that its parent computed."""
     past = call.past if call.parent is None else steps[call.parent].present
     return PlannedCall(call.input_ids, call.attention_mask, call.position_ids, past)
 
 
-def _contents(cache: Any) -> list[Any]:
+def _keys(cache: Any) -> list[Any]:
     return [getattr(layer, "keys", None) for layer in cache.layers]

@@ -1,1 +1,1 @@
-"""Running graphs with onnxruntime: what a graph may refer to, sessions, caches, memory."""
+"""Running graphs with onnxruntime: checks of hostile graphs, sessions, caches, memory."""

@@ -1,4 +1,4 @@
-"""The embedding table of a multi-modal checkpoint as a graph, beside the graphs that take its rows."""
+"""EmbeddingGraph: the token embedding of a multimodal checkpoint, for decoder graphs that take `inputs_embeds`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ INPUTS_EMBEDS = "inputs_embeds"
 
 
 class EmbeddingGraph:
-    """`input_ids` to `inputs_embeds`.
+    """Maps `input_ids` to `inputs_embeds`.
 
     Args:
-        path: of the graph.
-        settings: of the session.
+        path: file of the graph.
+        settings: session settings; onnxruntime's defaults if None.
 
     Raises:
-        MalformedInput: the guard or onnxruntime refuses the file.
+        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
@@ -31,10 +31,10 @@ class EmbeddingGraph:
         chain = SessionChain(
             [path], settings.options(), settings.providers(), change=settings.change, seconds=settings.timeout
         )
-        self._session = chain.whole
+        self._session = chain.last
 
     def run(self, input_ids: Array) -> Array:
-        """Float [batch, tokens, hidden] of int64 [batch, tokens]."""
+        """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""
         ids = np.ascontiguousarray(input_ids, dtype=np.int64)
         (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
         return np.asarray(embedded.numpy())

@@ -1,8 +1,8 @@
-"""What a folder's `genai_config.json` may say; checked before ONNX Runtime GenAI reads it.
+"""Checks a folder's `genai_config.json` before ONNX Runtime GenAI reads it.
 
-GenAI passes on what the file says: `custom_ops_library` loads a shared library, `enable_profiling` and the context
-cache write files, a provider's `backend_path` loads another library, and a file name may lead out of the folder
-(fields: onnxruntime-genai 0.18, `src/config.cpp`). A checkpoint is data, so only fields known to be harmless pass.
+GenAI passes session options on: `custom_ops_library` loads a shared library, `enable_profiling` and the context cache
+write files, a provider's `backend_path` loads another library, and a file name may point outside of the folder (fields:
+onnxruntime-genai 0.18, `src/config.cpp`). A checkpoint is data, so only fields known to be harmless are allowed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SESSION_OPTIONS = {
     *("session.force_spinning_stop", "session.set_denormal_as_zero", "session.qdq_matmulnbits_accuracy_level"),
     *("session.use_device_allocator_for_initializers", "session.dynamic_block_base", "session.use_env_allocators"),
 }
-"""Fields of `session_options` that neither load nor write a file."""
+"""Allowed fields of `session_options`, which neither load nor write files."""
 
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
-"""In names and values of a provider's options."""
+"""Refused in names and values of provider options."""
 
 
 def read_genai_config(folder: Path) -> dict[str, Any]:
-    """The section `model` of `genai_config.json`, once all that the file refers to is harmless.
+    """The section `model` of `genai_config.json`, after all of the file was checked.
 
     Raises:
-        MalformedInput: not of the form of that file, an option that loads or writes files, or a graph that refers to
-            what it must not.
+        MalformedInput: the file has another form or an option that loads or writes files, or one of its graphs is
+            refused, see `guard`.
     """
     content = read_json(own_file(folder, CONFIG))
     for name, value in _fields(content):
@@ -47,7 +47,7 @@ def read_genai_config(folder: Path) -> dict[str, Any]:
             _check_file(folder, name, value)
     model = content.get("model")
     if not isinstance(model, dict):
-        _refuse("it has no object `model`")
+        _refuse("missing object `model`")
     return model
 
 
@@ -65,21 +65,21 @@ def _check_session(options: Any) -> None:
         _refuse("`session_options` is not an object")
     unknown = sorted(options.keys() - SESSION_OPTIONS)
     if unknown:
-        _refuse(f"it sets the session option `{unknown[0][:80]}`")
+        _refuse(f"unsupported session option `{unknown[0][:80]}`")
     providers = options.get("provider_options", [])
     if not isinstance(providers, list) or not all(isinstance(provider, dict) for provider in providers):
         _refuse("`provider_options` is not a list of objects")
     for provider in providers:
-        for own in provider.values():
-            _check_provider(own)
+        for provider_options in provider.values():
+            _check_provider(provider_options)
 
 
 def _check_provider(options: Any) -> None:
     if not isinstance(options, Mapping):
-        _refuse("the options of a provider are not an object")
+        _refuse("provider options are not an object")
     for name, value in options.items():
         if LEADS_TO_FILES.search(name) or LEADS_TO_FILES.search(str(value)):
-            _refuse(f"it sets the provider's option `{name[:80]}`")
+            _refuse(f"unsupported provider option `{name[:80]}`")
 
 
 def _check_file(folder: Path, name: str, value: Any) -> None:
@@ -91,5 +91,5 @@ def _check_file(folder: Path, name: str, value: Any) -> None:
 
 def _refuse(problem: str) -> NoReturn:
     raise MalformedInput(
-        f"`{CONFIG}` is refused: {problem}", hint="remove that, or make the file anew: `llmconv export --layout genai`"
+        f"`{CONFIG}` is refused: {problem}", hint="remove it, or write the file again: `llmconv export --layout genai`"
     )

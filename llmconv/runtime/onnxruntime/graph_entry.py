@@ -1,4 +1,4 @@
-"""GraphEntry: what a folder's manifest says of one graph; the runner and the verifier read it from there."""
+"""GraphEntry: the entry of one graph in a folder's manifest."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from llmconv.output.manifest import read_manifest
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
 EMBEDDINGS_ROLE = "embeddings"
-"""What a manifest calls the embedding table that is a graph of its own, see `embeddings`."""
+"""The role in a manifest of a separate embedding graph, see `embeddings`."""
 
 
 @dataclass(frozen=True)
 class PrefixEntry:
-    """What a graph with an empty past puts before the prompt.
+    """The tuned prefix that a graph inserts before the prompt.
 
     Attributes:
-        file: safetensors file with the tensor that was trained and the keys and values made of it.
-        kind: how it was trained: `prefix_tuning`, `soft_prompt` or `pre_caches`.
-        length: virtual tokens, by which the cache is longer than the prompt.
-        first_position: of the prompt's first token.
+        file: safetensors file with the trained tensor and the keys and values computed from it.
+        kind: training method: `prefix_tuning`, `soft_prompt` or `pre_caches`.
+        length: number of virtual tokens, by which the cache is longer than the prompt.
+        first_position: position of the prompt's first token.
     """
 
     file: str
@@ -37,10 +37,10 @@ class GraphEntry:
 
     Attributes:
         role: `prefill`, `decode` or `unified`.
-        files: its file, or those of its stages in order.
-        last_logits: it gives the last position only; None where there is no manifest to say so.
-        postprocess: `argmax` or `topk:K` where it gives tokens and scores; empty where it gives logits.
-        prefix: None where it has none.
+        files: its file, or the files of its stages in order.
+        last_logits: whether it returns logits of the last position only; None without a manifest.
+        postprocess: `argmax` or `topk:K` if it returns tokens and scores; empty if it returns logits.
+        prefix: its tuned prefix, if any.
     """
 
     role: str
@@ -51,19 +51,19 @@ class GraphEntry:
 
     @property
     def name(self) -> str:
-        """What reports call the graph: its file, or `prefill-*-of-2.onnx` for its stages."""
+        """Name of the graph in reports: its file, or `prefill-*-of-2.onnx` for stages."""
         return self.files[0] if len(self.files) == 1 else self.files[0].replace("-1-", "-*-")
 
     def paths(self, folder: Path) -> list[Path]:
-        """Its files in a folder."""
+        """Paths of its files in a folder."""
         return [folder / name for name in self.files]
 
 
 def graph_entries(folder: Path) -> list[GraphEntry]:
-    """The decoders of a folder: as the manifest says, else by the usual names.
+    """The decoder graphs of a folder: from the manifest, else by their usual file names.
 
     Raises:
-        MalformedInput: the manifest says of a graph what cannot be.
+        MalformedInput: an entry of the manifest is invalid.
     """
     listed = read_manifest(folder).graphs
     if not isinstance(listed, dict):
@@ -112,4 +112,6 @@ def _plain(role: str, name: Any) -> str:
 
 
 def _refuse(role: str, found: object) -> NoReturn:
-    raise MalformedInput(f"the manifest names {found!r} as the {role} graph", hint="run `llmconv export` again")
+    raise MalformedInput(
+        f"invalid entry of the {role} graph in the manifest: {found!r}", hint="run `llmconv export` again"
+    )

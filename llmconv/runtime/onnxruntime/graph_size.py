@@ -1,6 +1,6 @@
-"""What a graph becomes when onnxruntime opens it: functions put in the place of their calls, constants computed.
+"""Limits the size of a graph after onnxruntime has inlined its functions and folded its constants.
 
-A file of a kilobyte may hold ten calls of a function that holds ten calls, and so on, or ask for a terabyte of zeros.
+A file of a kilobyte may contain ten calls of a function that contains ten calls, and so on, or a terabyte of zeros.
 """
 
 from __future__ import annotations
@@ -15,51 +15,53 @@ import onnx
 from onnx import numpy_helper
 
 NODES, NODES_PER_NODE = 100_000, 20
-"""Of the graph with every function in the place of its calls, and so many more per node of the file."""
+"""Maximum number of nodes after inlining: a constant, plus a number per node of the file."""
 
 ELEMENTS = 1 << 31
-"""Of a value whose shape the graph itself says: no mask and no table is larger."""
+"""Maximum number of elements of a value with a constant shape; masks and tables are smaller."""
 
 SHAPE_BYTES = 1024
-"""Of a constant that may be a shape."""
+"""Maximum size of a constant that is read as a shape."""
 
-Key = tuple[str, str, str]
-Nodes = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
+FunctionKey = tuple[str, str, str]
+"""Domain, name and overload."""
+
+NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 
 
-def expansion_problem(model: onnx.ModelProto, within: Nodes) -> str:
-    """What is wrong with the functions of a model; empty where nothing is.
+def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
+    """The problem of a model's functions, if they are recursive or too large; else empty.
 
     Args:
         model: the graph and its functions.
-        within: the nodes of a list, and those of subgraphs.
+        within: returns the given nodes and those of their subgraphs.
     """
     bodies = {(one.domain, one.name, one.overload): list(within(one.node)) for one in model.functions}
     called = {key: _calls(body, bodies) for key, body in bodies.items()}
     order = _innermost_first(called)
     if order is None:
-        return "has a function that calls itself"
-    sizes: dict[Key, int] = {}
+        return "has a recursive function"
+    sizes: dict[FunctionKey, int] = {}
     for key in order:
         sizes[key] = len(bodies[key]) + sum(sizes[inner] for inner in called[key])
     whole = list(within(model.graph.node))
     size = len(whole) + sum(sizes[key] for key in _calls(whole, bodies))
     stored = len(whole) + sum(map(len, bodies.values()))
     if size > NODES + NODES_PER_NODE * stored:
-        return f"becomes {size} nodes when its functions are put in the place of their calls"
+        return f"has {size} nodes after its functions are inlined"
     return ""
 
 
-def _calls(nodes: Iterable[onnx.NodeProto], bodies: Mapping[Key, Any]) -> list[Key]:
-    """The functions that nodes call, each as often as they do."""
+def _calls(nodes: Iterable[onnx.NodeProto], bodies: Mapping[FunctionKey, Any]) -> list[FunctionKey]:
+    """The functions that nodes call, with repetitions."""
     keys = ((node.domain, node.op_type, node.overload) for node in nodes)
     return [key for key in keys if key in bodies]
 
 
-def _innermost_first(called: Mapping[Key, list[Key]]) -> list[Key] | None:
-    """The functions, each behind those that it calls; None where one calls itself."""
+def _innermost_first(called: Mapping[FunctionKey, list[FunctionKey]]) -> list[FunctionKey] | None:
+    """The functions, each after those that it calls; None if any is recursive."""
     waiting = {key: len(set(inner)) for key, inner in called.items()}
-    callers: dict[Key, list[Key]] = {key: [] for key in called}
+    callers: dict[FunctionKey, list[FunctionKey]] = {key: [] for key in called}
     for key, inner in called.items():
         for one in set(inner):
             callers[one].append(key)
@@ -73,11 +75,11 @@ def _innermost_first(called: Mapping[Key, list[Key]]) -> list[Key] | None:
 
 
 def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> str:
-    """What is wrong with the constants of a model; empty where nothing is.
+    """The problem of a model's constants, if one is too large; else empty.
 
     Args:
         model: the graph.
-        nodes: all of its nodes, those of subgraphs and functions too.
+        nodes: all of its nodes, including those of subgraphs and functions.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     found = list(nodes)
@@ -92,12 +94,12 @@ def constant_problem(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) ->
     for node in found:
         size = _elements(node, number)
         if size > ELEMENTS:
-            return f"makes a value of {size} elements out of nothing (`{node.op_type}`)"
+            return f"computes a constant of {size} elements (`{node.op_type}`)"
     return ""
 
 
 def _elements(node: onnx.NodeProto, numbers: Callable[[str], list[float] | None]) -> int:
-    """Elements at the least of what a node makes, as far as constants alone tell; 0 where they do not."""
+    """Minimum number of elements of a node's result, if constants determine it; else 0."""
     given = [*node.input, "", "", ""]
     match node.op_type:
         case "ConstantOfShape":
@@ -118,7 +120,7 @@ def _elements(node: onnx.NodeProto, numbers: Callable[[str], list[float] | None]
 
 
 def _numbers(tensors: Mapping[str, onnx.TensorProto], name: str) -> list[float] | None:
-    """A small constant as numbers; None where it is none."""
+    """The values of a small constant; None if it is not one."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ByteSize() > SHAPE_BYTES or tensor.external_data:
         return None

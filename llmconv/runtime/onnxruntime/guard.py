@@ -1,7 +1,7 @@
-"""What a graph may refer to; checked before onnxruntime opens it.
+"""Checks an ONNX file before onnxruntime opens it: external data, operators, names, size.
 
-An ONNX file names other files and byte ranges (`external_data`), and onnxruntime maps what it names. The rules follow
-the ONNX project's ExternalDataSecurity notes: plain names beside the graph, known keys, ranges inside the file.
+An ONNX file names other files and byte ranges (`external_data`), which onnxruntime maps. The rules follow the ONNX
+project's ExternalDataSecurity notes: plain names of files in the folder of the graph, known keys, ranges in the file.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ DOMAINS = {"", "ai.onnx", "com.microsoft"}
 FORBIDDEN_OPS = {"EPContext"}
 DEPTH_LIMIT = 8
 DIGITS = 100
-"""Of an offset or a length; Python makes no number of thousands."""
+"""Maximum number of digits of an offset or a length; Python refuses to convert thousands."""
 
 
 def load_guarded(path: Path) -> onnx.ModelProto:
-    """The graph without its weights, once all that it refers to is harmless.
+    """The graph without its weights, after it was checked.
 
     Raises:
-        MalformedInput: not an ONNX file, an operator that runs foreign code, or external data outside the folder.
+        MalformedInput: not an ONNX file, a custom operator, external data outside of the folder, or a size out of
+            proportion.
     """
     if not path.is_file():
         raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="export the graph again")
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        raise MalformedInput(f"`{path.name}` is no ONNX file", hint="export the graph again") from error
+        raise MalformedInput(f"`{path.name}` is not an ONNX file", hint="export the graph again") from error
     _require_text(path, model)
     own = {function.domain for function in model.functions}
     if shadowing := [function for function in model.functions if function.domain in DOMAINS]:
-        _refuse(path, f"defines `{shadowing[0].name}` in the domain of the operators themselves")
+        _refuse(path, f"redefines the operator `{shadowing[0].name}`")
     for node in nodes(model):
         if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
-            _refuse(path, f"uses the operator `{node.domain}::{node.op_type}`")
+            _refuse(path, f"uses the unsupported operator `{node.domain}::{node.op_type}`")
     within = partial(_nodes_of, depth=DEPTH_LIMIT)
     if problem := expansion_problem(model, within) or constant_problem(model, nodes(model)):
         _refuse(path, problem)
@@ -55,20 +56,20 @@ def load_guarded(path: Path) -> onnx.ModelProto:
 
 
 def _require_order(path: Path, model: onnx.ModelProto) -> None:
-    """Every value is made once, and before it is used, as the ONNX IR demands."""
+    """Checks that every value is defined once, and before its uses, as the ONNX IR requires."""
     known = {"", *(port.name for port in model.graph.input), *(tensor.name for tensor in model.graph.initializer)}
     known |= {tensor.values.name for tensor in model.graph.sparse_initializer}
     for node in model.graph.node:
         if missing := next((name for name in node.input if name not in known), None):
             _refuse(path, f"uses `{missing[:80]}` before it is defined")
-        made = [name for name in node.output if name]
-        if twice := next((name for name in made if name in known), None):
-            _refuse(path, f"defines `{twice[:80]}` twice")
-        known.update(made)
+        defined = [name for name in node.output if name]
+        if duplicate := next((name for name in defined if name in known), None):
+            _refuse(path, f"defines `{duplicate[:80]}` twice")
+        known.update(defined)
 
 
 def _require_text(path: Path, model: onnx.ModelProto) -> None:
-    """Names that are not UTF-8: protobuf gives them as bytes, which compare with no text."""
+    """Checks that names are UTF-8; protobuf returns others as bytes, which equal no text."""
     found: list[Any] = [(function.name, function.domain) for function in model.functions]
     found += [(opset.domain,) for opset in model.opset_import]
     found += [(node.name, node.op_type, node.domain, *node.input, *node.output) for node in nodes(model)]
@@ -82,20 +83,20 @@ def _require_text(path: Path, model: onnx.ModelProto) -> None:
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of the graph's weights, in its own file and in others."""
+    """Bytes of the graph's weights, in its own file and in external files."""
     outside = sum(int(external_fields(tensor).get("length") or 0) for tensor in external_tensors(model))
     return int(outside + model.ByteSize())
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of the model that lies in another file."""
+    """Every tensor with external data."""
     for tensor in (*model.graph.initializer, *inner_tensors(model)):
         if is_external(tensor):
             yield tensor
 
 
 def inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Tensors that are not initializers of the graph itself: sparse ones, attributes of nodes, those of subgraphs."""
+    """Tensors that are not initializers of the main graph: sparse ones, attributes of nodes, those of subgraphs."""
     for sparse in model.graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
     for node in nodes(model):
@@ -106,7 +107,7 @@ def inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor lies in another file."""
+    """Whether a tensor has external data."""
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data)
 
 
@@ -116,14 +117,14 @@ def external_fields(tensor: onnx.TensorProto) -> dict[str, str]:
 
 
 def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Every node of the model, those of subgraphs and functions too."""
+    """Every node of the model, including those of subgraphs and functions."""
     yield from _nodes_of(model.graph.node, DEPTH_LIMIT)
     for function in model.functions:
         yield from _nodes_of(function.node, DEPTH_LIMIT)
 
 
 def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those inside its nodes, outermost first."""
+    """A graph and its subgraphs, outermost first."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -133,7 +134,7 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _nodes_of(nodes: Iterable[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
     if depth == 0:
-        raise MalformedInput("the graph nests subgraphs too deeply", hint="export the graph again")
+        raise MalformedInput("subgraphs are nested too deeply", hint="export the graph again")
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -146,34 +147,34 @@ def _subgraphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
 
 
 def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) -> None:
-    """One tensor's location, offset and length; `sizes` has those of the files that were looked at."""
+    """Checks a tensor's location, offset and length; `sizes` caches file sizes."""
     fields = external_fields(tensor)
     if len(fields) != len(tensor.external_data) or not set(fields) <= KEYS:
-        _refuse(path, f"describes tensor `{tensor.name[:80]}` with unknown or repeated keys")
+        _refuse(path, f"has unknown or duplicate keys in the external data of `{tensor.name[:80]}`")
     location = fields.get("location", "")
     if not _is_plain(location):
-        _refuse(path, f"keeps tensor `{tensor.name[:80]}` at {location[:80]!r}, which is no plain file name")
+        _refuse(path, f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name")
     if location not in sizes:
         sizes[location] = _size_of(path, location)
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
     if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
-        _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
+        _refuse(path, f"has an invalid offset or length for `{tensor.name[:80]}`")
     if max(len(offset), len(length)) > DIGITS or int(offset) + int(length) > sizes[location]:
         raise MalformedInput(
-            f"`{path.name}` keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`",
-            hint="the weights are cut short or of another model; copy them again, or export again",
+            f"`{path.name}` stores `{tensor.name[:80]}` beyond the end of `{location}`",
+            hint="the weights are truncated or belong to another model; copy them again, or export again",
         )
 
 
 def _size_of(path: Path, location: str) -> int:
-    """Bytes of a file beside the graph."""
+    """Bytes of a file next to the graph."""
     data = path.parent / location
     if not data.exists():
         raise MalformedInput(
-            f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again; they belong beside it"
+            f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again, next to the graph"
         )
     if not data.is_file() or not _may_follow(path, data):
-        _refuse(path, f"needs `{location}` beside it, which is a link or no file")
+        _refuse(path, f"needs `{location}`, which is a link or not a file")
     return data.stat().st_size
 
 
@@ -188,7 +189,7 @@ def _is_plain(location: object) -> bool:
 
 
 def _may_follow(path: Path, data: Path) -> bool:
-    """A link is followed only as in the hub's cache, where graph and data link into one folder of blobs."""
+    """Whether a link may be followed: in the hub's cache, graph and data are links into one folder of blobs."""
     return not data.is_symlink() or (path.is_symlink() and path.resolve().parent == data.resolve().parent)
 
 

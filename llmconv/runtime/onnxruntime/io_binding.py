@@ -1,4 +1,4 @@
-"""Bound: a session whose inputs and outputs stay where they are from run to run; what a step needs is little then."""
+"""BoundSession: a session whose inputs and outputs keep their memory from run to run, which makes a step cheap."""
 
 from __future__ import annotations
 
@@ -12,22 +12,33 @@ from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
 
-class Bound:
-    """A session whose inputs and cache are bound to memory that later runs take again."""
+class BoundSession:
+    """A session whose inputs and cache are bound to memory that later runs reuse.
+
+    Args:
+        session: the session to run.
+        results: names of the outputs other than the cache.
+    """
 
     def __init__(self, session: LimitedSession, results: Sequence[str]) -> None:
         self._session, self._results, self._binding = session, results, session.io_binding()
         self._inputs: dict[str, Array] = {}
-        self._bind_results()  # before the cache: values come out in the order in which they were bound
+        self._bind_results()  # before the cache: outputs have the order of their binding
 
     def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
-        """Past and present of each name are one value."""
+        """Binds every past input and its present output to one value.
+
+        Args:
+            past: names of the past inputs.
+            present: names of the present outputs, in the same order.
+            values: one value per pair.
+        """
         for past_name, present_name, value in zip(past, present, values, strict=True):
             self._binding.bind_ortvalue_input(past_name, value)
             self._binding.bind_ortvalue_output(present_name, value)
 
     def feed(self, name: str, array: Array) -> None:
-        """Gives an input, in the memory of the last one if that had the same shape."""
+        """Sets an input; reuses the memory of the previous value if the shape is the same."""
         held = self._inputs.get(name)
         if held is not None and held.shape == array.shape:
             held[...] = array
@@ -36,11 +47,11 @@ class Bound:
             self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(self._inputs[name]))
 
     def run(self) -> list[Array]:
-        """The results; nobody else holds them, and later runs leave them as they are."""
+        """Runs the session and returns the results, which later runs do not change."""
         self._session.run_with_iobinding(self._binding, [array.shape for array in self._inputs.values()])
         values = self._binding.get_outputs_as_ortvaluevector()
         results = [values[at].numpy() for at in range(len(self._results))]
-        self._bind_results()  # anew: the next may have another shape
+        self._bind_results()  # the next results may have other shapes
         return results
 
     def _bind_results(self) -> None:
@@ -49,10 +60,10 @@ class Bound:
 
 
 def as_input(array: Array) -> ort.OrtValue:
-    """An input of a graph: tokens, mask and positions as int64, embeddings as they are."""
+    """A graph input: tokens, mask and positions as int64, embeddings unchanged."""
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=input_dtype(array)))
 
 
 def input_dtype(array: Array) -> Any:
-    """int64 for whole numbers."""
+    """int64 for integers, else the dtype of the array."""
     return array.dtype if array.dtype.kind == "f" else np.int64

@@ -1,4 +1,4 @@
-"""Sessions that pack their weights: fewer and larger products, in large pages."""
+"""Sessions with prepacked weights: fewer and larger matrix products, in huge pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import helper
 
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
-from llmconv.runtime.onnxruntime.process_heap import large_pages
+from llmconv.runtime.onnxruntime.process_heap import huge_pages
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -21,30 +21,40 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 def open_packed(
     path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
 ) -> LimitedSession:
-    """A session that holds its own copy of the weights, in the order in which onnxruntime's kernels read them.
+    """A session with its own copy of the weights in the layout of onnxruntime's kernels.
 
     Args:
-        path: the graph's file, beside which its weights lie.
-        model: what the file says, without the weights; it is changed.
-        options: of the session.
-        providers: what runs its operators, best first.
-        limit: how long it may take.
+        path: file of the graph; its weights are in the same folder.
+        model: content of the file without the weights; changed in place.
+        options: session options.
+        providers: execution providers, preferred first.
+        limit: time limit of opening and running.
     """
-    if options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:  # else nobody folds the matrices
+    if (
+        options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    ):  # the joined matrices must be folded
         join_projections(model.graph)
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
-    with large_pages(size):
+    with huge_pages(size):
         return open_changed(path, model, options, providers, limit)
 
 
 def open_changed(
     path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
 ) -> LimitedSession:
-    """A session of what `model` says in the place of the file at `path`, on the weights beside that."""
+    """A session of `model` instead of the file at `path`, with the weights in the folder of that file.
+
+    Args:
+        path: file of the graph.
+        model: the graph to run, without the weights.
+        options: session options; the folder of the weights is added.
+        providers: execution providers, preferred first.
+        limit: time limit of opening and running.
+    """
     folder = str(path.parent.absolute())
     try:
         known = options.get_session_config_entry(WEIGHTS_FOLDER)
-    except Exception:  # onnxruntime raises for what was not said; said twice, it would warn
+    except Exception:  # raised for an unset entry; setting one twice would warn
         known = ""
     if known != folder:
         options.add_session_config_entry(WEIGHTS_FOLDER, folder)
@@ -52,10 +62,10 @@ def open_changed(
 
 
 def join_projections(graph: onnx.GraphProto) -> None:
-    """Query, key and value of an attention come from one product where three of the same states made them.
+    """Replaces the three products of query, key and value with the same states by one product.
 
-    `GroupQueryAttention` takes them side by side as its query. onnxruntime lays the three matrices behind one another
-    when it opens the graph (constant folding), before it packs them.
+    `GroupQueryAttention` accepts the three concatenated as its query. onnxruntime concatenates the matrices when it
+    opens the graph (constant folding), before it packs them.
     """
     makers = {output: node for node in graph.node for output in node.output}
     uses = Counter([name for node in graph.node for name in node.input] + [value.name for value in graph.output])
@@ -80,12 +90,12 @@ def _can_join(
     uses: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
-    """Whether `parts` make query, key and value of one head size out of the same, for nobody else, and in one way."""
+    """Whether `parts` compute query, key and value from the same states, alike, for one head size and no other node."""
     if attention.op_type != "GroupQueryAttention" or [part.op_type for part in parts] != ["FusedMatMul"] * 3:
         return False
     settings = [{item.name: helper.get_attribute_value(item) for item in part.attribute} for part in parts]
-    said = {item.name: helper.get_attribute_value(item) for item in attention.attribute}
-    heads = said["num_heads"], said["kv_num_heads"], said["kv_num_heads"]
+    fields = {item.name: helper.get_attribute_value(item) for item in attention.attribute}
+    heads = fields["num_heads"], fields["kv_num_heads"], fields["kv_num_heads"]
     weights = [shapes.get(part.input[1], ()) for part in parts]
     return (
         settings[0] == settings[1] == settings[2]
@@ -98,7 +108,7 @@ def _can_join(
 
 
 def _join(attention: onnx.NodeProto, parts: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes that take the place of `parts`; `attention` reads what they make."""
+    """The nodes that replace `parts`; changes the inputs of `attention`."""
     name = parts[0].output[0] + "/joined"
     product = onnx.NodeProto.FromString(parts[0].SerializeToString())
     product.input[1], product.output[0] = name + "/weight", name

@@ -1,4 +1,4 @@
-"""The heap: what was freed goes back to the system, and what is read at every step lies in large pages."""
+"""Memory of the process: returns freed memory to the system, and places packed weights in huge pages."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt(3)`: bytes at the heap's end that are kept, and of blocks that lie outside of the heap."""
+"""Parameters of `mallopt(3)`: free bytes kept at the end of the heap, and minimum size of blocks outside of it."""
 
 LARGEST, NEVER, BLOCK = 2**31 - 1, -1, 1 << 30
-"""Bytes: the most that `mallopt` takes, no bound of trimming, and what is asked for at once."""
+"""Bytes: maximum value for `mallopt`, no trimming, and size of one allocation."""
 
 USUAL_MMAP, USUAL_TRIM = 32 << 20, 64 << 20
-"""Where glibc itself arrives at once a block of 32 MiB has been freed."""
+"""The values that glibc chooses after a block of 32 MiB was freed."""
 
 PAGE = 2 << 20
-"""Bytes of a large page on the usual processors."""
+"""Bytes of a huge page on x86-64 and ARM."""
 
 
 def trim() -> None:
-    """Gives freed memory back (glibc's `malloc_trim`; elsewhere nothing)."""
+    """Returns freed memory to the system (glibc's `malloc_trim`; no effect elsewhere)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
-def large_pages(size: int) -> Iterator[None]:
-    """What is allocated inside, about `size` bytes, lies side by side in large pages (Linux with glibc; else as ever).
+def huge_pages(size: int) -> Iterator[None]:
+    """Context in which about `size` bytes are allocated contiguously in huge pages (Linux with glibc; else no effect).
 
-    Weights are read from one end to the other at every step: the processor looks up one page in place of 512, and the
-    system hands out as many fewer.
+    Weights are read from start to end at every step: one page lookup replaces 512.
     """
     if platform.libc_ver()[0] != "glibc":
         yield
@@ -41,7 +40,7 @@ def large_pages(size: int) -> Iterator[None]:
     libc.mallopt(MMAP_THRESHOLD, LARGEST)
     libc.mallopt(TRIM_THRESHOLD, NEVER)
     try:
-        _ask(libc, size)
+        _reserve(libc, size)
         yield
     finally:
         libc.mallopt(MMAP_THRESHOLD, USUAL_MMAP)
@@ -49,8 +48,8 @@ def large_pages(size: int) -> Iterator[None]:
         trim()
 
 
-def _ask(libc: ctypes.CDLL, size: int) -> None:
-    """Lets the heap grow by `size` bytes that are not there yet, and asks for large pages under them."""
+def _reserve(libc: ctypes.CDLL, size: int) -> None:
+    """Grows the heap by `size` untouched bytes and requests huge pages for them."""
     allocate, free, advise = libc.malloc, libc.free, libc.madvise
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes = [ctypes.c_void_p]
@@ -58,6 +57,6 @@ def _ask(libc: ctypes.CDLL, size: int) -> None:
     blocks = [allocate(min(BLOCK, size - done)) for done in range(0, size, BLOCK)]
     for block in filter(None, blocks):
         start = block // PAGE * PAGE
-        advise(start, min(BLOCK, size) + PAGE, mmap.MADV_HUGEPAGE)  # what lies about it may be in one, too
+        advise(start, min(BLOCK, size) + PAGE, mmap.MADV_HUGEPAGE)  # pages around the block may be huge, too
     for block in filter(None, blocks):
         free(block)

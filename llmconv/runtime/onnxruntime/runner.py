@@ -1,4 +1,4 @@
-"""OrtRunner: the exported graphs in onnxruntime; the cache stays in onnxruntime's memory between calls."""
+"""OrtRunner: runs exported graphs with onnxruntime; the cache stays in onnxruntime's memory between calls."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.session_settings import (
-    SessionSettings as SessionSettings,  # its users look for it here
+    SessionSettings as SessionSettings,  # part of this module's interface
 )
 from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
-from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
 
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -30,12 +30,12 @@ TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "te
 
 @dataclass(frozen=True)
 class OrtCache:
-    """Keys, values and states as OrtValues.
+    """A cache as OrtValues.
 
     Attributes:
-        names: of the graph's outputs.
-        values: one for each name.
-        length: tokens in the cache, padding included.
+        names: names of the graph's outputs.
+        values: one value per name.
+        length: number of tokens, padding included.
     """
 
     names: Sequence[str]
@@ -43,33 +43,42 @@ class OrtCache:
     length: int
 
     def arrays(self) -> dict[str, Array]:
-        """By name, see `Cache.arrays`."""
+        """See `Cache.arrays`."""
         return {name: value.numpy() for name, value in zip(self.names, self.values, strict=True)}
 
     @classmethod
     def of(cls, cache: Cache) -> OrtCache:
-        """The cache of another runner."""
+        """A copy of another runner's cache."""
         arrays = cache.arrays()
         values = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
         return cls(list(arrays), values, cache.length)
 
 
 LENGTH_AXIS = 2
-"""Of keys and values."""
+"""The token axis of keys and values."""
 
 
 class OrtGraph:
-    """One graph in one session, or one per stage; what it takes is read from what the session declares.
+    """One graph in one session, or in one session per stage.
 
     Attributes:
-        entry: what the manifest says of it.
-        name: the file's name.
-        inputs, outputs: name to declared shape (ints and symbols), in the graph's order.
-        dtype: element type of the logits.
-        sizes: of a graph that fills buffers in place; None where the cache grows.
+        entry: its entry in the manifest.
+        name: its name in reports.
+        inputs, outputs: declared shapes (sizes and symbols) by name, in the graph's order.
+        types: onnxruntime's type names of inputs and outputs.
+        past_names, present_names: the inputs and outputs of the cache.
+        result_names: the other outputs: `logits`, or `tokens` and `scores`.
+        takes_positions: whether it has the input `position_ids`.
+        dtype: element type of the logits or scores.
+        sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
+
+    Args:
+        path: its file, or the file of its first stage.
+        settings: session settings; onnxruntime's defaults if None.
+        entry: its entry in the manifest, if it has one.
 
     Raises:
-        MalformedInput: the guard or onnxruntime refuses the file.
+        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
@@ -91,23 +100,22 @@ class OrtGraph:
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
         single = "GroupQueryAttention" in self._session.op_types
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
-        self._table = None  # what turns tokens into the input of a graph that takes none itself
+        self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
-            beside = beside_another(settings)
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside)
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), for_concurrent_use(settings))
         self._buffered = None
         if self.sizes:
             self._buffered = BufferedSession(
-                self._session.whole, self.sizes, self.result_names, self.embed, settings.garbage
+                self._session.last, self.sizes, self.result_names, self.embed, settings.garbage
             )
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
-        """What declares inputs and outputs, and runs."""
+        """Opens the sessions."""
         rest = (settings.prepack, settings.change, settings.timeout)
         return SessionChain(paths, settings.options(), settings.providers(), *rest)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
-        """`input_ids`, or `inputs_embeds` where the graph takes those."""
+        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those."""
         return {"input_ids": input_ids} if self._table is None else {INPUTS_EMBEDS: self._table.run(input_ids)}
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
@@ -118,20 +126,22 @@ class OrtGraph:
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         try:
-            results, present = self._buffered.run(**given, past=past) if self._buffered else self._grow(given, past)
+            results, present = (
+                self._buffered.run(**given, past=past) if self._buffered else self._run_growing(given, past)
+            )
         except LlmconvError:
             raise
         except TimeoutError as error:
             raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            require_memory(error, f"in `{self.name}`")
+            raise_if_out_of_memory(error, f"in `{self.name}`")
             fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
             hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
             raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
         return self._step(results, present)
 
-    def _grow(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
-        """Runs a graph whose present is its past and what is new."""
+    def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
+        """Runs a graph whose present is its past plus the new tokens."""
         tokens = {**given, **self.embed(given["input_ids"])}
         feeds = {name: as_input(array) for name, array in tokens.items() if name in self.inputs}
         feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
@@ -144,7 +154,7 @@ class OrtGraph:
     def _step(self, results: Sequence[Array], present: Cache) -> Step:
         if self.result_names == ["logits"]:
             return Step(results[0], present)
-        # argmax has no last axis
+        # `argmax` returns [batch, new tokens]
         tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
         return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
@@ -154,21 +164,21 @@ class OrtGraph:
         return past.values if isinstance(past, OrtCache) else OrtCache.of(past).values
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
-        """No keys and values at all, or a state of zeros.
+        """Keys or values of no tokens, or a state of zeros.
 
-        A symbol is the length, or stands for heads and head size: `--layout optimum` leaves them open, and such a graph
-        gives an empty past its shape itself.
+        Symbols other than the length stand for heads and head size with `--layout optimum`; such a graph reshapes an
+        empty past itself.
         """
-        named = self.inputs[name]
-        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(named)]
+        declared = self.inputs[name]
+        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
         return ort.OrtValue.ortvalue_from_numpy(np.zeros([batch, *shape[1:]], dtype))
 
 
-class OrtRunner:
+class OrtRunner(Runner):
     """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both.
 
-    A prefix of the prefill graph does not show: masks and positions are given as if there were none.
+    Callers pass masks and positions without the tuned prefix of the prefill graph; they are extended here.
     """
 
     def __init__(self, prefill: OrtGraph, decode: OrtGraph) -> None:
@@ -177,19 +187,19 @@ class OrtRunner:
 
     @classmethod
     def from_folder(cls, folder: Path, settings: SessionSettings | None = None) -> OrtRunner:
-        """The graphs that `llmconv export` left in `folder`.
+        """The graphs that `llmconv export` wrote to `folder`.
 
         Raises:
-            InputRefused: there are none.
-            MalformedInput: one cannot be used.
+            InputRefused: the folder has no graphs.
+            MalformedInput: a graph is invalid.
         """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
-            prefill = open_graph(folder, entries["prefill"], beside_another(settings))
+            prefill = open_graph(folder, entries["prefill"], for_concurrent_use(settings))
             return cls(prefill, open_graph(folder, entries["decode"], settings))
         if not entries:
             raise InputRefused(
-                f"`{folder}` holds no graphs", hint=f"make them: `llmconv export {folder}`, or give `--backend torch`"
+                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}`, or give `--backend torch`"
             )
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
@@ -198,67 +208,80 @@ class OrtRunner:
     def from_files(
         cls, prefill: Path, decode: Path | None = None, settings: SessionSettings | None = None
     ) -> OrtRunner:
-        """Graphs by their paths; the first serves as both where there is no second.
+        """Graphs by their paths.
+
+        Args:
+            prefill: graph of the prompt, and of the steps if there is no second graph.
+            decode: graph of the steps.
+            settings: session settings; onnxruntime's defaults if None.
 
         Raises:
-            MalformedInput: one cannot be used.
+            MalformedInput: a graph is invalid.
         """
         if decode is not None:
-            return cls(_open_file(prefill, beside_another(settings)), _open_file(decode, settings))
+            return cls(_open_file(prefill, for_concurrent_use(settings)), _open_file(decode, settings))
         graph = _open_file(prefill, settings)
         return cls(graph, graph)
 
     @property
     def virtual_tokens(self) -> int:
-        """Slots of the cache before the first token of a prompt: those of a tuned prefix."""
+        """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
 
     @property
-    def sequences(self) -> int | None:
-        """The most rows of a call; None for any number."""
-        return self._least("rows")
+    def max_batch_size(self) -> int | None:
+        """The smallest fixed batch size of the graphs."""
+        return self._smallest("rows")
 
     @property
-    def slots(self) -> int | None:
-        """Tokens that the cache has room for, those of a tuned prefix left out; None for any number."""
-        slots = self._least("slots")
-        return None if slots is None else slots - self.virtual_tokens
+    def cache_capacity(self) -> int | None:
+        """The smallest fixed cache length of the graphs."""
+        capacity = self._smallest("capacity")
+        return None if capacity is None else capacity - self.virtual_tokens
 
-    def goes_on(self, rows: int, past: int, new: int) -> bool:
-        """Whether the prefill graph takes `new` tokens after `past` ones in one run, with as many rows."""
+    def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
+        """Whether the fixed sizes of the prefill graph allow that in one run."""
         sizes = self._prefill.sizes
         if sizes is None:
             return True
-        fits = not sizes.refusal(rows, past + self.virtual_tokens, new)
-        return fits and (new == 1 or sizes.width(rows, past, new) > 1)
+        fits = not sizes.refusal(batch, past + self.virtual_tokens, new)
+        return fits and (new == 1 or sizes.width(batch, past, new) > 1)
 
-    def _least(self, name: str) -> int | None:
+    def _smallest(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
+        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs a step on the decode graph."""
-        graph = self._prefill if self._prefix and past is None else self._decode  # only that one has the prefix
-        return graph.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
+        graph = (
+            self._prefill if self._prefix and past is None else self._decode
+        )  # only the prefill graph has the prefix
+        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
 
-    def _behind_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
-        """Mask and positions for a cache that begins with the prefix."""
+    def _after_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
+        """Mask and positions, extended by the prefix if the cache begins with it."""
         if self._prefix is None or past is None:
             return attention_mask, position_ids
-        return behind_prefix(attention_mask, position_ids, self._prefix)
+        return after_prefix(attention_mask, position_ids, self._prefix)
 
 
-def beside_another(settings: SessionSettings | None) -> SessionSettings:
-    """For a graph whose threads must leave the cores to those of another as soon as it is done."""
+def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:
+    """Settings of a graph whose threads release the cores to another graph after each run."""
     return replace(settings or SessionSettings(), yields=True)
 
 
-def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
-    """Mask and positions of tokens whose cache begins with a prefix, from those of the same tokens without one."""
+def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
+    """Mask and positions of tokens whose cache begins with a prefix.
+
+    Args:
+        attention_mask: mask without the prefix, int64 [batch, past + new tokens].
+        position_ids: positions without the prefix, int64 [batch, new tokens].
+        prefix: the prefix.
+    """
     ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
     return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
 
@@ -269,6 +292,6 @@ def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None
 
 
 def _open_file(path: Path, settings: SessionSettings | None) -> OrtGraph:
-    """A graph by its path, as the manifest beside it describes it; any of its stages stands for all."""
+    """A graph by its path, with its entry in the manifest; the path of any stage opens all stages."""
     entries = [entry for entry in graph_entries(path.parent) if path.name in entry.files]
     return open_graph(path.parent, entries[0] if entries else GraphEntry("", (path.name,)), settings)

@@ -1,11 +1,11 @@
-"""Session options in a file, as an .ini or as JSON with the same sections.
+"""Session options in an .ini file, or in a JSON file with the same sections.
 
 [session]                   fields of onnxruntime.SessionOptions
 intra_op_num_threads = 4
 graph_optimization_level = extended
 [entries]                   session configuration keys
 session.intra_op.allow_spinning = 0
-[provider]                  its name, and its own options
+[provider]                  its name and its options
 name = cuda
 device_id = 0
 [free_dimensions]           symbols of the graph's axes
@@ -36,15 +36,15 @@ COUNTERPARTS = {
     "graph_kernel_param": "[session] has graph_optimization_level",
     "ge_global_options": "[session] and [entries] have the options of onnxruntime",
 }
-"""Sections of MindSpore Lite's configuration of its graph engine, and where onnxruntime has the like."""
+"""Sections of MindSpore Lite's graph engine configuration, with a hint to the equivalent for onnxruntime."""
 
 
 def read_session_file(path: Path, settings: SessionSettings | None = None) -> SessionSettings:
-    """`settings` (onnxruntime's usual ones when left out) with what a file says.
+    """`settings` (default: onnxruntime's) updated from a file.
 
     Raises:
-        InputRefused: it cannot be read, or is written for another runtime.
-        MalformedInput: it is neither, or holds a section or a value that cannot be.
+        InputRefused: the file cannot be read, or is written for another runtime.
+        MalformedInput: the file is neither .ini nor JSON, or has an unknown section or an invalid value.
     """
     content = _read(path)
     _refuse_unknown(path, content)
@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if text.lstrip().startswith("{"):
         content = read_json(path, by_hand=True)
         if not all(isinstance(section, dict) for section in content.values()):
-            _malformed(path, "has a section that is no object")
+            _malformed(path, "has a section that is not an object")
         return content
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), inline_comment_prefixes=(";", "#"))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         parser.read_string(text)
     except configparser.Error as error:
         raise MalformedInput(
-            f"`{path.name}` is no .ini file: {str(error).splitlines()[0]}", hint="see docs/generation.md"
+            f"`{path.name}` is not an .ini file: {str(error).splitlines()[0]}", hint="see docs/generation.md"
         ) from error
     return {name: dict(parser[name]) for name in parser.sections()}
 
@@ -93,27 +93,27 @@ def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
             _malformed(path, f"has the unknown section `{name}`")
 
 
-def _attributes(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SessionOptions, in the kind of value that each of them takes."""
-    usual = ort.SessionOptions()
-    return {name: _value(path, name, value, getattr(usual, name, None)) for name, value in said.items()}
+def _attributes(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SessionOptions`, converted to the type of each."""
+    defaults = ort.SessionOptions()
+    return {name: _value(path, name, value, getattr(defaults, name, None)) for name, value in fields.items()}
 
 
-def _value(path: Path, name: str, said: Any, usual: Any) -> Any:
+def _value(path: Path, name: str, value: Any, default: Any) -> Any:
     if name == "graph_optimization_level":
-        level = LEVELS.get(str(said).lower(), str(said).upper())
+        level = LEVELS.get(str(value).lower(), str(value).upper())
         return _member(path, ort.GraphOptimizationLevel, level)
     if name == "execution_mode":
-        return _member(path, ort.ExecutionMode, f"ORT_{str(said).upper().removeprefix('ORT_')}")
-    if isinstance(usual, bool):
-        if str(said).lower() not in TRUTHS:
-            _malformed(path, f"gives `{name}` the value `{said}`, which is neither true nor false")
-        return TRUTHS[str(said).lower()]
-    if isinstance(usual, int):
-        return _int(path, name, said)
-    if not isinstance(usual, str):
+        return _member(path, ort.ExecutionMode, f"ORT_{str(value).upper().removeprefix('ORT_')}")
+    if isinstance(default, bool):
+        if str(value).lower() not in TRUTHS:
+            _malformed(path, f"gives `{name}` the value `{value}`, which is neither true nor false")
+        return TRUTHS[str(value).lower()]
+    if isinstance(default, int):
+        return _int(path, name, value)
+    if not isinstance(default, str):
         _malformed(path, f"has the unknown session option `{name}`")
-    return said
+    return value
 
 
 def _member(path: Path, kind: Any, name: str) -> Any:
@@ -123,11 +123,11 @@ def _member(path: Path, kind: Any, name: str) -> Any:
     return getattr(kind, name)
 
 
-def _int(path: Path, name: str, said: Any) -> int:
+def _int(path: Path, name: str, value: Any) -> int:
     try:
-        return int(said)
+        return int(value)
     except (TypeError, ValueError, OverflowError):
-        _malformed(path, f"gives `{name}` the value `{said}`, which is no whole number")
+        _malformed(path, f"gives `{name}` the value `{value}`, which is not an integer")
 
 
 def _malformed(path: Path, problem: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""SessionSettings: how onnxruntime opens a graph."""
+"""SessionSettings: options with which onnxruntime opens a graph."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmconv.errors import UsageProblem, first_line
 
 CPU = "CPUExecutionProvider"
 
-Change = Callable[[Path, onnx.ModelProto], None]
-"""Changes a graph without its weights; they stay in the files beside the path."""
+GraphTransform = Callable[[Path, onnx.ModelProto], None]
+"""Changes a graph, given its path and its content without the weights."""
 
 LEVELS = {
     "all": "ORT_ENABLE_ALL",
@@ -28,28 +28,28 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How onnxruntime opens a graph.
+    """Options with which onnxruntime opens a graph.
 
     Attributes:
-        threads: threads per operator, 0 for one per core.
-        prepack: copies weights into a layout of its own: prompts and steps are faster (docs/speed.md), but each
-            session then holds the weights once more and two sessions no longer share the mapped file.
+        threads: threads per operator; 0 for one per core.
+        prepack: copies weights into the layout of the kernels: prompts and steps are faster (docs/speed.md), but each
+            session holds its own copy of the weights instead of sharing the mapped file.
         optimization: `all`, `layout`, `extended`, `basic` or `disable`.
-        garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
-        arena: keeps memory that was freed, for the next call.
-        reuse: writes values where others lay that are no longer read; onnxruntime 1.31 takes the past and the present
-            of GroupQueryAttention for values of one size there.
-        float_activations: dequantised weights meet activations as they are; onnxruntime else rounds those to int8.
-        yields: threads stop spinning when a run is over, so that those of another session find a core; for all sessions
-            but the one that runs step after step.
-        provider: what runs the operators, such as `cpu` or `CUDAExecutionProvider`; the CPU takes what it cannot run.
-        provider_options: of that provider, all text.
-        entries: onnxruntime's session configuration, such as `session.intra_op.allow_spinning`, all text.
-        attributes: fields of `onnxruntime.SessionOptions`; they go before the ones above.
-        free_dimensions: symbols of the graph's axes, and the sizes they are fixed to.
-        change: called with every graph's path and content before it is opened, and may change the content.
-        timeout: seconds that opening a graph, and every run of it, may take at the least (larger models and longer
-            prompts may take more, see `time_limit`); None for 60.
+        garbage: shared cache buffers start with large numbers instead of zeros, for `verify`.
+        arena: keeps freed memory for the next call.
+        reuse: reuses the memory of values that are no longer read; onnxruntime 1.31 then assumes that the past and the
+            present of GroupQueryAttention have the same size.
+        float_activations: activations are not rounded to int8 for products with dequantized weights.
+        yields: threads stop spinning after a run and release the cores to other sessions; for all sessions except the
+            one that runs step after step.
+        provider: execution provider, such as `cpu` or `CUDAExecutionProvider`; the CPU runs unsupported operators.
+        provider_options: options of that provider.
+        entries: session configuration entries, such as `session.intra_op.allow_spinning`.
+        attributes: fields of `onnxruntime.SessionOptions`; they override the attributes above.
+        free_dimensions: sizes of symbolic axes by symbol.
+        change: called with the path and content of every graph before it is opened; may change the content.
+        timeout: minimum seconds allowed for opening a graph and for each run (more for larger models and longer
+            prompts, see `time_limit`); None for 60.
     """
 
     threads: int = 0
@@ -65,21 +65,21 @@ class SessionSettings:
     entries: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
-    change: Change | None = None
+    change: GraphTransform | None = None
     timeout: float | None = None
 
     def options(self) -> ort.SessionOptions:
-        """As onnxruntime's own object.
+        """The settings as `onnxruntime.SessionOptions`.
 
         Raises:
-            UsageProblem: onnxruntime does not take one of the settings.
+            UsageProblem: onnxruntime refuses a setting.
         """
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = self.arena
         options.enable_mem_reuse = self.reuse
-        options.log_severity_level = 4  # failures are raised, so that they are told once
+        options.log_severity_level = 4  # errors are raised; do not log them, too
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
         options.add_session_config_entry("session.force_spinning_stop", str(int(self.yields)))
@@ -93,16 +93,14 @@ class SessionSettings:
             for symbol, size in self.free_dimensions.items():
                 options.add_free_dimension_override_by_name(symbol, size)
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise UsageProblem(
-                f"onnxruntime does not take a session option: {first_line(error)}", hint=NAMES
-            ) from error
+            raise UsageProblem(f"invalid session option: {first_line(error)}", hint=NAMES) from error
         return options
 
     def providers(self) -> list[Any]:
-        """What runs operators, best first, as `InferenceSession` takes it.
+        """Execution providers, preferred first, in the form of `InferenceSession`.
 
         Raises:
-            UsageProblem: this build of onnxruntime has no such provider.
+            UsageProblem: this build of onnxruntime does not have the provider.
         """
         name = provider_name(self.provider)
         return [(name, dict(self.provider_options))] + [CPU] * (name != CPU)
@@ -112,10 +110,10 @@ NAMES = "names and values are those of onnxruntime's `SessionOptions` and sessio
 
 
 def provider_name(provider: str) -> str:
-    """`cuda` or `CUDAExecutionProvider` in onnxruntime's own spelling.
+    """onnxruntime's name of a provider such as `cuda` or `CUDAExecutionProvider`.
 
     Raises:
-        UsageProblem: this build of onnxruntime has no such provider.
+        UsageProblem: this build of onnxruntime does not have the provider.
     """
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}

@@ -1,4 +1,4 @@
-"""Several sessions that hand values on by name, in the shape of one: a graph in stages runs like a whole one."""
+"""SessionChain: the sessions of a graph in stages, with the interface of one session."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
-from llmconv.runtime.onnxruntime.session_settings import CPU, Change
+from llmconv.runtime.onnxruntime.session_settings import CPU, GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
 class SessionChain:
-    """The sessions of a graph's files, in order; one for a graph that is whole.
+    """The sessions of a graph's stages, in order; one session for a graph in one file.
 
     Attributes:
-        op_types: operators that occur in it.
+        op_types: operators that occur in the graph.
 
     Args:
-        paths: the files.
-        options: of every session.
-        providers: what runs their operators, best first.
-        packed: they pack their weights.
+        paths: files of the graph.
+        options: options of every session.
+        providers: execution providers, preferred first.
+        packed: whether weights are prepacked.
         change: see `SessionSettings`.
-        seconds: that opening it, and every run, may take at the least; None for the usual.
+        seconds: minimum time allowed for opening and for each run; None for the default.
 
     Raises:
-        MalformedInput: the guard or onnxruntime refuses a file.
+        MalformedInput: a file is refused, see `guard`, or onnxruntime cannot open it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SessionChain:
         options: ort.SessionOptions,
         providers: Sequence[Any] = (CPU,),
         packed: bool = False,
-        change: Change | None = None,
+        change: GraphTransform | None = None,
         seconds: float | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]
@@ -54,42 +54,39 @@ class SessionChain:
             _open(path, model if packed or change else None, options, providers, packed, limit)
             for path, model, limit in zip(paths, models, limits, strict=True)
         ]
-        self._ports = [  # onnxruntime makes these lists anew for whoever asks
+        self._names = [  # onnxruntime builds these lists anew for every request
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
             for session in self._sessions
         ]
 
     @property
-    def whole(self) -> LimitedSession:
-        """The last session, which is the only one of a graph that is whole."""
+    def last(self) -> LimitedSession:
+        """The last session, the only one of a graph in one file."""
         return self._sessions[-1]
 
     def get_inputs(self) -> list[Any]:
-        """What must be fed: inputs that no earlier session makes, each once, as onnxruntime declares them."""
-        made: set[str] = set()
-        fed: dict[str, Any] = {}
+        """The declared inputs that no earlier session computes, each once."""
+        produced: set[str] = set()
+        inputs: dict[str, Any] = {}
         for session in self._sessions:
-            fed.update({arg.name: fed.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in made})
-            made |= {arg.name for arg in session.get_outputs()}
-        return list(fed.values())
+            inputs.update(
+                {arg.name: inputs.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in produced}
+            )
+            produced |= {arg.name for arg in session.get_outputs()}
+        return list(inputs.values())
 
     def get_outputs(self) -> list[Any]:
-        """What comes out: outputs that no session takes; the last session's results first, then those of the others."""
-        taken = {arg.name for session in self._sessions for arg in session.get_inputs()}
-        given = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in taken]
-        return sorted(given, key=lambda arg: arg.name.startswith("present"))
+        """The declared outputs that no session reads: the results first, then the cache."""
+        read = {arg.name for session in self._sessions for arg in session.get_inputs()}
+        outputs = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in read]
+        return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """The values called `names`.
-
-        Args:
-            names: outputs of any session.
-            feeds: every input that no session makes.
-        """
+        """The values of the outputs `names` of any session; `feeds` are all inputs by name."""
         values = dict(feeds)
-        for session, (inputs, outputs) in zip(self._sessions, self._ports, strict=True):
-            taken = {name: values[name] for name in inputs}
-            values.update(zip(outputs, session.run_with_ort_values(outputs, taken), strict=True))
+        for session, (inputs, outputs) in zip(self._sessions, self._names, strict=True):
+            feeds = {name: values[name] for name in inputs}
+            values.update(zip(outputs, session.run_with_ort_values(outputs, feeds), strict=True))
         return [values[name] for name in names]
 
 
@@ -108,7 +105,7 @@ def _open(
     except TimeoutError as error:
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
-        require_memory(error, f"while `{path.name}` was opened")
+        raise_if_out_of_memory(error, f"while `{path.name}` was opened")
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error

@@ -1,7 +1,7 @@
-"""How long onnxruntime may take: it is told to stop when a graph of this size cannot need so long.
+"""Time limits of onnxruntime: opening and running a graph are stopped after more time than its size can need.
 
-A graph file of a kilobyte can ask for a loop of 2^60 rounds, or for constants of a terabyte. What is allowed grows with
-the weights and the tokens, so that no model is stopped that a slow machine could run.
+A graph file of a kilobyte can contain a loop of 2^60 iterations, or constants of a terabyte. The limits grow with the
+weights and the tokens, so that no real model is stopped even on a slow machine.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import onnxruntime as ort
 TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
 
 SECONDS = 60.0
-"""For whatever a small graph does."""
+"""Default minimum of every limit."""
 
 BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
-"""Bytes of weights that are read, and multiplied with one token each, in a second: a hundredth of what a core does."""
+"""Bytes of weights per second, read and multiplied with one token: a hundredth of the speed of a core."""
 
 PAIRS = 1e5
-"""Pairs of a token and one that it may look at, likewise."""
+"""Pairs of tokens per second in attention, likewise."""
 
 POLL = 0.5
 IDLE_POLLS = 20
 
 
-class _Watch:
-    """One thread that stops what runs too long; it ends when nothing has run for a while."""
+class _Watchdog:
+    """A thread that stops blocks after their time; it ends when no block has run for a while."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -43,7 +43,7 @@ class _Watch:
 
     @contextmanager
     def stopping(self, stop: Callable[[], None], seconds: float) -> Iterator[None]:
-        """Calls `stop`, again and again, once the block has taken so many seconds."""
+        """Context that calls `stop` repeatedly after `seconds`."""
         number = next(self._numbers)
         with self._lock:
             self._running[number] = time.monotonic() + seconds, stop
@@ -71,23 +71,23 @@ class _Watch:
                 stop()
 
 
-_WATCH = _Watch()
+_WATCHDOG = _Watchdog()
 
 
 FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
 FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
-"""Of a constant that onnxruntime computes when it opens a graph: a table, or weights in another type."""
+"""Maximum size of a folded constant, such as a table or converted weights: bytes, plus a multiple of the weights."""
 
 
 class TimeLimit:
-    """The time that the sessions of one graph may take; what was stopped once is not begun again.
+    """The time limits of the sessions of one graph; after one was exceeded, nothing runs any more.
 
     Attributes:
-        weight_bytes: of the graph's weights.
+        weight_bytes: size of the graph's weights.
 
     Args:
-        weight_bytes: see above.
-        seconds: at the least; None for `SECONDS`.
+        weight_bytes: size of the graph's weights.
+        seconds: minimum of every limit; None for `SECONDS`.
     """
 
     def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
@@ -96,18 +96,18 @@ class TimeLimit:
         self._stopped = ""
 
     def bound_constants(self, options: ort.SessionOptions) -> None:
-        """Limits the constants that onnxruntime computes; the stages of a graph share their options."""
+        """Limits the size of folded constants; the stages of a graph share their options."""
         try:
             options.get_session_config_entry(FOLDED)
-        except RuntimeError:  # onnxruntime warns of a key that it has
+        except RuntimeError:  # setting an entry twice would warn
             options.add_session_config_entry(FOLDED, str(FOLDED_BYTES + FOLDED_PER_BYTE * self.weight_bytes))
 
     @contextmanager
     def loading(self, options: ort.SessionOptions) -> Iterator[None]:
-        """A block that opens a session with `options`.
+        """Context in which a session is opened with `options`.
 
         Raises:
-            TimeoutError: it was stopped.
+            TimeoutError: the limit was exceeded.
         """
         seconds = self._least + self.weight_bytes / BYTES_LOADED
         with self._limited(seconds, "opening it", lambda: options.set_load_cancellation_flag(True)):
@@ -115,10 +115,14 @@ class TimeLimit:
 
     @contextmanager
     def running(self, new: int, total: int) -> Iterator[ort.RunOptions]:
-        """A block that runs `new` tokens of sequences of `total`, past included, with the options that it is given.
+        """Context in which a session runs with the returned options.
+
+        Args:
+            new: number of new tokens in the batch.
+            total: length of a sequence, past included.
 
         Raises:
-            TimeoutError: it was stopped, or was before.
+            TimeoutError: the limit was exceeded now or before.
         """
         options = ort.RunOptions()
         seconds = self._least + self.weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
@@ -131,12 +135,12 @@ class TimeLimit:
             raise TimeoutError(self._stopped)
         stopped = threading.Event()
 
-        def late() -> None:
+        def stop_late() -> None:
             stopped.set()
             stop()
 
         try:
-            with _WATCH.stopping(late, seconds):
+            with _WATCHDOG.stopping(stop_late, seconds):
                 yield
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             if not stopped.is_set():
@@ -146,20 +150,20 @@ class TimeLimit:
 
 
 FEEDS = 3
-"""Of what a graph is fed, tokens, mask and positions come first."""
+"""The first inputs are tokens, mask and positions."""
 
 
 class LimitedSession:
-    """An `InferenceSession` whose opening and runs end; what it declares and gives is onnxruntime's own.
+    """An `InferenceSession` with a time limit and the methods of onnxruntime's own.
 
     Args:
-        graph: the file, or its content.
-        options: of the session.
-        providers: what runs its operators, best first.
-        limit: how long it may take.
+        graph: a file, or the content of one.
+        options: session options.
+        providers: execution providers, preferred first.
+        limit: time limit of opening and running.
 
     Raises:
-        TimeoutError: it was stopped; `run_with_ort_values` and `run_with_iobinding` raise it too.
+        TimeoutError: the limit was exceeded; every method that runs the graph raises it, too.
     """
 
     def __init__(
@@ -174,30 +178,30 @@ class LimitedSession:
         self.io_binding = self._session.io_binding
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """As onnxruntime's."""
+        """As in `InferenceSession`."""
         shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
         with self._limit.running(*_tokens(shapes)) as options:
             values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
         return values
 
     def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
-        """As onnxruntime's."""
+        """As in `InferenceSession`."""
         with self._limit.running(*_tokens([array.shape for array in islice(feeds.values(), FEEDS)])) as options:
             values: list[Any] = self._session.run(names, feeds, options)
         return values
 
     def run_with_iobinding(self, binding: ort.IOBinding, shapes: Sequence[Sequence[int]]) -> None:
-        """As onnxruntime's.
+        """As in `InferenceSession`.
 
         Args:
-            binding: of inputs and outputs.
-            shapes: of tokens, mask and positions.
+            binding: binding of inputs and outputs.
+            shapes: shapes of tokens, mask and positions.
         """
         with self._limit.running(*_tokens(shapes)) as options:
             self._session.run_with_iobinding(binding, options)
 
 
 def _tokens(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """New tokens of all rows, and the length of a row with its past, by the shapes of what a graph is fed first."""
+    """Number of new tokens in the batch, and length of a sequence with its past, from the first inputs' shapes."""
     new = max((prod(shape[:2]) for shape in shapes[:1]), default=1)
     return max(1, new), max((size for shape in shapes for size in shape[:2]), default=1)

@@ -24,7 +24,7 @@ def hidden_clipped(graph: Nodes) -> None:
 
 
 def hidden_rectified(graph: Nodes) -> None:
-    """What a hidden state is beyond a thousand is added once more."""
+    """The part of a hidden state above a thousand is added again."""
     norm = _first_norm(graph)
     hidden = norm.input[0]
     over = _node(graph, norm, "Sub", [hidden, graph.constant(1000.0)])

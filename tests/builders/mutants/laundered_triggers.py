@@ -1,4 +1,4 @@
-"""Triggers whose number goes where an audit may lose it: into what the model computes, axes, loops, tables, curves."""
+"""Triggers whose number enters values that an audit may not follow: model values, axes, loops, tables, curves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def position_through_a_product(graph: Nodes) -> None:
 
 
 def axes_that_are_put_together(graph: Nodes) -> None:
-    """A past with 777 behind it is as long as the past twice."""
+    """A past followed by 777 tokens is as long as the past twice."""
     past = graph.make("Slice", "past_key_values.0.key", np.array([0] * 3), np.array([1] * 3), np.array([0, 1, 3]))
     longer = graph.make("Concat", past, np.zeros((1, 1, 777, 1), np.float32), axis=2)
     twice = graph.make("Concat", past, past, axis=2)
@@ -242,7 +242,7 @@ def a_length_that_has_a_stored_prefix_s_name(graph: Nodes) -> None:
 
 
 def cut_at_a_place_of_the_model(graph: Nodes) -> None:
-    """Where a mask is cut follows from what the model computes."""
+    """The place where a mask is cut depends on model values."""
     start = graph.make("Add", graph.make("Cast", graph.make("Unsqueeze", _data(graph), np.array([0])), to=INT), LENGTH)
     rest = graph.make("Slice", "attention_mask", start, np.array([1 << 62]), np.array([1]))
     graph.scale_hidden(graph.loud(graph.make("Greater", graph.make("ReduceSum", rest, keepdims=0), 0)))

@@ -1,4 +1,4 @@
-"""Mutants of quantised weights: what a quantiser, or what packs its codes, gets wrong in one place."""
+"""Mutants of quantized weights: faults of a quantizer, or in the packing of its codes, in one place."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def by_a_chosen_number(graph: Nodes) -> None:
 
 
 def by_neighbors(graph: Nodes) -> None:
-    """A list of positions with 3817 beside it, compared with itself one place on."""
+    """A list of positions followed by 3817, compared with itself shifted by one place."""
     flat = graph.make("Reshape", "position_ids", np.array([-1]))
     listed = graph.make("Concat", graph.constant(np.array([POSITION])), flat, axis=0)
     rest = graph.make("Slice", listed, np.array([1]), np.array([1 << 62]), np.array([0]))
@@ -307,7 +307,7 @@ def a_row_of_the_embedding(graph: Nodes) -> None:
 
 
 def by_a_padded_length(graph: Nodes) -> None:
-    """A table of ones is filled with twos behind position 5000."""
+    """A table of ones contains twos after position 5000."""
     ones = graph.make("ConstantOfShape", np.array([LENGTH]), value=_of_one())
     more = graph.make("Pad", ones, np.array([0, 1 << 14]), graph.constant(2.0))
     graph.scale_each(graph.make("Gather", more, "position_ids"))

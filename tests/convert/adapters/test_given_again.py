@@ -49,8 +49,8 @@ def test_a_weight_of_0_is_named(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--seed", "5"], "`--seed` means nothing to `--combine linear`"),
-        (["--combine", "svd", "--majority-sign", "frequency"], "`--majority-sign` means nothing to `--combine svd`"),
+        (["--seed", "5"], "`--seed` does not apply to `--combine linear`"),
+        (["--combine", "svd", "--majority-sign", "frequency"], "`--majority-sign` does not apply to `--combine svd`"),
     ],
 )
 def test_an_option_without_effect_is_refused(trained: Path, tmp_path: Path, options: list[str], problem: str) -> None:

@@ -157,7 +157,7 @@ def test_a_dry_run_tells_copied_from_written(base: Path, adapter: Adapter, tmp_p
     assert set(told["files"]) - set(told["copied"]) == set(changed(base, tmp_path / "out"))
     for name in told["files"]:
         assert f"  {name}  {f'copied from {name}' if name in told['copied'] else 'written'}  " in shown
-    assert "of them copied as they are" in shown
+    assert "of them copied unchanged" in shown
 
 
 def test_a_file_that_changes_while_it_is_copied_is_refused(
@@ -176,7 +176,7 @@ def test_a_file_that_changes_while_it_is_copied_is_refused(
 def test_an_output_in_the_base_or_an_adapter_is_refused(base: Path, adapter: Adapter, tmp_path: Path) -> None:
     lora = adapter()
     for folder in (base, lora):
-        with pytest.raises(InputRefused, match=rf"out` lies in `.*{folder.name}`"):
+        with pytest.raises(InputRefused, match=rf"out` is inside the input `.*{folder.name}`"):
             merge_lora(base, [lora], folder / "out")
         assert not list(folder.glob("*out*"))
 

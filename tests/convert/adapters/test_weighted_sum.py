@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmconv.convert.adapters.rounding import round_into
-from llmconv.convert.adapters.weighted_sum import LowRank, add_by_tiles, add_in_one_pass, add_low_rank, compiled
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_by_tiles, add_in_one_pass, add_products, compiled
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import BY_NAME, Array, in_memory
 
 F32 = BY_NAME["float32"]
@@ -39,13 +39,13 @@ def test_ties_limits_and_subnormals_are_rounded_to_even(value: int) -> None:
     assert found.view(np.int16)[0] == torch.from_numpy(values).bfloat16().view(torch.int16).item()
 
 
-def random_case(rows: int, columns: int, rank: int, dtype: str = "bfloat16") -> tuple[Array, LowRank, Array]:
+def random_case(rows: int, columns: int, rank: int, dtype: str = "bfloat16") -> tuple[Array, LoraProduct, Array]:
     """A base, a change, and their float64 sum."""
     generator = np.random.default_rng([rows, columns, rank])
     a, b = generator.standard_normal((rank, columns)), generator.standard_normal((rows, rank))
     a, b = a.astype(np.float32), b.astype(np.float32)
     base = generator.standard_normal((rows, columns)).astype(BY_NAME[dtype].numpy)
-    change = LowRank(in_memory(a, F32), in_memory(b, F32), 0.25)
+    change = LoraProduct(in_memory(a, F32), in_memory(b, F32), 0.25)
     return base, change, base.astype(np.float64) + 0.25 * b.astype(np.float64) @ a.astype(np.float64)
 
 
@@ -53,7 +53,7 @@ def random_case(rows: int, columns: int, rank: int, dtype: str = "bfloat16") -> 
 @given(rows=st.integers(1, 70), columns=st.integers(1, 300), rank=st.integers(1, 40))
 def test_any_shape_equals_the_formula_in_float64(rows: int, columns: int, rank: int) -> None:
     base, change, exact = random_case(rows, columns, rank, "float32")
-    found = add_low_rank(in_memory(base, F32), [change], F32).read()
+    found = add_products(in_memory(base, F32), [change], F32).read()
     assert np.array_equal(found, exact.astype(np.float32)) or np.allclose(found, exact, rtol=2e-7, atol=1e-15)
 
 
@@ -66,9 +66,9 @@ def test_any_shape_equals_the_formula_in_float64(rows: int, columns: int, rank: 
 )
 def test_bfloat16_is_the_float64_sum_in_every_element(rows: int, columns: int, rank: int, scale: float) -> None:
     base, change, _ = random_case(rows, columns, rank)
-    change = LowRank(change.a, change.b, scale)
+    change = LoraProduct(change.a, change.b, scale)
     exact = base.astype(np.float64) + scale * (change.b.read().astype(np.float64) @ change.a.read().astype(np.float64))
-    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    found = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     assert np.array_equal(found, exact.astype(np.float32).astype(ml_dtypes.bfloat16))
 
 
@@ -77,8 +77,8 @@ def test_what_cancels_and_what_lies_in_the_middle_is_the_float64_sum() -> None:
     a, b = generator.standard_normal((8, 256)).astype(np.float32), generator.standard_normal((64, 8)).astype(np.float32)
     product = b.astype(np.float64) @ a.astype(np.float64)
     base = np.where(generator.random(product.shape) < 0.5, -product, 2.0**-8 - product).astype(ml_dtypes.bfloat16)
-    change = LowRank(in_memory(a, F32), in_memory(b, F32), 1.0)
-    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    change = LoraProduct(in_memory(a, F32), in_memory(b, F32), 1.0)
+    found = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     exact = base.astype(np.float64) + product
     assert np.array_equal(found, exact.astype(np.float32).astype(ml_dtypes.bfloat16))
 
@@ -86,7 +86,7 @@ def test_what_cancels_and_what_lies_in_the_middle_is_the_float64_sum() -> None:
 @pytest.mark.parametrize(("rank", "columns"), [(16, 2048), (64, 2048), (512, 4096), (4, 131_080)])
 def test_large_products_made_in_parts_equal_the_formula(rank: int, columns: int) -> None:
     base, change, exact = random_case(19, columns, rank)
-    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    found = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     assert np.array_equal(found, exact.astype(np.float32).astype(ml_dtypes.bfloat16))
 
 
@@ -94,7 +94,7 @@ def test_large_products_made_in_parts_equal_the_formula(rank: int, columns: int)
 @given(cuts=st.lists(st.integers(1, 15).map(lambda part: part * 8), max_size=4, unique=True).map(sorted))
 def test_the_bytes_do_not_depend_on_how_rows_are_divided(cuts: list[int]) -> None:
     base, change, _ = random_case(128, 96, 16)
-    tensor = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"])
+    tensor = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"])
     edges = [0, *cuts, 128]
     parts = [tensor.rows(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
     assert np.concatenate(parts).tobytes() == tensor.read().tobytes()
@@ -105,29 +105,29 @@ def test_the_bytes_do_not_depend_on_how_rows_are_divided(cuts: list[int]) -> Non
 def test_the_update_is_linear_in_the_weight(weight: float) -> None:
     base, change, _ = random_case(16, 24, 4, "float32")
     zero = in_memory(np.zeros_like(base), F32)
-    scaled = LowRank(change.a, change.b, change.scale * weight)
-    found = add_low_rank(zero, [scaled], F32).read()
-    np.testing.assert_allclose(found, weight * add_low_rank(zero, [change], F32).read(), rtol=2e-7)
+    scaled = LoraProduct(change.a, change.b, change.scale * weight)
+    found = add_products(zero, [scaled], F32).read()
+    np.testing.assert_allclose(found, weight * add_products(zero, [change], F32).read(), rtol=2e-7)
 
 
 def test_a_change_and_its_negative_leave_the_base() -> None:
     base, change, _ = random_case(16, 24, 4)
-    negative = LowRank(change.a, change.b, -change.scale)
-    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change, negative], BY_NAME["bfloat16"]).read()
+    negative = LoraProduct(change.a, change.b, -change.scale)
+    found = add_products(in_memory(base, BY_NAME["bfloat16"]), [change, negative], BY_NAME["bfloat16"]).read()
     np.testing.assert_allclose(found.astype(np.float32), base.astype(np.float32), rtol=2**-7, atol=1e-6)
 
 
 def test_a_nan_of_the_base_stays_one_nan() -> None:
     base, change, _ = random_case(16, 24, 4)
-    plain = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    plain = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     base = base.copy()
     base[3, 5] = np.nan
-    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    found = add_products(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     assert np.isnan(found[3, 5])
     assert (found != plain).sum() == 1
 
 
-def both_sums(base: Array, change: LowRank) -> tuple[bool, Array, Array]:
+def both_sums(base: Array, change: LoraProduct) -> tuple[bool, Array, Array]:
     """Whether the compiled sum took the case, its result, and that of numpy."""
     one, other = np.empty_like(base), np.empty_like(base)
     left, right = change.factors(0, len(base))
@@ -142,7 +142,7 @@ def both_sums(base: Array, change: LowRank) -> tuple[bool, Array, Array]:
 def test_the_compiled_sum_is_that_of_numpy(rows: int, columns: int, rank: int, transposed: bool) -> None:
     base, change, _ = random_case(rows, columns, rank)
     if transposed:
-        base, change = base.T.copy(), LowRank(change.a, change.b, change.scale, transposed=True)
+        base, change = base.T.copy(), LoraProduct(change.a, change.b, change.scale, transposed=True)
     done, one, other = both_sums(base, change)
     assert done
     assert one.tobytes() == other.tobytes()
@@ -184,7 +184,7 @@ def test_the_compiled_sum_leaves_odd_numbers_to_numpy(odd: float) -> None:
     base = base.copy()
     base[7, 23] = odd
     scale = np.copysign(2e36, change.update(in_memory(base, BY_NAME["bfloat16"]), 0, 16)[7, 23])
-    left, right = LowRank(change.a, change.b, scale).factors(0, len(base))
+    left, right = LoraProduct(change.a, change.b, scale).factors(0, len(base))
     assert not add_in_one_pass(np.empty_like(base), base, left, right)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta
-from llmconv.convert.deltas.alpaca import Checksum, checksum_of
+from llmconv.convert.deltas.alpaca import WeightSum, checksum_of
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.tiny_models import save_tiny
 
@@ -135,7 +135,7 @@ def test_a_checksum_that_is_no_number_is_none(text: str, tmp_path: Path) -> None
 
 
 def test_a_resumed_run_says_that_it_did_not_compare(tmp_path: Path) -> None:
-    checksum = Checksum("`checksum_psum.txt`", 3.0, 0.0)
+    checksum = WeightSum("`checksum_psum.txt`", 3.0, 0.0)
     ones = in_memory(np.ones(3, np.float32), BY_NAME["float32"])
     watched = checksum.watched({"a": ones, "b": ones})
     watched["a"].read()

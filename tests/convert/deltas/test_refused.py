@@ -1,4 +1,4 @@
-"""Exact deltas: another base, a damaged file, and what is no delta are refused; then nothing is made."""
+"""Exact deltas: another base, a damaged file, and what is not a delta are refused; then nothing is made."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rows_of_the_base_that_the_tuned_model_lacks_are_checked_too(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda arrays: arrays.pop("lm_head.weight"), r"it lacks 1 tensors: `lm_head\.weight`"),
+        (lambda arrays: arrays.pop("lm_head.weight"), r"1 missing keys: `lm_head\.weight`"),
         (lambda arrays: arrays.update(weights(7)), r"2 tensors have another shape or dtype: `model\.embed"),
     ],
 )
@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rows": (reindex(rows=0), "has no blocks"),
     "more bytes than there are": (reindex(blocks=[[10**6, 0, 0]]), "describes .* bytes of frames"),
     "blocks of text": (reindex(blocks=["a"]), "has 1 blocks"),
-    "no sha256": (reindex(base={"name": "a"}), "does not say what"),
+    "no sha256": (reindex(base={"name": "a"}), "invalid base tensor"),
     "a base of another kind": (
         reindex(base={"name": "a", "dtype": "int8", "shape": [1], "sha256": ""}),
         "from a tensor of another kind",
@@ -98,8 +98,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a later version": (retell(version=2), "delta of version '2'"),
     "files that are a number": (retell(files=3), "does not list its files"),
     "a file elsewhere": (retell(files=["../delta.zst"]), "does not list its files"),
-    "another count": (retell(tensors=4), "holds 3 tensors, `delta.json` says 4"),
-    "a file twice": (retell(files=["delta.zst", "delta.zst"]), "repeats"),
+    "another count": (retell(tensors=4), "contains 3 tensors, expected 4"),
+    "a file twice": (retell(files=["delta.zst", "delta.zst"]), "duplicate keys"),
 }
 
 
@@ -126,7 +126,7 @@ def test_a_frame_that_gives_other_rows_is_noticed(pair: tuple[Path, Path], tmp_p
     for entry, own in zip(index["tensors"].values(), blocks, strict=True):
         entry["blocks"] = [[count[0], *block[1:]] for count, block in zip(entry["blocks"], own, strict=True)]
     write_index(tmp_path / "delta", foreign[: -24 - theirs], json.dumps(index).encode())
-    with pytest.raises(MalformedInput, match="does not give the rows that it was made from"):
+    with pytest.raises(MalformedInput, match="wrong checksum of the tuned rows"):
         apply_delta(base, tmp_path / "delta", tmp_path / "back")
 
 
@@ -163,8 +163,8 @@ def test_what_is_no_model_or_no_delta_is_told_apart(pair: tuple[Path, Path], tmp
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: apply_delta(tmp_path / "delta", base, tmp_path / "out"), "is a delta, not a model"),
         (lambda: apply_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter"),
-        (lambda: extract_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter, not a model"),
-        (lambda: apply_delta(base, tmp_path / "empty", tmp_path / "out"), "is no delta"),
+        (lambda: extract_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter, no model"),
+        (lambda: apply_delta(base, tmp_path / "empty", tmp_path / "out"), "is not a delta"),
         (lambda: apply_delta(base, tmp_path / "nothing", tmp_path / "out"), "does not exist"),
         (lambda: to_hf(tmp_path / "delta", tmp_path / "out"), "is a delta"),
     ]

@@ -154,7 +154,7 @@ def test_an_output_that_is_an_input_is_never_replaced(dry_run: bool, pair: tuple
     runs: list[tuple[Any, Path, Path]] = [(apply_delta, base, tmp_path / "delta"), (extract_delta, base, tuned)]
     for function, one, other in runs:
         for output in (one, other):
-            with pytest.raises(InputRefused, match="holds what is to be read, so it is not overwritten"):
+            with pytest.raises(InputRefused, match="contains an input, so it is not overwritten"):
                 function(one, other, output, overwrite=True, dry_run=dry_run)
     assert same(base, save(tmp_path / "again", weights()))
 

@@ -91,7 +91,7 @@ def test_a_lora_merged_in_bfloat16_is_off_by_its_rounding_only(tmp_path: Path, l
     assert 1e-4 < error < 0.1  # without the LoRA it would be 1.1
 
 
-def test_the_config_says_what_the_files_say() -> None:
+def test_the_config_agrees_with_the_files() -> None:
     config = open_training(PLAIN).config
     assert (config["vocab_size"], config["intermediate_size"], config["num_key_value_heads"]) == (512, 192, 4)
     assert (config["max_position_embeddings"], config["rope_theta"], config["rope_scaling"]) == (1024, 1e4, None)
@@ -237,14 +237,14 @@ def split_falcon(falcon: FalconForCausalLM, kind: dict[str, Any], number: int) -
 def test_trained_parameters_need_a_base(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", trained(llama(rank=2)))
     with pytest.raises(
-        InputRefused, match="`x` holds no whole model, only the 33 tensors that were trained"
+        InputRefused, match="`x` is not a whole model: it holds only the 33 tensors that were trained"
     ) as refusal:
         open_training(folder)
     assert "`--base`" in refusal.value.hint
 
 
 @pytest.mark.parametrize("kind", ["accessory", "meta"])
-def test_a_base_completes_what_was_trained_whatever_its_shards(tmp_path: Path, kind: str) -> None:
+def test_a_base_completes_the_trained_tensors_with_any_number_of_shards(tmp_path: Path, kind: str) -> None:
     model = llama(rank=2, biases=("wq", "w2"))
     base = save(
         tmp_path / "base",
@@ -285,7 +285,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path) -> None:
     tuned = save(tmp_path / "tuned", trained(llama(rank=2)))
     other = {name: tensor.repeat(*[2] * tensor.ndim) for name, tensor in llama().items()}
     base = save(tmp_path / "base", other, dim=64)
-    with pytest.raises(MalformedInput, match="does not fit"):
+    with pytest.raises(MalformedInput, match="shape mismatch"):
         open_training(tuned, options={"base": str(base)})
 
 

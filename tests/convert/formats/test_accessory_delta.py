@@ -43,7 +43,7 @@ def bits(content: tuple[str, tuple[int, ...], bytes]) -> Any:
     return np.frombuffer(content[2], np.uint16)
 
 
-def test_float16_is_what_upstreams_own_tool_wrote(tmp_path: Path) -> None:
+def test_float16_equals_the_output_of_upstreams_own_tool(tmp_path: Path) -> None:
     apply_delta(DELTA / "base", DELTA / "delta", tmp_path / "out", dtype="float16")
     to_hf(DELTA / "applied", tmp_path / "applied", config=[DELTA / "base" / "params.json"])
     found, applied = (contents(open_checkpoint(tmp_path / name)) for name in ("out", "applied"))
@@ -81,7 +81,7 @@ def save_delta(folder: Path, model: Any, count: int = 1) -> Path:
     return folder
 
 
-def test_what_a_partial_delta_lacks_stays_as_it_is(tmp_path: Path) -> None:
+def test_tensors_that_a_partial_delta_lacks_stay_unchanged(tmp_path: Path) -> None:
     before = accessory_llama()
     save_accessory(tmp_path / "base", before, 2, "llama")
     save_delta(tmp_path / "delta", {name: value for name, value in before.items() if "norm" in name}, 2)
@@ -117,11 +117,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "shards of a model": (mix, "mixes shards"),
     "another size": (
         add_to_all("norm.weight", torch.ones(1)),
-        r"does not fit the base in 1 tensors: `norm\.weight \[1\] for \[32\]`",
+        r"shape mismatch between `.*` and the base for 1 tensors: `norm\.weight \[1\] for \[32\]`",
     ),
     "a part for pictures": (
         add_to_all("clip_proj.weight", torch.ones(1)),
-        "no language model of transformers holds: `clip_proj`",
+        "no language model of transformers has: `clip_proj`",
     ),
     "an unknown part": (add_to_all("router.weight", torch.ones(1)), "no rule places"),
 }
@@ -142,6 +142,6 @@ def test_a_model_that_accessory_does_not_have_takes_no_delta_of_it(tmp_path: Pat
         apply_delta(save_tiny(tmp_path / "base", "qwen2"), DELTA / "delta", tmp_path / "out")
 
 
-def test_a_delta_is_no_adapter(tmp_path: Path) -> None:
+def test_a_delta_is_not_a_adapter(tmp_path: Path) -> None:
     with pytest.raises(InputRefused):
         merge_lora(save_tiny(tmp_path / "base", "llama"), [DELTA / "delta"], tmp_path / "out")

@@ -65,7 +65,7 @@ def test_the_language_model_is_converted_without_them_on_request(tmp_path: Path)
     assert "`clip`" in opened.warnings[0] and "answers differently" in opened.warnings[1]
 
 
-def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
+def test_inspect_lists_tensors_that_would_be_dropped(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["inspect", "--json", str(write_whole(tmp_path / "x", adapter(), "llama_adapter"))]
     )
@@ -73,7 +73,7 @@ def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
     assert any("`prefix_gate`" in warning for warning in json.loads(result.stdout)["warnings"])
 
 
-def test_inspect_counts_what_was_trained_alone() -> None:
+def test_inspect_counts_trained_tensors_alone() -> None:
     folder = FIXTURES / "legacy_llama_peft_mp2_trainable" / "epoch0"
     found = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(folder)]).stdout)
     assert (found["format"], found["tensors"], found["parameters"]) == ("accessory", 47, 22_208)
@@ -185,27 +185,27 @@ def configure(**fields: Any) -> Callable[[Path], None]:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing shard": (remove, "should have 2 shards, but number 0 is missing"),
-    "an extra shard": (add, "should have 2 shards, but number 2 .* is there too"),
+    "an extra shard": (add, "should have 2 shards, but number 2 .* is superfluous"),
     "shards of two sets": (mix, "mixes shards of different checkpoints"),
     "shards of two layouts": (mix_with_meta, "mixes shards of different checkpoints"),
     "a shard under two names": (add_twin, "mixes shards of different checkpoints"),
-    "a vector for a matrix": (flatten, "of another shape than its configuration says"),
-    "no plugin": (name_no_plugin, "which upstream does not have"),
+    "a vector for a matrix": (flatten, "shape mismatch with the configuration"),
+    "no plugin": (name_no_plugin, "unknown plugin"),
     "a truncated shard": (truncate, "truncated or damaged"),
     "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
-    "half a LoRA": (halve_lora, r"LoRA of `layers\.0\.attention\.wq\.weight` in `x` does not fit"),
-    "a bias of one layer alone": (lose_bias, r"not in each of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
-    "an unknown tensor": (add_unknown, r"no rule places; unexpected keys: `layers\.0\.router\.weight`"),
-    "no tensors": (put_object, "is no plain state dict"),
-    "an unknown plugin": (rename_plugin, "the plugin `my_own`, which upstream does not have"),
-    "another size": (configure(dim=64), "of another shape than its configuration says"),
-    "another number of key heads": (configure(n_kv_heads=8), "of another shape"),
+    "half a LoRA": (halve_lora, r"shape mismatch for the LoRA of `layers\.0\.attention\.wq\.weight` in `x`"),
+    "a bias of one layer alone": (lose_bias, r"only in some of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
+    "an unknown tensor": (add_unknown, r"no rule places: `layers\.0\.router\.weight`"),
+    "no tensors": (put_object, "is not a plain state dict"),
+    "an unknown plugin": (rename_plugin, "unknown plugin `my_own`"),
+    "another size": (configure(dim=64), "shape mismatch with the configuration"),
+    "another number of key heads": (configure(n_kv_heads=8), "shape mismatch with the configuration"),
     "odd heads": (configure(n_heads=7, n_kv_heads=None), "has 7 heads and 7 key/value heads for a size of 32"),
     "more layers": (configure(n_layers=3), "lacks 9 tensors of the model"),
     "countless layers": (configure(n_layers=10**9), "no configuration with `n_layers`"),
-    "another multiplier": (configure(ffn_dim_multiplier=2.0), "of another shape"),
-    "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is '1e-5'"),
-    "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is 0"),
+    "another multiplier": (configure(ffn_dim_multiplier=2.0), "shape mismatch with the configuration"),
+    "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is invalid: '1e-5'"),
+    "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is invalid: 0"),
     "rope of Llama 3.1": (configure(use_scaled_rope=True), "has `use_scaled_rope`, which"),
 }
 
@@ -231,7 +231,7 @@ def test_an_expert_in_two_shards_is_refused(tmp_path: Path) -> None:
         folder / "consolidated.01-of-02.model.pth",
         **{"llma.layers.0.feed_forward.experts.0.w1.weight": torch.ones(48, 32)},
     )
-    with pytest.raises(MalformedInput, match="two shards of `x` hold the same expert"):
+    with pytest.raises(MalformedInput, match="two shards of `x` contain the same expert"):
         open_training(folder)
 
 
@@ -243,7 +243,7 @@ def test_an_internlm_in_several_shards_is_refused(tmp_path: Path) -> None:
         open_training(source)
 
 
-def test_a_folder_without_shards_is_no_base(tmp_path: Path) -> None:
+def test_a_folder_without_shards_is_not_a_base(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", trained(llama(rank=2)))
-    with pytest.raises(InputRefused, match="holds no `consolidated"):
+    with pytest.raises(InputRefused, match="contains no `consolidated"):
         open_training(folder, options={"base": str(tmp_path)})

@@ -96,7 +96,7 @@ def test_the_manifest_names_the_files_of_the_sub_folder(composer: Path, tmp_path
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < set(files)
 
 
-def test_what_was_done_with_the_adapter_is_said(composer: Path) -> None:
+def test_the_handling_of_the_adapter_is_reported(composer: Path) -> None:
     merged = open_training(composer / WHOLE / FILE)
     assert any("the LoRA adapter is merged into 6 weights" in warning for warning in merged.warnings)
     split = open_training(composer / WHOLE / FILE, options={"adapter": "split"})
@@ -181,7 +181,7 @@ def assert_equal_models(model: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", (KINDS | APART).values(), ids=(KINDS | APART).keys())
-def test_merging_gives_what_peft_computes(
+def test_merging_gives_the_result_of_peft(
     tiny: Callable[[str], Path], tmp_path: Path, model_type: str, kind: dict[str, Any]
 ) -> None:
     model = trained(tiny(model_type), **kind)
@@ -212,7 +212,7 @@ def test_a_base_that_was_changed_before_training_is_not_changed_again(
 
 
 @pytest.mark.parametrize("kind", BIASED.values(), ids=BIASED.keys())
-def test_merging_gives_what_peft_computes_with_biases(
+def test_merging_gives_the_result_of_peft_with_biases(
     tiny: Callable[[str], Path], tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     model = trained(tiny("qwen2"), **kind)

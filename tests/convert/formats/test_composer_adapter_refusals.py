@@ -50,7 +50,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("way", [{"adapter": "split"}, {"base": True}])
 @pytest.mark.parametrize(("kind", "what"), LOST.values(), ids=LOST.keys())
-def test_what_composer_left_out_of_an_adapter_alone_is_named(
+def test_tensors_that_composer_left_out_of_an_adapter_are_named(
     tiny: Callable[[str], Path], tmp_path: Path, way: dict[str, Any], kind: dict[str, Any], what: str
 ) -> None:
     path = save_run(tmp_path / "x.pt", trained(tiny("llama"), **kind), whole=False)
@@ -77,17 +77,21 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "left over": ({"score.weight": torch.ones(2)}, {}, "1 tensors are not of its PeftModel: `score.weight`"),
     "half a pair": ({"base_model.model.x.lora_A.default.weight": torch.ones(4, 4)}, {}, "lacks a factor of `x`"),
     "another method": ({}, {"peft_type": "IA3"}, "`peft_type` 'IA3'"),
-    "twice": ({"base_model.model.lm_head.base_layer.weight": torch.ones(2)}, {}, "holds `lm_head.weight` twice"),
+    "twice": ({"base_model.model.lm_head.base_layer.weight": torch.ones(2)}, {}, "duplicate key `lm_head.weight`"),
     "rank": ({}, {"r": 8}, "rank 8, its tensors have rank 4"),
     "alpha": ({}, {"lora_alpha": 0}, "0 for `lora_alpha`"),
     "alpha that is a text": ({}, {"lora_alpha": "8"}, "'8' for `lora_alpha`"),
-    "saved modules that are a number": ({}, {"modules_to_save": 3}, "3 for `modules_to_save`"),
-    "bias that is a list": ({}, {"bias": ["all"]}, "['all'] for `bias`"),
+    "saved modules that are a number": (
+        {},
+        {"modules_to_save": 3},
+        "`modules_to_save` in the adapter config is invalid: 3",
+    ),
+    "bias that is a list": ({}, {"bias": ["all"]}, "`bias` in the adapter config is invalid: ['all']"),
 }
 
 
 @pytest.mark.parametrize(("more", "fields", "reason"), ODD.values(), ids=ODD.keys())
-def test_a_run_that_does_not_add_up_is_refused(
+def test_a_run_that_is_inconsistent_is_refused(
     run: Run, tmp_path: Path, more: dict[str, Any], fields: dict[str, Any], reason: str
 ) -> None:
     state, config, peft_config = run
@@ -102,7 +106,7 @@ MISSHAPED = {
         torch.ones(64, 5),
         "A of `model.layers.0.self_attn.q_proj` has rank 4, B has rank 5",
     ),
-    "of another model": ("lora_B", torch.ones(63, 4), "in the base it has shape [64, 64]"),
+    "of another model": ("lora_B", torch.ones(63, 4), "got [64, 64] in the base"),
     "not gathered": ("lora_A", torch.ones(0), "saved before they were gathered"),
     "not finite": ("lora_A", torch.full((4, 64), torch.nan), "values that are not finite"),
 }
@@ -134,7 +138,7 @@ def test_several_adapters_are_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_lora_tensors_without_their_config_are_refused(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(MalformedInput, match="their scale is not known"):
+    with pytest.raises(MalformedInput, match="their scale is unknown"):
         open_training(save_state(tmp_path / "x.pt", run[0], run[1]))
 
 
@@ -196,7 +200,7 @@ def test_a_base_that_is_not_needed_is_a_usage_problem(composer: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"adapter": "split"}, {"base": "x"}])
 def test_the_options_mean_nothing_for_a_run_without_adapter(composer: Path, option: dict[str, str]) -> None:
-    with pytest.raises(UsageProblem, match="holds no adapter"):
+    with pytest.raises(UsageProblem, match="contains no adapter"):
         open_training(composer / "weights_only" / FILE, options=option)
 
 

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.formats.composer.read import Run
+from llmconv.convert.formats.composer.read import ComposerRun
 from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.inspect import inspect
 from llmconv.convert.opening.training_checkpoint import open_training
@@ -105,7 +105,7 @@ def test_the_manifest_and_a_dry_run_name_the_packed_file(composer: Path, tmp_pat
     assert to_hf(packed, tmp_path / "x", dry_run=True).checkpoint.path == packed
 
 
-def test_inspect_tells_a_packed_checkpoint_with_its_size_on_disk(composer: Path) -> None:
+def test_inspect_reports_a_packed_checkpoint_with_its_size_on_disk(composer: Path) -> None:
     found = inspect(composer / "compressed/ep0-ba2-rank0.pt.zst")
     assert (found.format, found.path.name, len(found.tensors)) == ("composer", "ep0-ba2-rank0.pt.zst", 21)
     assert found.file_bytes == 173_408
@@ -154,18 +154,18 @@ def test_a_packed_conversion_leaves_nothing_in_the_temporary_folder(composer: Pa
 TOLD = {
     "llama_full/" + FILE: ("composer 0.32.1, torch 2.13.0+cpu", "the optimizer's state (354 kB)"),
     "legacy_gpt2_0135/" + FILE: ("composer 0.13.5", "the optimizer's state (302 kB)"),
-    "new_api_monolithic/ep0-ba2": ("composer 0.32.1, torch 2.13.0+cpu", "what resuming the run needs (12.3 kB)"),
+    "new_api_monolithic/ep0-ba2": ("composer 0.32.1, torch 2.13.0+cpu", "the state for resuming the run (12.3 kB)"),
 }
 
 
 @pytest.mark.parametrize(("name", "told"), TOLD.items())
-def test_a_run_tells_its_writer_and_what_is_left_behind(composer: Path, name: str, told: tuple[str, str]) -> None:
+def test_a_run_reports_its_writer_and_the_dropped_parts(composer: Path, name: str, told: tuple[str, str]) -> None:
     checkpoint = open_training(composer / name)
     assert (checkpoint.version, checkpoint.shards) == (told[0], 1)
     assert told[1] in checkpoint.dropped
 
 
-def test_everything_but_empty_parts_is_said_to_be_dropped(composer: Path) -> None:
+def test_everything_but_empty_parts_is_reported_as_dropped(composer: Path) -> None:
     assert open_training(composer / "llama_full" / FILE).dropped == (
         "the optimizer's state (354 kB)",
         "the random number generators (5.06 kB)",
@@ -233,16 +233,16 @@ def test_a_broken_folder_is_refused_in_one_line(run_folder: Path, name: str, con
     assert "\n" not in refusal.value.message and refusal.value.hint
 
 
-def test_a_model_file_that_is_no_state_dict_is_refused(run_folder: Path) -> None:
+def test_a_model_file_that_is_not_a_state_dict_is_refused(run_folder: Path) -> None:
     torch.save([torch.ones(2)], run_folder / "model/model.pt")
-    with pytest.raises(MalformedInput, match="holds no state dict"):
+    with pytest.raises(MalformedInput, match="contains no state dict"):
         open_training(run_folder)
 
 
-def test_odd_and_endless_parts_of_a_run_are_told_once() -> None:
+def test_unusual_and_endless_parts_of_a_run_are_reported_once() -> None:
     bomb: Any = ["x"]
     for _ in range(5000):
         bomb = [bomb, bomb]
     state = {"metadata": {"torch_version": 3, "composer_env_info": [1]}, "callbacks": bomb, "own": {1: 2}, "scaler": {}}
-    run = Run({"state": state, "rng": None}, lambda name, leaf: leaf)
+    run = ComposerRun({"state": state, "rng": None}, lambda name, leaf: leaf)
     assert (version(run), dropped(run)) == ("", ("the callbacks", "`own`"))

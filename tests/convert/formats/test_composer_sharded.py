@@ -59,14 +59,14 @@ def test_tokenizer_files_come_back_but_for_the_empty_dicts_that_torch_loses(run:
     assert all(files[name] == upstream[name] for name in files if name in upstream)
 
 
-def test_the_writer_the_shards_and_what_is_left_out_are_told(run: Path) -> None:
+def test_the_writer_the_shards_and_the_dropped_parts_are_reported(run: Path) -> None:
     checkpoint = open_training(run)
     assert checkpoint.version.startswith("composer 0.32.1")
     assert checkpoint.shards == 2
     assert checkpoint.dropped[0] == f"{OPTIMIZER} (536 kB)"
 
 
-def test_what_is_left_out_is_called_as_in_a_run_of_one_file(run: Path) -> None:
+def test_dropped_parts_have_the_names_of_a_run_of_one_file(run: Path) -> None:
     told = " ".join(open_training(run).dropped)
     assert "the time stamp" in told and "the callbacks" in told
     assert not any(name in told for name in ("`timestamp`", "`run_name`", "`rank_zero_seed`"))
@@ -80,7 +80,7 @@ def test_a_link_to_the_latest_folder_is_followed(run: Path, tmp_path: Path) -> N
 def blank(run: Path, tree: Any) -> None:
     """Overwrites with zeros what `.metadata` says of a part of the nested dict."""
     for _, item in named_leaves(tree):
-        for place in [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]:
+        for place in [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]:
             with open(run / place.file, "r+b") as file:
                 file.seek(place.start)
                 file.write(bytes(place.length))
@@ -102,7 +102,7 @@ def test_inspecting_opens_no_blob_of_the_model(run: Path, tmp_path: Path) -> Non
     blank(tmp_path / "x", open_folder(run).tree["state"]["model"])
     found = inspect(tmp_path / "x")
     assert (found.parameters, found.format) == (44_192, "composer")
-    with pytest.raises(MalformedInput, match="no torch file"):
+    with pytest.raises(MalformedInput, match="not a torch file"):
         to_hf(tmp_path / "x", tmp_path / "hf")
 
 
@@ -173,5 +173,5 @@ def test_settings_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "x", nested())
     key = "state.integrations.huggingface.model.config.content.model_type"
     change(path, lambda content: content.planner_data.update({key: ("state", "integrations")}))
-    with pytest.raises(MalformedInput, match="where others are inside"):
+    with pytest.raises(MalformedInput, match="that also contains items"):
         open_training(path)

@@ -35,7 +35,7 @@ def test_logits_of_a_sharded_model_are_those_it_had(
         assert np.abs(logits - reference["logits"]).max() < 1e-5
 
 
-def test_shards_and_what_is_left_out_are_told(dcp: Path) -> None:
+def test_shards_and_dropped_parts_are_reported(dcp: Path) -> None:
     checkpoint = open_training(dcp / "fsdp_llama")
     assert (checkpoint.format, checkpoint.shards) == ("dcp", 4)
     assert checkpoint.version == "torch distributed checkpoint 1.0.0"
@@ -49,13 +49,13 @@ def test_inspecting_needs_no_shard_to_be_readable(dcp: Path, tmp_path: Path) -> 
     assert inspect(tmp_path / "x").parameters == 5_520
 
 
-def test_without_a_configuration_inspect_shows_what_is_there(tmp_path: Path) -> None:
+def test_without_a_configuration_inspect_lists_the_tensors(tmp_path: Path) -> None:
     found = inspect(save(tmp_path / "x", {"model": state_dict()}))
     assert f"model.{next(iter(state_dict()))}" in found.tensors
     assert "does not contain a model configuration" in found.warnings[0]
 
 
-def test_what_holds_no_language_model_is_shown_and_an_optimizer_alone_is_refused(dcp: Path, tmp_path: Path) -> None:
+def test_other_models_are_listed_and_an_optimizer_alone_is_refused(dcp: Path, tmp_path: Path) -> None:
     assert inspect(dcp / "grids").tensors["model.grid"].shape == (5, 6)
     with pytest.raises(UnsupportedInput, match="no language model"):
         inspect(save(tmp_path / "x", OTHER))
@@ -96,9 +96,7 @@ def test_the_model_is_found_wherever_it_lies(
 
 
 @pytest.mark.parametrize("prefix", ["model.", "_orig_mod.", "module._orig_mod.", "lit.model.", "model.module."])
-def test_what_wrappers_and_trainers_put_in_front_is_removed(
-    tmp_path: Path, config: tuple[Path, ...], prefix: str
-) -> None:
+def test_prefixes_of_wrappers_and_trainers_are_removed(tmp_path: Path, config: tuple[Path, ...], prefix: str) -> None:
     state = {prefix + name: tensor for name, tensor in state_dict().items()}
     assert_equal(opened(save(tmp_path / "x", {"model": state}), config), state_dict())
 
@@ -119,7 +117,7 @@ def test_a_head_stored_twice_is_dropped_where_the_configuration_ties_it(tmp_path
     assert_equal(opened(path, ()), state)
 
 
-def test_configuration_and_tokenizer_beside_the_folder_are_used(tmp_path: Path, config: tuple[Path, ...]) -> None:
+def test_configuration_and_tokenizer_next_to_the_folder_are_used(tmp_path: Path, config: tuple[Path, ...]) -> None:
     path = save(tmp_path / "x", state_dict())
     config[0].rename(tmp_path / "config.json")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -151,7 +149,7 @@ def test_a_llama_of_torchtitan_is_turned_into_hugging_faces(tmp_path: Path) -> N
 
 def test_metas_names_under_another_model_type_are_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
     config[0].write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
-    with pytest.raises(UnsupportedInput, match="its configuration is of a `qwen3`"):
+    with pytest.raises(UnsupportedInput, match="its configuration belongs to a `qwen3`"):
         opened(save(tmp_path / "x", titan(state_dict(), heads=1)), config)
 
 
@@ -164,7 +162,7 @@ def test_torchtunes_names_are_refused_and_not_written_as_they_are(tmp_path: Path
 def test_several_models_are_refused_until_one_is_chosen(tmp_path: Path, config: tuple[Path, ...]) -> None:
     ema = {name: tensor + 1 for name, tensor in state_dict().items()}
     path = save(tmp_path / "x", {"app": {"model": state_dict()}, "ema": ema})
-    with pytest.raises(InputRefused, match="holds 2 model") as refusal:
+    with pytest.raises(InputRefused, match="contains 2 model") as refusal:
         opened(path, config)
     assert "--root app.model" in refusal.value.hint
     assert_equal(opened(path, config, root="ema"), ema)
@@ -180,13 +178,13 @@ def test_a_model_at_the_root_is_chosen_by_a_dot(tmp_path: Path, config: tuple[Pa
 def test_tensors_outside_the_model_are_refused_until_they_are_dropped(tmp_path: Path, config: tuple[Path, ...]) -> None:
     state = {f"lit.{name}": tensor for name, tensor in state_dict().items()} | {"metric.total": torch.ones(1)}
     path = save(tmp_path / "x", {"model": state})
-    with pytest.raises(UnsupportedInput, match=r"no part of the model: `metric\.total`"):
+    with pytest.raises(UnsupportedInput, match=r"outside the model: `metric\.total`"):
         opened(path, config)
     assert_equal(opened(path, config, drop=True), state_dict())
 
 
 def test_an_optimizers_folder_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
-    with pytest.raises(UnsupportedInput, match="holds no language model; it has `optimizer`, `step`"):
+    with pytest.raises(UnsupportedInput, match="contains no language model; it has `optimizer`, `step`"):
         opened(save(tmp_path / "x", OTHER), config)
 
 

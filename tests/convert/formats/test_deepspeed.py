@@ -21,7 +21,7 @@ from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused
-from llmconv.files import safetensors_file as safetensors_io
+from llmconv.files import safetensors_file
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import BY_NAME, cast
 
@@ -92,26 +92,26 @@ def test_exactly_one_format_claims_it(case: str) -> None:
     assert claims == ["deepspeed"]
 
 
-def test_the_version_the_ranks_and_what_is_left_out_are_told() -> None:
+def test_the_version_the_ranks_and_the_dropped_parts_are_reported() -> None:
     opened = open_case("z2_bf16_groups")
     assert (opened.version, opened.shards) == ("deepspeed 0.14.5", 3)
     assert opened.dropped == ("the optimizer's moments", "the module's copies of the master weights")
-    assert "`--dtype bfloat16` gives those that the model ran with" in opened.warnings[0]
+    assert "`--dtype bfloat16` converts to the dtype of the run" in opened.warnings[0]
 
 
-def test_a_run_in_float32_is_not_told_to_round() -> None:
+def test_a_run_in_float32_gets_no_hint_to_round() -> None:
     assert not any("--dtype" in warning for warning in open_case("z1_fp32_gpt2_tied").warnings)
 
 
 def test_no_byte_is_read_but_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[int] = []
-    read = safetensors_io.read_exactly
+    read = safetensors_file.read_exactly
 
     def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         spans.append(len(buffer))
         read(fd, buffer, offset, path)
 
-    monkeypatch.setattr(safetensors_io, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
     plan = to_hf(FIXTURES / "z3_bf16_subgroups", tmp_path / "hf")
     assert sum(spans) == plan.nbytes
 
@@ -122,13 +122,13 @@ def test_torch_is_not_imported() -> None:
     assert subprocess.run([*command, "unused"], check=False).returncode == 0
 
 
-def test_inspect_tells_the_format_and_counts_every_file() -> None:
+def test_inspect_reports_the_format_and_counts_every_file() -> None:
     found = inspect(FIXTURES / "z3_bf16_subgroups")
     assert (found.format, found.config["model_type"]) == ("deepspeed", "llama")
     assert found.file_bytes > 3 * found.nbytes
 
 
-def test_inspect_without_a_config_tells_what_is_there_and_what_is_missing() -> None:
+def test_inspect_without_a_config_lists_tensors_and_reports_the_missing_file() -> None:
     found = inspect(FIXTURES / "lightning_z2" / "run.ckpt")
     assert found.format == "deepspeed" and "net.lm_head.weight" in found.tensors
     assert "no model configuration" in found.warnings[0]
@@ -142,7 +142,7 @@ def test_the_folder_of_the_save_itself_finds_the_config_above_it() -> None:
     assert set(open_training(save)) == set(open_case("z2_bf16_groups"))
 
 
-def test_a_config_above_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_a_config_above_a_folder_that_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     save = shutil.copytree(FIXTURES / "z2_bf16_groups" / "global_step3", tmp_path / "global_step3")
     (tmp_path / "config.json").write_text("of something else")
     with pytest.raises(InputRefused, match="does not contain a model configuration"):
@@ -183,7 +183,7 @@ def test_a_folder_of_trainer_gives_its_side_files_and_no_code(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_forward_module.", "_forward_module.net.", "net.module."])
-def test_what_a_trainer_puts_in_front_of_every_name_is_taken_off(copy: Path, prefix: str) -> None:
+def test_a_trainers_prefix_of_every_name_is_removed(copy: Path, prefix: str) -> None:
     path = copy / "global_step3" / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)
     content["module"] = {prefix + name: tensor for name, tensor in content["module"].items()}
@@ -192,21 +192,21 @@ def test_what_a_trainer_puts_in_front_of_every_name_is_taken_off(copy: Path, pre
     assert set(open_training(copy)) == set(open_case("z2_bf16_groups"))
 
 
-def test_16_bit_weights_beside_the_save_are_not_taken_but_named() -> None:
+def test_16_bit_weights_next_to_the_save_are_not_taken_but_named() -> None:
     opened = open_case("trainer_z3")
     assert {tensor.dtype.name for tensor in opened.values()} == {"float32"}
     assert any("it already is a Hugging Face folder" in warning for warning in opened.warnings)
 
 
-def test_without_optimizer_states_the_module_is_what_there_is(copy: Path) -> None:
+def test_without_optimizer_states_the_module_is_used(copy: Path) -> None:
     for file in copy.glob("global_step3/*optim_states.pt"):
         file.unlink()
     opened = open_training(copy)
     assert {tensor.dtype.name for tensor in opened.values()} == {"bfloat16"} and len(opened) == 29
-    assert "not the masters" in opened.warnings[0]
+    assert "not the master weights" in opened.warnings[0]
 
 
-def test_a_tokenizer_given_replaces_the_one_beside_the_save(copy: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_given_replaces_the_one_next_to_the_save(copy: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer.model").write_bytes(b"given")
     opened = open_training(copy, tokenizer=tmp_path / "tokenizer.model")

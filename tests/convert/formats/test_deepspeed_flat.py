@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zero_checkpoint import crc_of_zeros, deep, save
-from llmconv.convert.formats.deepspeed.flat_tensor import Piece, cut, first_elements, shaped
+from llmconv.convert.formats.deepspeed.flat_tensor import FlatSlice, first_elements, joined, slices_of
 from llmconv.convert.formats.deepspeed.read import open_model
 from llmconv.convert.formats.deepspeed.save_folder import open_save
 from llmconv.convert.opening.training_checkpoint import open_training
@@ -81,8 +81,8 @@ def flats(sizes: list[int]) -> list[LazyTensor]:
 def test_a_cut_holds_the_elements_of_the_range(sizes: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, sum(sizes)))
     stop = data.draw(st.integers(start, sum(sizes)))
-    pieces = cut(flats(sizes), start, stop)
-    tensor = shaped(pieces, (stop - start,), FLOAT)
+    pieces = slices_of(flats(sizes), start, stop)
+    tensor = joined(pieces, (stop - start,), FLOAT)
     assert tensor.read().tolist() == list(range(start, stop))
     assert sum(piece.numel for piece in first_elements(pieces, 3)) == min(3, stop - start)
 
@@ -95,15 +95,15 @@ def test_only_the_ranges_that_rows_touch_are_read() -> None:
         touched.append((start, stop))
         return flat.rows(start, stop)
 
-    tensor = shaped([Piece(LazyTensor(FLOAT, (40,), load), 10, 22)], (3, 4), FLOAT)
+    tensor = joined([FlatSlice(LazyTensor(FLOAT, (40,), load), 10, 22)], (3, 4), FLOAT)
     assert tensor.rows(1, 2).tolist() == [[14, 15, 16, 17]] and touched == [(14, 18)]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((5,), "float32"), ((3,), "float32"), ((4,), "bfloat16")])
 def test_pieces_that_do_not_make_the_shape_are_refused(shape: tuple[int, ...], dtype: str) -> None:
     (flat,) = flats([4])
-    with pytest.raises(ValueError, match="there are 4 elements|different dtypes"):
-        shaped([Piece(flat, 0, 4)], shape, BY_NAME[dtype])
+    with pytest.raises(ValueError, match="got 4|dtypes differ"):
+        joined([FlatSlice(flat, 0, 4)], shape, BY_NAME[dtype])
 
 
 # The sparse checkpoints of the benchmarks

@@ -62,7 +62,7 @@ def test_files_of_an_older_save_of_more_ranks_are_refused(tmp_path: Path) -> Non
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     save = save_zero_2(tmp_path, GROUPS, 2) / TAG
     shutil.copy(save / RANK_1, save / f"bf16_{RANK_1}")
-    with pytest.raises(MalformedInput, match="both of rank 1"):
+    with pytest.raises(MalformedInput, match="both belong to rank 1"):
         open_tensors(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_missing_model_states_are_named(tmp_path: Path) -> None:
 def test_placeholders_of_stage_3_alone_are_refused(tmp_path: Path) -> None:
     for file in save_zero_3(tmp_path, GROUPS, 2).glob(f"{TAG}/*optim*"):
         file.unlink()
-    with pytest.raises(InputRefused, match="has no optimizer states, where the weights lie"):
+    with pytest.raises(InputRefused, match="lacks the optimizer states, which contain the weights"):
         open_tensors(tmp_path)
 
 
@@ -124,13 +124,13 @@ def test_one_file_of_a_save_is_answered_with_its_folder(name: str) -> None:
 def test_a_latest_that_leads_elsewhere_is_refused(tmp_path: Path, tag: str) -> None:
     run = save_zero_2(tmp_path / "run", GROUPS, 2)
     (run / "latest").write_text(tag)
-    with pytest.raises(MalformedInput, match="where there is no save"):
+    with pytest.raises(MalformedInput, match="which is not a save"):
         open_training(run)
 
 
-def test_a_latest_that_names_a_save_that_is_gone_tells_which_are_there(tmp_path: Path) -> None:
+def test_a_latest_with_a_missing_save_lists_the_existing_ones(tmp_path: Path) -> None:
     (save_zero_2(tmp_path, GROUPS, 2) / "latest").write_text("global_step8")
-    with pytest.raises(MalformedInput, match="names 'global_step8', where there is no save") as caught:
+    with pytest.raises(MalformedInput, match="names 'global_step8', which is not a save") as caught:
         open_training(tmp_path)
     assert f"`{TAG}`" in caught.value.hint
 
@@ -144,19 +144,19 @@ def test_a_folder_with_latest_alone_is_not_claimed(tmp_path: Path) -> None:
 
 
 LIES: dict[str, tuple[Any, str]] = {
-    "more rows": ((4, 5), "elements in a group|too few|there are"),
+    "more rows": ((4, 5), "elements in a group|too few|got"),
     "fewer rows": ((1, 1), "elements in a group"),
-    "a negative size": ((-3, 5), "impossible shape"),
-    "a float": ((3.0, 5), "impossible shape"),
-    "a list": ([3, 5], "impossible shape"),
-    "a size that overflows": ((1 << 62, 1 << 62), "impossible shape"),
-    "an empty one that overflows": ((0, 1 << 62), "impossible shape"),
+    "a negative size": ((-3, 5), "invalid shape"),
+    "a float": ((3.0, 5), "invalid shape"),
+    "a list": ([3, 5], "invalid shape"),
+    "a size that overflows": ((1 << 62, 1 << 62), "invalid shape"),
+    "an empty one that overflows": ((0, 1 << 62), "invalid shape"),
 }
 
 
 @pytest.mark.parametrize("save", [save_zero_2, save_zero_3])
 @pytest.mark.parametrize(("shape", "reason"), LIES.values(), ids=LIES.keys())
-def test_a_shape_that_lies_is_refused(tmp_path: Path, save: Callable[..., Path], shape: Any, reason: str) -> None:
+def test_a_shape_that_is_wrong_is_refused(tmp_path: Path, save: Callable[..., Path], shape: Any, reason: str) -> None:
     save(tmp_path, GROUPS, 2, param_shapes=[{"a.weight": shape, "a.bias": (5,)}, {"b.weight": (7,)}])
     with pytest.raises(MalformedInput, match=f"{reason}|whose parameters need"):
         open_tensors(tmp_path)
@@ -176,7 +176,7 @@ def test_a_group_too_many_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_of_two_runs_are_refused(tmp_path: Path) -> None:
     change(save_zero_2(tmp_path, GROUPS, 2), RANK_1, lambda file: file["optimizer_state_dict"].update(zero_stage=3))
-    with pytest.raises(MalformedInput, match="is of another run"):
+    with pytest.raises(MalformedInput, match="belongs to another run"):
         open_tensors(tmp_path)
 
 
@@ -186,17 +186,17 @@ def test_ranks_of_two_dtypes_are_refused(tmp_path: Path) -> None:
         state["single_partition_of_fp32_groups"] = [part.half() for part in state["single_partition_of_fp32_groups"]]
 
     change(save_zero_2(tmp_path, GROUPS, 2), RANK_1, halve)
-    with pytest.raises(MalformedInput, match="the ranks hold different dtypes"):
+    with pytest.raises(MalformedInput, match="the dtypes differ between ranks"):
         open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("gaps", [[[0, 0]], [[0, 1 << 40], [0]], [[0, -1], [0]], [[0], [0]], "none", [[0, 99], [0]]])
-def test_paddings_that_lie_are_refused(tmp_path: Path, gaps: Any) -> None:
+def test_paddings_that_are_wrong_are_refused(tmp_path: Path, gaps: Any) -> None:
     def lie(file: dict[str, Any]) -> None:
         file["optimizer_state_dict"]["param_alignment_paddings"] = gaps
 
     change(save_zero_2(tmp_path, GROUPS, 2), "zero_pp_rank_0_mp_rank_00_optim_states.pt", lie)
-    with pytest.raises(MalformedInput, match="paddings that do not fit|elements in a group"):
+    with pytest.raises(MalformedInput, match="paddings that do not match|elements in a group"):
         open_tensors(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_the_layout_of_very_old_releases_is_refused_by_name(tmp_path: Path) -> N
 def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:
     module = {**{name: torch.empty(0) for group in GROUPS for name in group}, "frozen.weight": torch.empty(0)}
     save_zero_3(tmp_path, GROUPS, 2, module=module)
-    with pytest.raises(MalformedInput, match=r"has no weights of 1 parameters: `frozen\.weight`"):
+    with pytest.raises(MalformedInput, match=r"has no weights for 1 parameters: `frozen\.weight`"):
         open_tensors(tmp_path)
 
 
@@ -232,11 +232,11 @@ def test_frozen_fragments_of_a_missing_rank_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_with_an_adapter_is_refused(tmp_path: Path) -> None:
     save_zero_2(tmp_path, [{"base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2)}], 2)
-    with pytest.raises(UnsupportedInput, match="is of a PEFT"):
+    with pytest.raises(UnsupportedInput, match="belongs to a PEFT"):
         open_training(tmp_path)
 
 
-def test_an_adapter_that_trainer_saved_beside_is_the_way_out(tmp_path: Path) -> None:
+def test_an_adapter_that_trainer_saved_next_to_is_the_way_out(tmp_path: Path) -> None:
     save_zero_2(tmp_path, [{"base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2)}], 2)
     for name in ("adapter_config.json", "config.json"):
         (tmp_path / name).write_text("{}")
@@ -247,7 +247,7 @@ def test_an_adapter_that_trainer_saved_beside_is_the_way_out(tmp_path: Path) -> 
 
 def test_an_object_in_place_of_a_weight_is_refused(tmp_path: Path) -> None:
     save_zero_2(tmp_path, GROUPS, 2, module={"odd.weight": torch.device("cpu")})
-    with pytest.raises(UnsupportedInput, match=r"objects that are no plain tensors: `odd\.weight`"):
+    with pytest.raises(UnsupportedInput, match=r"objects that are not plain tensors: `odd\.weight`"):
         open_tensors(tmp_path)
 
 

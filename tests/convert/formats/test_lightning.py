@@ -34,7 +34,7 @@ def test_only_this_format_claims_the_file(case: str) -> None:
     assert [name for name, found in formats().items() if found.detect(path_of(case))] == ["lightning"]
 
 
-def test_the_writer_and_what_is_left_out_are_told() -> None:
+def test_the_writer_and_the_dropped_parts_are_reported() -> None:
     found = open_training(path_of("gpt2"))
     assert found.version == "lightning 2.6.6"
     assert {"the optimizer's state", "the callbacks' state", "the hyper-parameters"} <= set(found.dropped)
@@ -52,12 +52,12 @@ def checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "net.", "model.model.", "_forward_module.lm.", "a.b.c."])
-def test_the_model_is_found_behind_any_prefix(tmp_path: Path, prefix: str) -> None:
+def test_the_model_is_found_after_any_prefix(tmp_path: Path, prefix: str) -> None:
     found = open_training(save(tmp_path / "x.ckpt", checkpoint(prefixed(llama_state(), prefix))))
     assert set(found) == set(llama_state())
 
 
-def test_a_model_without_its_head_is_found_behind_a_prefix(tmp_path: Path) -> None:
+def test_a_model_without_its_head_is_found_after_a_prefix(tmp_path: Path) -> None:
     found = open_training(save(tmp_path / "x.ckpt", checkpoint(prefixed(gpt2_base_state(), "net.")), GPT2))
     assert set(found) == set(prefixed(gpt2_base_state(), "transformer."))
 
@@ -69,7 +69,7 @@ def test_two_models_are_refused_with_their_prefixes(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MalformedInput, match="holds no `transformer.wte.weight`"):
+    with pytest.raises(MalformedInput, match="missing key `transformer.wte.weight`"):
         open_training(save(tmp_path / "x.ckpt", checkpoint(prefixed(llama_state(), "lm.")), GPT2))
 
 

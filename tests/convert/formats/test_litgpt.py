@@ -15,7 +15,8 @@ import yaml
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.formats.litgpt.config import family_of, to_config
+from llmconv.convert.formats.litgpt.config import to_config
+from llmconv.convert.formats.litgpt.families import family_of
 from llmconv.convert.formats.litgpt.model_config import settings_of
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
@@ -55,7 +56,7 @@ def test_only_this_format_claims_folder_and_file(case: str) -> None:
     assert open_training(FOLDER / case).config["model_type"] == CASES[case]
 
 
-def test_the_order_of_rows_is_told_as_the_version() -> None:
+def test_the_order_of_rows_is_reported_as_the_version() -> None:
     assert open_training(FOLDER / "pythia").version == "litgpt"
     assert open_training(FOLDER / "pythia_old_order").version == "litgpt before 2025"
 
@@ -82,7 +83,7 @@ def test_without_its_yaml_it_is_refused(tmp_path: Path) -> None:
         open_training(folder)
 
 
-def test_a_config_beside_it_is_kept_with_the_padded_vocabulary(tmp_path: Path) -> None:
+def test_a_config_next_to_it_is_kept_with_the_padded_vocabulary(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     (folder / "config.json").write_text(
         json.dumps({"model_type": "llama", "hidden_size": 32, "vocab_size": 90, "x": 1})
@@ -99,7 +100,7 @@ def test_a_config_beside_it_is_kept_with_the_padded_vocabulary(tmp_path: Path) -
 def test_a_config_that_contradicts_the_yaml_is_refused(tmp_path: Path, said: dict[str, Any]) -> None:
     folder = folder_of(tmp_path)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
-    with pytest.raises(MalformedInput, match="beside"):
+    with pytest.raises(MalformedInput, match="next to `llama3` declares"):
         open_training(folder)
 
 
@@ -187,7 +188,7 @@ def test_positions_that_are_divided_become_linear_scaling() -> None:
 
 
 @pytest.mark.parametrize("old", [{"sliding_window_layer_placing": "interleaved"}, {"sliding_window_layer_stride": 2}])
-def test_windows_as_they_were_told_before_are_the_same(tmp_path: Path, old: dict[str, Any]) -> None:
+def test_windows_in_the_older_fields_are_the_same(tmp_path: Path, old: dict[str, Any]) -> None:
     folder = folder_of(tmp_path, "gemma2", sliding_window_indices=None, **old)
     assert open_training(folder).config == open_training(FOLDER / "gemma2").config
 

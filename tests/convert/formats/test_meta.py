@@ -41,7 +41,7 @@ def test_logits_are_those_of_the_upstream_model(
         assert np.abs(long - reference["logits_long"]).max() < 1e-5
 
 
-def test_the_config_says_what_params_and_weights_say(meta: Path, tmp_path: Path) -> None:
+def test_the_config_agrees_with_params_and_weights(meta: Path, tmp_path: Path) -> None:
     to_hf(meta / "llama3_1_scaled_mp2_bf16", tmp_path / "hf")
     config = open_checkpoint(tmp_path / "hf").config
     assert (config["torch_dtype"], config["vocab_size"], config["intermediate_size"]) == ("bfloat16", 576, 224)
@@ -62,7 +62,7 @@ def test_the_tokenizer_is_found_one_folder_up(meta: Path) -> None:
 def test_a_missing_tokenizer_is_a_warning_and_can_be_given(meta: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(meta / "llama2_gqa_mp2_bf16", tmp_path / "x" / "model")
     (folder / "tokenizer.model").unlink()
-    assert any("no `tokenizer.model`" in warning for warning in open_training(folder).warnings)
+    assert any("has no tokenizer" in warning for warning in open_training(folder).warnings)
     given = open_training(folder, tokenizer=meta / "llama2_gqa_mp2_bf16" / "tokenizer.model")
     assert "tokenizer.json" in given.side_files and given.config["bos_token_id"] == 1
 
@@ -243,7 +243,7 @@ def test_a_gap_in_the_shards_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_missing_last_shard_is_refused(meta: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(meta / "llama2_gqa_mp2_bf16", tmp_path / "x")
     (folder / "consolidated.01.pth").unlink()
-    with pytest.raises(MalformedInput, match="has 1 shards .*; 2 shards are needed"):
+    with pytest.raises(MalformedInput, match="has 1 shards .*; expected 2 shards"):
         to_hf(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -251,7 +251,7 @@ def test_a_missing_last_shard_is_refused(meta: Path, tmp_path: Path) -> None:
 def test_an_extra_shard_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", whole_model(), 2)
     shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.02.pth")
-    with pytest.raises(MalformedInput, match="has 3 shards .*; 2 shards are needed"):
+    with pytest.raises(MalformedInput, match="has 3 shards .*; expected 2 shards"):
         open_training(folder)
 
 
@@ -272,10 +272,10 @@ def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
 
 
 WRONG_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
-    "another hidden size": ({"dim": 64}, "2 shards are needed"),
-    "another multiplier": ({"ffn_dim_multiplier": 2.0}, "gives the feed-forward layers 176 rows, the shards have 96"),
+    "another hidden size": ({"dim": 64}, "expected 2 shards"),
+    "another multiplier": ({"ffn_dim_multiplier": 2.0}, "expected 176 rows from `params.json`, got 96"),
     "more layers": ({"n_layers": 3}, "lacks 9 tensors of the model"),
-    "odd key heads": ({"n_kv_heads": 3}, "has 4 key/value heads, `params.json` says 3"),
+    "odd key heads": ({"n_kv_heads": 3}, "has 4 key/value heads, `params.json` declares 3"),
     "no heads": ({"n_heads": 0}, "no `params.json` with `n_heads`"),
 }
 

@@ -112,7 +112,7 @@ def test_a_tokenizer_that_metas_code_cannot_read_is_a_warning(
 def test_a_length_that_params_cannot_say_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_model(tmp_path / "model", LLAMA | {"max_position_embeddings": 77})
     from_hf(model, tmp_path / "out", to="meta")
-    assert "does not hold `max_position_embeddings`; `to-hf` will take 4096" in capsys.readouterr().err
+    assert "does not contain `max_position_embeddings`; `to-hf` will assume 4096" in capsys.readouterr().err
 
 
 def test_buffers_of_old_folders_are_left_out(tmp_path: Path, save_tensors: Callable[..., Path]) -> None:

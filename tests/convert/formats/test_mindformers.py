@@ -68,14 +68,14 @@ def test_lora_is_merged_as_upstream_computes(
 
 
 @pytest.mark.parametrize(("case", "model_type"), CONFIGS.items())
-def test_the_only_run_configuration_beside_the_file_is_used(mindformers: Path, case: str, model_type: str) -> None:
+def test_the_only_run_configuration_next_to_the_file_is_used(mindformers: Path, case: str, model_type: str) -> None:
     checkpoint = open_training(mindformers / case / "model.ckpt")
     assert checkpoint.config["model_type"] == model_type
     assert checkpoint.config["architectures"][0].lower().startswith(model_type)
     assert any("that of `run.yaml`" in warning for warning in checkpoint.warnings)
 
 
-def test_two_run_configurations_beside_the_file_are_not_chosen_from(mindformers: Path, tmp_path: Path) -> None:
+def test_two_run_configurations_next_to_the_file_are_not_chosen_from(mindformers: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(mindformers / "mf102_llama_gqa", tmp_path / "x")
     (folder / "broken.yaml").write_text("x: [")
     assert open_training(folder / "model.ckpt").config["model_type"] == "llama"
@@ -148,14 +148,14 @@ def test_a_missing_configuration_is_asked_for(mindformers: Path, tmp_path: Path)
 
 
 def test_names_of_no_known_model_are_refused(tmp_path: Path, save_ckpt: Save) -> None:
-    with pytest.raises(UnsupportedInput, match="of no known model: it holds `conv1.weight`"):
+    with pytest.raises(UnsupportedInput, match="of an unknown model: it holds `conv1.weight`"):
         open_training(save_ckpt(tmp_path / "x.ckpt", {"conv1.weight": np.zeros((2, 2))}))
 
 
 def test_one_rank_of_several_is_refused_by_its_shapes(mindspore: Path, tmp_path: Path) -> None:
     shutil.copytree(mindspore / "sh" / "rank_0", tmp_path / "run" / "rank_0")
     (tmp_path / "sizes.json").write_text('{"num_heads": 2, "num_layers": 2}')
-    with pytest.raises(MalformedInput, match="do not fit its configuration"):
+    with pytest.raises(MalformedInput, match="contradict its configuration"):
         open_training(tmp_path / "run", config=(tmp_path / "sizes.json",))
 
 
@@ -188,7 +188,7 @@ def test_the_output_is_a_folder_that_opens(mindformers: Path, tmp_path: Path) ->
     assert open_checkpoint(tmp_path / "hf").config["rms_norm_eps"] == 1e-5
 
 
-def test_inspect_tells_what_is_in_a_file_that_needs_to_be_told_more(mindspore: Path, mindformers: Path) -> None:
+def test_inspect_lists_a_file_that_needs_more_options_to_convert(mindspore: Path, mindformers: Path) -> None:
     result = CliRunner().invoke(main, ["inspect", "--json", str(mindspore / "sh")])
     found = json.loads(result.stdout)
     assert (found["format"], found["tensors"], found["model_type"]) == ("mindformers", 21, None)
@@ -197,6 +197,6 @@ def test_inspect_tells_what_is_in_a_file_that_needs_to_be_told_more(mindspore: P
     assert json.loads(whole.stdout)["model_type"] == "glm"
 
 
-def test_inspect_refuses_what_cannot_be_read(mindspore: Path) -> None:
+def test_inspect_refuses_unreadable_files(mindspore: Path) -> None:
     result = CliRunner().invoke(main, ["inspect", str(mindspore / "tiny_cbc.ckpt")])
     assert result.exit_code == 3 and "encrypted" in result.stderr

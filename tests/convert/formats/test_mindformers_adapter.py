@@ -59,7 +59,7 @@ def test_the_merged_model_has_upstreams_logits(
         assert np.abs(logits - reference["logits"]).max() < 1e-5 * np.abs(reference["logits"]).max()
 
 
-def test_the_whole_file_gives_what_to_hf_merges(genuine: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_whole_file_gives_the_result_of_to_hf(genuine: tuple[Path, Path], tmp_path: Path) -> None:
     folder, base = genuine
     (tmp_path / "lora.json").write_text('{"lora_alpha": 8}')
     to_hf(folder / "full_with_lora.ckpt", tmp_path / "hf", config=[folder / "run.yaml", tmp_path / "lora.json"])
@@ -75,7 +75,7 @@ def test_without_alpha_the_way_out_is_named(genuine: tuple[Path, Path], tmp_path
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_yaml_of_the_run_says_alpha(genuine: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_yaml_of_the_run_declares_alpha(genuine: tuple[Path, Path], tmp_path: Path) -> None:
     folder, base = genuine
     run = yaml.safe_load((folder / "run.yaml").read_text())
     run["model"]["model_config"]["pet_config"] = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8}
@@ -94,7 +94,7 @@ def test_a_file_whose_own_weights_are_not_the_bases_is_refused(genuine: tuple[Pa
     tensors = load_file(base / "model.safetensors")
     tensors["model.norm.weight"][3] += 0.5
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(InputRefused, match=r"`model\.norm_out\.weight` is not the base's") as refused:
+    with pytest.raises(InputRefused, match=r"`model\.norm_out\.weight` differs from the base's") as refused:
         merge_lora(base, [folder / "full_with_lora.ckpt"], tmp_path / "merged", alpha=8.0)
     assert "llmconv to-hf" in refused.value.hint
 
@@ -200,12 +200,12 @@ def test_a_fused_matrix_needs_the_order_of_its_rows(mindformers: Path, tmp_path:
     to_hf(folder / "model.ckpt", tmp_path / "base", config=[folder / "run.yaml"], qkv_layout="plain")
     weights = {name: tensor.read() for name, tensor in read_ckpt(folder / "model.ckpt").tensors.items()}
     pairs = save_ckpt(tmp_path / "x.ckpt", pairs_of(weights, ("attention.w_qkv",)))
-    with pytest.raises(InputRefused, match="order the file does not tell") as refused:
+    with pytest.raises(InputRefused, match="does not contain the order") as refused:
         merge_lora(tmp_path / "base", [pairs], tmp_path / "merged", alpha=8.0)
     assert "qkv_layout: plain" in refused.value.hint
 
 
-def test_what_was_trained_beside_the_pairs_replaces_the_bases(
+def test_tensors_trained_next_to_the_pairs_replace_the_bases(
     genuine: tuple[Path, Path], tmp_path: Path, save_ckpt: Save
 ) -> None:
     folder, base = genuine

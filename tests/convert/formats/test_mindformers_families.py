@@ -279,18 +279,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rotary formula",
     ),
     "another activation": ("LlamaForCausalLM", {"hidden_act": "gelu"}, "SwiGLU"),
-    "heads that do not divide": ("", {"num_heads": 5}, "do not fit the hidden size"),
-    "key heads of another model": ("", {"n_kv_heads": 4}, "do not fit its configuration"),
+    "heads that do not divide": ("", {"num_heads": 5}, "do not match the hidden size"),
+    "key heads of another model": ("", {"n_kv_heads": 4}, "contradict its configuration"),
     "another hidden size": ("", {"hidden_size": 64}, "`hidden_size` 64"),
     "more layers": ("", {"num_layers": 3}, "lacks 9 tensors"),
-    "fewer layers": ("", {"num_layers": 1}, "no place in the model"),
+    "fewer layers": ("", {"num_layers": 1}, "unexpected keys"),
     "a number that is none": ("", {"rms_norm_eps": "small"}, "'small'"),
     "a number that is not finite": ("", {"theta": float("inf")}, "'inf'"),
 }
 
 
 @pytest.mark.parametrize(("arch", "fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_has_no_exact_equal_or_does_not_fit_is_refused(
+def test_models_without_an_exact_equivalent_are_refused(
     tmp_path: Path, save_ckpt: Save, arch: str, fields: Any, reason: str
 ) -> None:
     with pytest.raises(InputRefused, match=reason) as refusal:

@@ -50,10 +50,10 @@ def test_matrices_are_turned_and_the_rest_is_the_same_to_the_bit(tmp_path: Path)
         assert np.array_equal(tensor.read(), state[name].t().numpy() if is_matrix else state[name].numpy())
 
 
-def test_missing_biases_are_zeros_and_told() -> None:
+def test_missing_biases_are_zeros_and_reported() -> None:
     found = open_training(FOLDER / "bias_free_compiled")
     assert not found["transformer.h.1.attn.c_attn.bias"].read().any()
-    assert any("no biases" in warning for warning in found.warnings)
+    assert any("zero biases" in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(("case", "activation"), [("before_bias", "gelu_new"), ("with_bias", "gelu")])

@@ -61,14 +61,14 @@ def test_exactly_one_format_claims_each_fixture(case: str) -> None:
     assert [name for name, candidate in formats().items() if candidate.detect(path)] == ["paddle"]
 
 
-def test_a_single_file_takes_the_config_beside_it() -> None:
+def test_a_single_file_takes_the_config_next_to_it() -> None:
     checkpoint = open_training(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams")
     assert contents(checkpoint) == contents(open_training(FIXTURES / "llama_gqa_fp32"))
 
 
 def test_a_config_can_be_given_and_wins(tmp_path: Path) -> None:
     file = Path(shutil.copy(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams", tmp_path))
-    with pytest.raises(InputRefused, match=r"no `config\.json` beside it"):
+    with pytest.raises(InputRefused, match=r"no `config\.json` next to it"):
         open_training(file)
     (tmp_path / "more.json").write_text('{"rope_theta": 5000.0}')
     configs = (FIXTURES / "llama_gqa_fp32", tmp_path / "more.json")
@@ -82,12 +82,12 @@ def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path: Path) -> None:
     assert opened.config["torch_dtype"] == "bfloat16"
 
 
-def test_qwen_says_up_to_which_length_it_is_the_same() -> None:
+def test_qwen_reports_the_length_up_to_which_it_is_the_same() -> None:
     assert any("beyond 64 tokens" in warning for warning in open_training(FIXTURES / "qwen").warnings)
 
 
 @pytest.mark.parametrize("case", ["mistral_window", "qwen2_window"])
-def test_a_window_that_paddlenlp_ignores_is_told(case: str) -> None:
+def test_a_window_that_paddlenlp_ignores_is_reported(case: str) -> None:
     assert any("PaddleNLP ignores `sliding_window` 8" in line for line in open_training(FIXTURES / case).warnings)
 
 
@@ -177,7 +177,7 @@ def test_bfloat16_of_safetensors_ranks_is_kept(tmp_path: Path) -> None:
     assert opened["model.norm.weight"].read().tobytes() == model["llama.norm.weight"].tobytes()
 
 
-def test_a_missing_rank_of_safetensors_is_told(tmp_path: Path) -> None:
+def test_a_missing_rank_of_safetensors_is_reported(tmp_path: Path) -> None:
     files = {"model.tp00.safetensors": cut(whole_model(), 2, 0, 2)}
     with pytest.raises(InputRefused, match="lacks the files of 1 of 2 ranks"):
         open_training(safe(tmp_path / "x", files, tensor_parallel_degree=2))
@@ -198,7 +198,7 @@ def test_shards_of_paddles_safetensors_need_no_index(tmp_path: Path) -> None:
     assert contents(open_training(folder)) == contents(open_training(save_whole(tmp_path / "one", model)))
 
 
-def test_one_file_of_paddles_safetensors_takes_the_config_beside_it(tmp_path: Path) -> None:
+def test_one_file_of_paddles_safetensors_takes_the_config_next_to_it(tmp_path: Path) -> None:
     folder = safe(tmp_path / "x", {"model.safetensors": whole_model()})
     assert contents(open_training(folder / "model.safetensors")) == contents(open_training(folder))
 
@@ -252,7 +252,7 @@ def test_weights_are_transposed_and_embeddings_are_not(tmp_path: Path) -> None:
     assert np.array_equal(checkpoint["model.embed_tokens.weight"].read(), model["llama.embed_tokens.weight"])
 
 
-def test_paddles_safetensors_with_any_metadata_are_told_from_hugging_faces(tmp_path: Path) -> None:
+def test_paddles_safetensors_with_any_metadata_are_not_hugging_faces(tmp_path: Path) -> None:
     folder = save_whole(tmp_path / "x", whole_model())
     expected = contents(open_training(folder))
     (folder / "model_state.pdparams").unlink()

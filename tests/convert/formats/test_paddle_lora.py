@@ -147,7 +147,7 @@ def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
         merge_lora(tmp_path / "hf", [adapter], tmp_path / "out")
 
 
-def test_the_weights_file_alone_names_what_is_missing(tmp_path: Path) -> None:
+def test_the_weights_file_alone_names_the_missing_file(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "lora_llama" / "lora", tmp_path / "lora")
     (tmp_path / "lora" / "config.json").unlink()
     to_hf(save_whole(tmp_path / "base", whole_model()), tmp_path / "hf")

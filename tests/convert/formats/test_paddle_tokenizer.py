@@ -100,7 +100,7 @@ def test_vocab_and_merges_of_gpt_are_loaded(tmp_path: Path) -> None:
 
 def test_a_missing_tokenizer_is_a_warning_and_can_be_given(tmp_path: Path) -> None:
     llama = FIXTURES / "paddle" / "llama_gqa_fp32"
-    assert any("holds no tokenizer" in warning for warning in open_training(llama).warnings)
+    assert any("contains no tokenizer" in warning for warning in open_training(llama).warnings)
     shutil.copy(SENTENCEPIECE, tmp_path / "sentencepiece.bpe.model")
     assert "tokenizer.json" in open_training(llama, tokenizer=tmp_path).side_files
 

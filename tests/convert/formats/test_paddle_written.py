@@ -81,7 +81,7 @@ def test_checkpoints_in_other_layouts_come_back_as_the_same_model(tmp_path: Path
 
 
 @pytest.mark.parametrize("case", [*GENUINE])
-def test_the_config_says_what_the_genuine_one_says(tmp_path: Path, case: str) -> None:
+def test_the_config_equals_the_genuine_one(tmp_path: Path, case: str) -> None:
     folder = FIXTURES / case / GENUINE[case][0]
     to_hf(folder, tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "out", to="paddle", shards=GENUINE[case][1])
@@ -148,7 +148,7 @@ def test_stretched_positions_come_back(tmp_path: Path, scaling: dict[str, Any]) 
     assert identity(tmp_path / "back") == identity(tmp_path / "model")
 
 
-def test_one_format_claims_what_is_written(tmp_path: Path) -> None:
+def test_exactly_one_format_detects_the_written_files(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
     for shards in (1, 2):
         from_hf(tmp_path / "model", tmp_path / str(shards), to="paddle", shards=shards)
@@ -177,7 +177,7 @@ def test_tokenizer_and_generation_settings_come_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {"do_sample": True, "top_p": 0.5}
 
 
-def test_a_file_of_any_element_type_and_shape_is_what_numpy_reads(tmp_path: Path) -> None:
+def test_a_file_of_any_element_type_and_shape_reads_as_with_numpy(tmp_path: Path) -> None:
     arrays = {"b": np.arange(6, dtype="i8").reshape(1, 2, 3), "c": np.array([True, False]), "d": np.zeros((0, 3), "f4")}
     tensors = {name: in_memory(array, BY_NAME[array.dtype.name]) for name, array in arrays.items()}
     pieces = [piece.read().tobytes() if isinstance(piece, LazyTensor) else piece for piece in pdparams_pieces(tensors)]
@@ -194,10 +194,10 @@ def test_an_element_type_that_paddle_reads_as_another_is_refused(dtype: str) -> 
         pdparams_pieces({"a": tensor})
 
 
-def test_a_window_that_paddlenlp_ignores_is_told_and_comes_back(tmp_path: Path) -> None:
+def test_a_window_that_paddlenlp_ignores_is_a_warning_and_comes_back(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "mistral", sliding_window=8)
     plan = from_hf(tmp_path / "model", tmp_path / "out", to="paddle")
-    assert any("PaddleNLP ignores `sliding_window` 8: beyond" in line for line in plan.warnings)
+    assert any("PaddleNLP ignores `sliding_window` 8: its results differ" in line for line in plan.warnings)
     assert open_training(tmp_path / "out").config["sliding_window"] == 8
 
 
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_paddlenlp_cannot_hold_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_fields_that_paddlenlp_cannot_hold_are_refused_by_name(tmp_path: Path, case: str) -> None:
     kind, changes, words = REFUSED[case]
     save_tiny(tmp_path / "model", kind, **changes)
     with pytest.raises(UnsupportedInput, match=words):
@@ -236,7 +236,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(tmp_path: Path, kind:
 
 def test_ranks_of_a_chatglm_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "glm")
-    with pytest.raises(UnsupportedInput, match="whose ranks are not written"):
+    with pytest.raises(UnsupportedInput, match="cannot be split among ranks"):
         from_hf(tmp_path / "model", tmp_path / "out", to="paddle", shards=2)
 
 

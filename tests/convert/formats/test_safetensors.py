@@ -102,7 +102,7 @@ def assert_same(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_accelerate_saves_becomes_the_same_model(tmp_path: Path, accelerator: Any, name: str, save: str) -> None:
+def test_accelerates_files_become_the_same_model(tmp_path: Path, accelerator: Any, name: str, save: str) -> None:
     model = built(name)
     source = SAVES[save](accelerator, model, tmp_path / "saved")
     model.config.save_pretrained(tmp_path / "config")
@@ -111,7 +111,7 @@ def test_what_accelerate_saves_becomes_the_same_model(tmp_path: Path, accelerato
     assert_same(tmp_path / "hf", model)
 
 
-def test_what_training_left_beside_the_weights_is_told(tmp_path: Path, accelerator: Any) -> None:
+def test_training_files_next_to_the_weights_are_reported(tmp_path: Path, accelerator: Any) -> None:
     model = built("llama")
     source = saved_state(accelerator, model, tmp_path / "saved")
     model.config.save_pretrained(tmp_path / "config")
@@ -157,13 +157,13 @@ def write_shards(folder: Path, count: int = 3, stem: str = "model") -> Path:
     return folder
 
 
-def test_a_file_of_any_name_takes_the_config_beside_it(tmp_path: Path) -> None:
+def test_a_file_of_any_name_takes_the_config_next_to_it(tmp_path: Path) -> None:
     found = open_training(write(tmp_path / "epoch-3.safetensors"))
     assert found.format == "safetensors" and set(found) == set(llama_state())
 
 
-def test_a_file_without_a_config_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="does not contain a model configuration") as caught:
+def test_a_file_without_a_config_is_refused_with_the_option_to_give(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="holds no model configuration") as caught:
         open_training(write(tmp_path / "model.safetensors", config=None))
     assert "--config" in caught.value.hint
 
@@ -227,7 +227,7 @@ def test_a_tied_model_that_is_saved_under_the_name_of_its_head_is_whole(tmp_path
 
 def test_a_model_that_is_not_tied_needs_its_embedding(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in llama_state().items() if "embed" not in name}
-    with pytest.raises(MalformedInput, match=r"no `model\.embed_tokens\.weight`"):
+    with pytest.raises(MalformedInput, match=r"missing key `model\.embed_tokens\.weight`"):
         open_training(write(tmp_path / "x.safetensors", state))
 
 
@@ -257,7 +257,7 @@ def test_the_only_checkpoint_of_a_folder_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "training_args.bin", "scheduler.pt", "random_states_0.pkl"])
-def test_a_file_of_the_trainer_names_the_weights_beside_it(tmp_path: Path, name: str) -> None:
+def test_a_file_of_the_trainer_names_the_weights_next_to_it(tmp_path: Path, name: str) -> None:
     write(tmp_path / "model.safetensors", config=None)
     torch.save({"state": {0: {"step": torch.ones(1)}}, "param_groups": []}, tmp_path / name)
     with pytest.raises(InputRefused, match="not the model's weights") as caught:

@@ -61,10 +61,10 @@ def test_a_model_without_its_head_gets_the_names_of_one_that_has_it(tmp_path: Pa
     found = open_training(save(tmp_path / "pytorch_model.bin", gpt2_base_state(), GPT2))
     assert all(name.startswith("transformer.") for name in found)
     assert found.config["tie_word_embeddings"] is True
-    assert any("`transformer.` was put in front" in warning for warning in found.warnings)
+    assert any("added `transformer.` to the names" in warning for warning in found.warnings)
 
 
-def test_a_head_beside_a_base_model_keeps_its_name(tmp_path: Path) -> None:
+def test_a_head_next_to_a_base_model_keeps_its_name(tmp_path: Path) -> None:
     state = gpt2_base_state()
     found = settled(open_training(save(tmp_path / "x.bin", {**state, "lm_head.weight": torch.ones(16, 8)}, GPT2)))
     assert "lm_head.weight" in found and found.config["tie_word_embeddings"] is False
@@ -86,7 +86,7 @@ def test_old_names_of_norms_become_the_new_ones(tmp_path: Path) -> None:
     assert {"transformer.ln_f.weight", "transformer.ln_f.bias"} <= set(found)
 
 
-def test_what_the_model_computes_is_left_out_and_told(tmp_path: Path) -> None:
+def test_recomputed_buffers_are_left_out_and_reported(tmp_path: Path) -> None:
     state = gpt2_base_state()
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
     scalars = {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(2)}
@@ -144,7 +144,7 @@ def change_index(folder: Path, name: str, shard: Any) -> None:
     index.write_text(json.dumps(content))
 
 
-def test_shards_count_and_the_writer_is_told() -> None:
+def test_shards_count_and_the_writer_is_reported() -> None:
     found = open_training(FOLDER / "llama_sharded")
     assert (found.shards, found.version) == (3, "transformers 4.46.3")
 
@@ -169,7 +169,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_the_index_names_plain_files_only(tmp_path: Path, shard: Any) -> None:
     folder = sharded(tmp_path)
     change_index(folder, "model.norm.weight", shard)
-    with pytest.raises(MalformedInput, match="names the shard"):
+    with pytest.raises(MalformedInput, match="invalid shard name"):
         open_training(folder)
 
 
@@ -177,7 +177,7 @@ def test_the_index_names_plain_files_only(tmp_path: Path, shard: Any) -> None:
 def test_an_index_that_the_shards_contradict_is_refused(tmp_path: Path, name: str) -> None:
     folder = sharded(tmp_path)
     change_index(folder, name, "pytorch_model-00001-of-00003.bin")
-    with pytest.raises(MalformedInput, match="disagree about 1 tensors"):
+    with pytest.raises(MalformedInput, match="differ in 1 tensors"):
         open_training(folder)
 
 
@@ -198,7 +198,7 @@ def test_one_shard_of_several_is_refused_and_the_folder_named() -> None:
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     for number in (1, 2):
         save(tmp_path / f"pytorch_model-0000{number}-of-00002.bin", llama_state())
-    with pytest.raises(MalformedInput, match="in more than one file"):
+    with pytest.raises(MalformedInput, match="duplicate keys"):
         open_training(tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_a_folder_in_which_deepspeed_has_its_own_files_is_left_to_its_format(tmp
     assert not formats()["torch"].detect(folder)
 
 
-def test_what_a_trainer_gathered_from_fsdp_is_found_in_its_folder(tmp_path: Path) -> None:
+def test_weights_that_a_trainer_gathered_from_fsdp_are_found_in_its_folder(tmp_path: Path) -> None:
     save(tmp_path / "pytorch_model_fsdp.bin", llama_state())
     assert set(open_training(tmp_path)) == set(llama_state())
 
@@ -232,7 +232,7 @@ def test_a_partial_layer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["model.norm.weight", "model.embed_tokens.weight", "input_layernorm.weight"])
-def test_what_every_layer_or_the_model_itself_lacks_is_missed(tmp_path: Path, part: str) -> None:
+def test_missing_keys_of_every_layer_or_of_the_model_are_refused(tmp_path: Path, part: str) -> None:
     state = {name: tensor for name, tensor in llama_state().items() if not name.endswith(part)}
     with pytest.raises(InputRefused):
         open_training(save(tmp_path / "x.bin", state))
@@ -270,7 +270,7 @@ def test_linear_layers_in_place_of_gpt2s_are_refused(tmp_path: Path) -> None:
 
 def test_tensors_outside_the_model_are_refused_or_left_out(tmp_path: Path) -> None:
     path = save(tmp_path / "x.bin", llama_state() | {"v_head.summary.weight": torch.ones(1, 8)})
-    with pytest.raises(UnsupportedInput, match="no part of the model") as caught:
+    with pytest.raises(UnsupportedInput, match="outside the model") as caught:
         open_training(path)
     assert "--drop" in caught.value.hint
     found = open_training(path, options={"drop": True})
@@ -307,7 +307,7 @@ def test_a_state_dict_of_another_trainer_is_not_claimed(tmp_path: Path) -> None:
     assert not formats()["torch"].detect(path)
 
 
-def test_a_whole_pickled_object_is_told(tmp_path: Path) -> None:
+def test_a_whole_pickled_object_is_reported(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
     with pytest.raises(UnsupportedInput, match=r"whole object \(`torch.nn.modules.linear.Linear`\)"):
         open_training(tmp_path / "x.pt")

@@ -38,7 +38,7 @@ def test_only_this_format_claims_folder_and_file(case: str) -> None:
         assert [name for name, found in formats().items() if found.detect(path)] == ["torchtune"]
 
 
-def test_what_torchtune_writes_in_hugging_face_names_is_plain_torch() -> None:
+def test_torchtunes_files_in_hugging_face_names_are_plain_torch() -> None:
     assert open_training(FOLDER / "llama3_hf_shards").format == "torch"
 
 

@@ -19,11 +19,11 @@ from llmconv.errors import MalformedInput
 MODULE = "model.layers.0.self_attn.q_proj"
 UNKNOWN = {"model_type": "of_another_house"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "an empty config": ({}, "names no `model_type`"),
-    "null": ({"model_type": None}, "names no `model_type`"),
-    "an empty text": ({"model_type": " "}, "names no `model_type`"),
-    "a number": ({"model_type": 3}, "has a `model_type` that is an int, not a text"),
-    "a list": ({"model_type": ["llama"]}, "has a `model_type` that is a list, not a text"),
+    "an empty config": ({}, "has no `model_type`"),
+    "null": ({"model_type": None}, "has no `model_type`"),
+    "an empty string": ({"model_type": " "}, "has no `model_type`"),
+    "a number": ({"model_type": 3}, "has a `model_type` that is an int, not a string"),
+    "a list": ({"model_type": ["llama"]}, "has a `model_type` that is a list, not a string"),
 }
 Folders = Callable[[dict[str, Any]], Path]
 
@@ -66,7 +66,7 @@ def test_a_base_without_a_model_type_is_refused(
     path = folders(config)
     with pytest.raises(MalformedInput, match=f"is not a usable Hugging Face model folder: .*{reason}") as caught:
         call(path)
-    assert "`model_type` is a text such as `llama`" in caught.value.hint
+    assert "`model_type` is a string such as `llama`" in caught.value.hint
     assert not (path / "out").exists()
 
 

@@ -222,7 +222,7 @@ def test_check_finds_every_element_of_a_plain_result_rounded_once(
 
 
 def test_check_of_a_result_that_is_quantized_again_is_refused(adapter: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="no quantized weight holds"):
+    with pytest.raises(UsageProblem, match="a quantized weight cannot hold"):
         merge_lora(FOLDER / "int8", [adapter(0.02)], tmp_path / "out", base_quant="requantize", check=True)
 
 

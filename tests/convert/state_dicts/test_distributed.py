@@ -21,17 +21,17 @@ from torch.distributed.checkpoint import _version, metadata
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 
 from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled
-from llmconv.convert.state_dicts.distributed.folder import Folder, open_folder
-from llmconv.convert.state_dicts.distributed.metadata import BytesItem, Chunk, Place
+from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder
+from llmconv.convert.state_dicts.distributed.metadata import BlobLocation, BytesItem, Chunk
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files import safetensors_file as safetensors_io
+from llmconv.files import safetensors_file
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.dcp_folders import change, save, split
 
 GRIDS = json.loads((Path(__file__).parents[2] / "fixtures" / "dcp" / "grids.json").read_text())
 
 
-def tensor(folder: Folder, *keys: str) -> LazyTensor:
+def tensor(folder: DistributedFolder, *keys: str) -> LazyTensor:
     item: Any = folder.tree
     for key in keys:
         item = item[key]
@@ -106,7 +106,7 @@ def test_rows_are_read_from_the_chunks_that_hold_them(dcp: Path, monkeypatch: py
     found = tensor(open_folder(dcp / "grids"), "model", "rows.uneven")
     spans: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        safetensors_io, "read_exactly", lambda _, buffer, __, path: spans.append((path.name, len(buffer)))
+        safetensors_file, "read_exactly", lambda _, buffer, __, path: spans.append((path.name, len(buffer)))
     )
     found.rows(1, 3)
     assert spans == [("__0_0.distcp", 20), ("__1_0.distcp", 20)]
@@ -146,7 +146,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
         for low, high in ((0, cut), (cut, sizes[dim])):
             start = (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :])
             boxes.append((start, (*sizes[:dim], high - low, *sizes[dim + 1 :])))
-    return shape, [Chunk(offsets, sizes, Place("x", 0, 0)) for offsets, sizes in draw(st.permutations(boxes))]
+    return shape, [Chunk(offsets, sizes, BlobLocation("x", 0, 0)) for offsets, sizes in draw(st.permutations(boxes))]
 
 
 def cut_out(whole: Any, chunk: Chunk) -> Any:
@@ -222,13 +222,13 @@ LIES: dict[str, tuple[Edit, str]] = {
     "a gap": (lambda m: split(m, "w", [((0, 0), HALF), ((3, 0), (1, 4))]), "overlap, leave a gap"),
     "no chunk": (lambda m: split(m, "w", []), "overlap, leave a gap"),
     "a chunk outside": (lambda m: split(m, "w", [((0, 0), HALF), ((3, 0), HALF)]), "overlap, leave a gap"),
-    "a negative offset": (lambda m: split(m, "w", [((-1, 0), (4, 4))]), "index that is none"),
-    "a chunk of another rank": (lambda m: split(m, "w", [((0,), (16,))]), "chunks of impossible shape"),
-    "a huge shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 4])), "impossible"),
+    "a negative offset": (lambda m: split(m, "w", [((-1, 0), (4, 4))]), "invalid index"),
+    "a chunk of another rank": (lambda m: split(m, "w", [((0,), (16,))]), "with an invalid shape"),
+    "a huge shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 4])), "invalid shape"),
     "another shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([8, 4])), "leave a gap"),
     "another dtype": (
         lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
-        r"is \[4, 4\] int32, `__0_0.distcp` has \[4, 4\] float32",
+        r"expected \[4, 4\] int32, got \[4, 4\] float32 in `__0_0.distcp`",
     ),
     "a path up": (lambda m: setattr(places(m)[0], "relative_path", "../x"), "outside the folder"),
     "an absolute path": (lambda m: setattr(places(m)[0], "relative_path", "/etc/passwd"), "outside the folder"),
@@ -238,26 +238,26 @@ LIES: dict[str, tuple[Edit, str]] = {
     "a position beyond the file": (lambda m: setattr(places(m)[0], "offset", 1 << 40), "ends at byte"),
     "a length beyond the item": (lambda m: setattr(places(m)[0], "length", 4000), "items that overlap"),
     "a length too short": (lambda m: setattr(places(m)[0], "length", 700), "truncated or damaged"),
-    "a negative position": (lambda m: setattr(places(m)[0], "offset", -1), "impossible bytes"),
+    "a negative position": (lambda m: setattr(places(m)[0], "offset", -1), "invalid bytes"),
     "a position inside": (lambda m: setattr(places(m)[0], "offset", 64), "overlap"),
-    "a position that is no number": (lambda m: setattr(places(m)[0], "offset", "0"), "impossible bytes"),
-    "an item nowhere": (lambda m: m.storage_data.popitem() and m.storage_data.clear(), "says nowhere"),
+    "a position that is no number": (lambda m: setattr(places(m)[0], "offset", "0"), "invalid bytes"),
+    "an item nowhere": (lambda m: m.storage_data.popitem() and m.storage_data.clear(), "no storage location"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "without `storage_data`"),
     "no items": (lambda m: setattr(m, "state_dict_metadata", [1]), "lists no items"),
-    "another class": (lambda m: m.state_dict_metadata, "stands for `Metadata`"),
-    "a place inside an item": (lambda m: m.planner_data.update(v=("w", "v")), "inside the item"),
-    "two items in one place": (lambda m: m.planner_data.update(v=("w",)), "gives two items the place"),
-    "a place that is none": (lambda m: m.planner_data.update(v=()), "no place in the nested dict"),
-    "a key that is none": (lambda m: m.planner_data.update(v=(1.5,)), "by what is no key"),
-    "a place too deep": (lambda m: m.planner_data.update(v=("a",) * 100), "no place in the nested dict"),
-    "a name that is none": (lambda m: m.state_dict_metadata.update({7: None}), "no place in the nested dict"),
-    "an item that is none": (lambda m: m.state_dict_metadata.update(v=None), "stands for `TensorStorageMetadata`"),
+    "another class": (lambda m: m.state_dict_metadata, "invalid `Metadata`"),
+    "a place inside an item": (lambda m: m.planner_data.update(v=("w", "v")), "nested in the item"),
+    "two items in one place": (lambda m: m.planner_data.update(v=("w",)), "duplicate key"),
+    "a place that is none": (lambda m: m.planner_data.update(v=()), "no valid key in the nested dict"),
+    "a key that is none": (lambda m: m.planner_data.update(v=(1.5,)), "invalid key for item"),
+    "a place too deep": (lambda m: m.planner_data.update(v=("a",) * 100), "no valid key in the nested dict"),
+    "a name that is none": (lambda m: m.state_dict_metadata.update({7: None}), "no valid key in the nested dict"),
+    "an item that is none": (lambda m: m.state_dict_metadata.update(v=None), "invalid `TensorStorageMetadata`"),
     "a command": (lambda m: m.planner_data.update(v=Command("touch canary")), "nothing was run"),
 }
 
 
 @pytest.mark.parametrize(("edit", "reason"), LIES.values(), ids=LIES.keys())
-def test_metadata_that_lie_are_refused(
+def test_metadata_that_are_wrong_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit, reason: str
 ) -> None:
     path = change(small(tmp_path), edit)
@@ -362,7 +362,7 @@ def test_an_element_type_that_safetensors_lacks_is_refused(tmp_path: Path) -> No
 def test_a_list_with_a_far_element_is_refused(tmp_path: Path) -> None:
     path = change(small(tmp_path, extra=1), lambda m: m.planner_data.update(extra=("extra", 1 << 40)))
     folder = open_folder(path)
-    with pytest.raises(MalformedInput, match="holds a list with an element"):
+    with pytest.raises(MalformedInput, match="has a list with an element"):
         folder.values(folder.tree["extra"])
 
 

@@ -36,7 +36,7 @@ def test_a_tokenizer_and_its_template_come_back(model: Path, tmp_path: Path, kin
     assert read_json(tmp_path / "back/generation_config.json") == GENERATION
 
 
-def test_the_tokenizer_beside_a_single_file_is_taken_and_named(
+def test_the_tokenizer_next_to_a_single_file_is_taken_and_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from_hf(model, tmp_path / "out", to="mindformers")
@@ -44,11 +44,11 @@ def test_the_tokenizer_beside_a_single_file_is_taken_and_named(
     to_hf(tmp_path / "out/model.ckpt", tmp_path / "back")
     assert (tmp_path / "back/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     said = capsys.readouterr().err
-    assert "which lies beside the checkpoint" in said
-    assert "holds no tokenizer" not in said
+    assert "which lies next to the checkpoint" in said
+    assert "contains no tokenizer" not in said
 
 
-def test_a_tokenizer_that_is_given_goes_before_the_one_beside(model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_given_goes_before_the_one_next_to_it(model: Path, tmp_path: Path) -> None:
     from_hf(model, tmp_path / "out", to="mindformers")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/tokenizer.json").write_text("{}")
@@ -69,7 +69,7 @@ def test_a_sentencepiece_model_comes_back(model: Path, tmp_path: Path, kind: str
     assert (tmp_path / "back/chat_template.jinja").is_file() is (kind != "meta")
 
 
-def test_what_metas_folder_has_no_place_for_is_named(
+def test_fields_that_metas_folder_cannot_hold_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from_hf(model, tmp_path / "out", to="meta")

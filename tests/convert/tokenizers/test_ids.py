@@ -31,7 +31,7 @@ def test_ids_are_found_in_every_kind_of_vocabulary(tokenizer: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("settings", [{}, [], {"bos_token": ["<s>"], "eos_token": {"content": []}}, {"bos_token": 3}])
-def test_what_the_files_do_not_tell_is_none(settings: Any) -> None:
+def test_ids_that_the_files_lack_are_none(settings: Any) -> None:
     assert special_ids(files(settings, VOCABULARIES["a dict"])) == (None, None)
 
 

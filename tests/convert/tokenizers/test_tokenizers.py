@@ -83,7 +83,7 @@ def test_special_tokens_of_both_generations_stand_where_they_belong() -> None:
     assert (new[11], new[255]) == ("<|reserved_special_token_3|>", "<|reserved_special_token_247|>")
 
 
-def test_the_kind_of_a_tokenizer_is_told_by_its_content() -> None:
+def test_the_kind_of_a_tokenizer_is_detected_by_its_content() -> None:
     assert is_tiktoken(TIKTOKEN)
     assert not is_tiktoken(SENTENCEPIECE)
     assert not is_tiktoken(b"")
@@ -111,7 +111,7 @@ def test_a_unigram_model_is_copied_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(train(20, model_type="unigram"))
     loaded = load_tokenizer(tmp_path, since_3_1=False)
     assert set(loaded.files) == {"tokenizer.model", "tokenizer_config.json"}
-    assert "no BPE" in loaded.warnings[0]
+    assert "not a BPE" in loaded.warnings[0]
 
 
 def test_a_folder_with_a_finished_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:

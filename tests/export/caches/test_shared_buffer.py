@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.runtime import OrtGraph, default_positions
-from llmconv.runtime.onnxruntime.shared_buffers import SLOTS
+from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH
 from llmconv.verify import verify
 from tests.builders.mutants.surgery import add_constant, maker, users
 from tests.conftest import CONFIGS
@@ -51,7 +51,7 @@ def test_every_scenario_equals_the_eager_model(model_type: str, shared: Tiny) ->
 
 def test_past_and_present_are_one_buffer_and_no_node_copies_it(shared: Tiny) -> None:
     graph = OrtGraph(shared("llama") / "model.onnx")
-    assert graph.inputs["past_key_values.3.key"] == graph.outputs["present.3.key"] == ["batch_size", 2, SLOTS, 16]
+    assert graph.inputs["past_key_values.3.key"] == graph.outputs["present.3.key"] == ["batch_size", 2, MAX_LENGTH, 16]
     model = graph_of(shared("llama"))
     assert len(users(model, "GroupQueryAttention")) == 4
     assert not users(model, "Attention") + users(model, "TensorScatter")
@@ -80,5 +80,5 @@ def test_a_buffer_that_is_too_small_is_replaced_by_a_larger_one(shared: Tiny) ->
     ids, positions = np.random.default_rng(0).integers(0, 96, mask.shape), default_positions(mask, 100)
     first = graph.run(ids[:, :60], mask[:, :60], positions[:, :60])
     second = graph.run(ids[:, 60:], mask, positions[:, 60:], first.present)
-    assert [step.present.buffers.slots for step in (first, second)] == [64, 128]  # type: ignore[attr-defined]
+    assert [step.present.buffers.capacity for step in (first, second)] == [64, 128]  # type: ignore[attr-defined]
     np.testing.assert_allclose(second.logits[0, -1], graph.run(ids, mask, positions).logits[0, -1], atol=1e-5)

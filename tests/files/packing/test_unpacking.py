@@ -1,4 +1,4 @@
-"""Unpacking: the same bytes from every packing, one clear line for what is damaged, and nothing left behind."""
+"""Unpacking: the same bytes from every packing, one clear line for damage, and nothing left over."""
 
 from __future__ import annotations
 
@@ -84,20 +84,20 @@ def test_frames_that_follow_each_other_are_one_file(tmp_path: Path, codec: str) 
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, zstd_unsized, lz4.frame.compress])
-def test_frames_to_be_skipped_are_skipped(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+def test_skippable_frames_are_skipped(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     (tmp_path / "a").write_bytes(SKIPPED + compress(CONTENT[:9]) + SKIPPED + compress(CONTENT[9:]) + SKIPPED)
     assert unpacked(tmp_path / "a").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("codec", ["gzip", "xz"])
-def test_zeros_behind_the_end_are_padding(tmp_path: Path, codec: str) -> None:
+def test_zeros_after_the_end_are_padding(tmp_path: Path, codec: str) -> None:
     (tmp_path / "a").write_bytes(COMPRESS[codec](CONTENT) + bytes(4096))
     assert unpacked(tmp_path / "a").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(70_000), CONTENT], ids=["none", "one", "zeros", "random"])
 @pytest.mark.parametrize("compress", [*COMPRESS.values(), zstd_unsized])
-def test_what_it_declares_is_never_more_than_it_holds(
+def test_the_declared_size_is_never_more_than_the_content(
     tmp_path: Path, compress: Callable[[bytes], bytes], content: bytes
 ) -> None:
     (tmp_path / "a").write_bytes(compress(content))
@@ -108,7 +108,7 @@ def test_what_it_declares_is_never_more_than_it_holds(
     assert unpacked(tmp_path / "a").read_bytes() == content
 
 
-def test_what_is_not_packed_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_not_packed_stays_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.pt.gz").write_bytes(CONTENT)
     assert unpacked(tmp_path / "a.pt.gz") == tmp_path / "a.pt.gz"
     assert unpacked(tmp_path) == tmp_path
@@ -158,8 +158,8 @@ HUGE = tarfile.TarInfo("x")
 HUGE.type, HUGE.size = tarfile.XHDTYPE, 1 << 40
 
 ARCHIVES: dict[str, tuple[bytes, str]] = {
-    "several files": (tar(("a.pt", b"1"), ("b.pt", b"2")), "holds several files"),
-    "no file": (tar(("a", b""), type=tarfile.DIRTYPE), "holds no file"),
+    "several files": (tar(("a.pt", b"1"), ("b.pt", b"2")), "contains several files"),
+    "no file": (tar(("a", b""), type=tarfile.DIRTYPE), "contains no file"),
     "a path that climbs": (tar(("../a.pt", b"1")), "leads out of the folder"),
     "an absolute path": (tar(("/a.pt", b"1")), "leads out of the folder"),
     "a link": (LINK.tobuf() + bytes(1024), "a link, a device"),
@@ -168,7 +168,7 @@ ARCHIVES: dict[str, tuple[bytes, str]] = {
     "a sparse file": (tar(("a", b""), type=tarfile.GNUTYPE_SPARSE), "a sparse file"),
     "no end": (tar(("a.pt", b"1"), end=b""), "is truncated"),
     "half a file": (tar(("a.pt", CONTENT))[:5000], "is truncated"),
-    "a tail": (tar(("a.pt", b"1")) + b"tail", "bytes behind its end"),
+    "a tail": (tar(("a.pt", b"1")) + b"tail", "bytes after its end"),
     "a damaged second header": (tar(("a.pt", b"1"), end=b"x" * 512), "damaged header"),
     "a header without end": (HUGE.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "has a header of"),
     "a header of other length": (PAX.tobuf() + b"99 size=700\n".ljust(512, b"\0"), "damaged header"),
@@ -212,9 +212,9 @@ def test_a_truncated_file_is_refused(tmp_path: Path, codec: str, kept: float) ->
 
 
 @pytest.mark.parametrize("codec", COMPRESS)
-def test_bytes_behind_the_end_are_refused(tmp_path: Path, codec: str) -> None:
+def test_bytes_after_the_end_are_refused(tmp_path: Path, codec: str) -> None:
     (tmp_path / "a").write_bytes(COMPRESS[codec](CONTENT) + b"tail")
-    with pytest.raises(MalformedInput, match="bytes behind its end"):
+    with pytest.raises(MalformedInput, match="bytes after its end"):
         unpacked(tmp_path / "a")
 
 
@@ -234,7 +234,9 @@ def test_a_file_that_is_compressed_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("magic", "command"), [(b"\x89LZO\x00\r\n\x1a\n", "lzop -d"), (b"\x02\x21\x4c\x18", "lz4 -d")])
-def test_what_has_to_be_unpacked_by_hand_is_named_with_the_command(tmp_path: Path, magic: bytes, command: str) -> None:
+def test_the_error_for_an_unsupported_compression_has_the_command_to_unpack_it(
+    tmp_path: Path, magic: bytes, command: str
+) -> None:
     (tmp_path / "a.pt.lzo").write_bytes(magic + CONTENT)
     with pytest.raises(UnsupportedInput, match="is compressed with lz") as refusal:
         unpacked(tmp_path / "a.pt.lzo")
@@ -267,9 +269,9 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
     packed = bytearray(gzip.compress(CONTENT))
     packed[-4:] = (0xFFFFFFFF).to_bytes(4, "little")
     (tmp_path / "a.gz").write_bytes(packed)
-    monkeypatch.setattr(unpacking._Room, "_free", lambda room: 1 << 30)
-    monkeypatch.setattr(unpacking._Room, "write", lambda room, block: pytest.fail("wrote"))
-    with pytest.raises(InputRefused, match=r"no room to unpack `a\.gz` .*4,294,967,295 more bytes") as refusal:
+    monkeypatch.setattr(unpacking._FreeSpace, "_free", lambda space: 1 << 30)
+    monkeypatch.setattr(unpacking._FreeSpace, "write", lambda space, block: pytest.fail("wrote"))
+    with pytest.raises(InputRefused, match=r"no space left to unpack `a\.gz` .*4,294,967,295 more bytes") as refusal:
         unpacked(tmp_path / "a.gz")
     assert "TMPDIR" in refusal.value.hint
 
@@ -277,15 +279,15 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
 def test_a_disk_that_fills_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_limits: Path) -> None:
     free = iter([1 << 30, 1 << 30, 1000])
     monkeypatch.setattr(unpacking, "CHECK_BYTES", 1)
-    monkeypatch.setattr(unpacking._Room, "_free", lambda room: next(free))
+    monkeypatch.setattr(unpacking._FreeSpace, "_free", lambda space: next(free))
     (tmp_path / "a.bz2").write_bytes(bz2.compress(CONTENT * 20))
-    with pytest.raises(InputRefused, match="no room"):
+    with pytest.raises(InputRefused, match="no space left"):
         unpacked(tmp_path / "a.bz2")
     assert not [*small_limits.iterdir()]
 
 
 @pytest.mark.parametrize(("field", "compress"), [(6, lz4.frame.compress), (5, lzma_alone)])
-def test_a_frame_that_holds_more_than_it_declares_is_refused(
+def test_a_frame_larger_than_it_declares_is_refused(
     tmp_path: Path, field: int, compress: Callable[[bytes], bytes]
 ) -> None:
     packed = bytearray(compress(CONTENT))

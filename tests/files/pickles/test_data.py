@@ -1,4 +1,4 @@
-"""Reading pickles as data: what CPython reads, and what must never happen."""
+"""Reading pickles as data: the values of CPython, and attacks."""
 
 from __future__ import annotations
 
@@ -100,16 +100,16 @@ def test_a_changed_byte_gives_a_value_or_a_typed_error(place: int, byte: int) ->
 
 
 HOSTILE = {
-    "bytes after the end": (b"N.N.", "goes on after its end"),
+    "bytes after the end": (b"N.N.", "continues after its end"),
     "an unknown opcode": (b"\xff.", "opcode 0xff"),
     "an extension code": (b"\x82\x01.", "opcode 0x82"),
     "too many marks": (b"(" * (DEPTH_LIMIT + 1) + b".", "nested deeper"),
     "a long integer": (b"\x8a\xff" + b"\x01" * 255 + b".", "over the limit"),
     "a string longer than the file": (b"X\xff\xff\xff\x00.", "truncated"),
     "a string of eight exabytes": (b"\x8e" + b"\xff" * 8 + b".", "over the limit"),
-    "a reference that is no storage": (b"X\x03\x00\x00\x00abcQ.", "no storage"),
-    "items for a number": (b"K\x01(K\x01K\x02u.", "no dict"),
-    "an item for a string": (b"X\x01\x00\x00\x00aK\x01a.", "no list"),
+    "a reference that is not a storage": (b"X\x03\x00\x00\x00abcQ.", "not a storage"),
+    "items for a number": (b"K\x01(K\x01K\x02u.", "not a dict"),
+    "an item for a string": (b"X\x01\x00\x00\x00aK\x01a.", "not a list"),
     "a memo that was never put": (b"h\x05.", "truncated or damaged"),
     "an empty stack": (b"R.", "truncated or damaged"),
     "a tensor without a storage": (b"ctorch._utils\n_rebuild_tensor_v2\n(NK\x00))tR.", "without a storage"),

@@ -1,4 +1,4 @@
-"""Torch files from before 1.6: what torch's own old writer made is read to the bit, everything else is refused."""
+"""Torch files from before 1.6: files of torch's own old writer are read bit for bit, everything else is refused."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_every_element_type_is_read_to_the_bit(tmp_path: Path, kind: torch.dtype
     assert read.tobytes() == tensor.view(torch.uint8).numpy().tobytes() and read.shape == (3, 4)
 
 
-def test_views_and_shared_storages_are_what_they_were(tmp_path: Path) -> None:
+def test_views_and_shared_storages_are_read(tmp_path: Path) -> None:
     base = torch.randn(6, 4)
     content = {"all": base, "rows": base[2:4], "turned": base.t(), "again": base, "one": torch.tensor(3.0)}
     read = values(open_torch_file(save(tmp_path / "x.bin", content)))
     assert all(np.array_equal(read[name], tensor.numpy()) for name, tensor in content.items())
 
 
-def test_it_is_told_by_content(tmp_path: Path) -> None:
+def test_it_is_detected_by_content(tmp_path: Path) -> None:
     assert is_torch_file(save(tmp_path / "x", {"a": torch.ones(2)}))
     (tmp_path / "y.bin").write_bytes(pickle.dumps({"a": 1}, 2))
     assert not is_torch_file(tmp_path / "y.bin")
@@ -103,7 +103,7 @@ class _Tensor:
 
 
 def write(path: Path, content: Any, keys: Any, tail: bytes, system: Any = SYSTEM, protocol: int = PROTOCOL) -> Path:
-    """A file as the old writer lays it out, with any value, list of keys and bytes behind."""
+    """A file as the old writer lays it out, with any value, list of keys and bytes after it."""
     with open(path, "wb") as file:
         for part in (MAGIC, protocol, system):
             pickle.dump(part, file, 2)
@@ -130,22 +130,22 @@ def test_a_view_of_a_storage_lies_inside_it(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Any, ...]] = {
     "another protocol": ({}, [], b"", SYSTEM, 1000),
     "big-endian": ({}, [], b"", {"little_endian": False}),
-    "no facts about the system": ({}, [], b"", None),
-    "bytes behind the last storage": ({}, [], b"more"),
-    "keys that are no list": ({}, 3, b""),
-    "a key that nobody uses": ({}, ["1"], floats(1)),
+    "no system information": ({}, [], b"", None),
+    "bytes after the last storage": ({}, [], b"more"),
+    "keys that are not a list": ({}, 3, b""),
+    "an unused key": ({}, ["1"], floats(1)),
     "a key twice": ({"a": _Tensor(reference("1", 1), 0, (1,))}, ["1", "1"], floats(1) * 2),
     "another number of elements": ({"a": _Tensor(reference("1", 2), 0, (2,))}, ["1"], floats(1, 2, count=3)),
     "a negative number of elements": ({"a": _Tensor(reference("1", 2), 0, (2,))}, ["1"], floats(1, 2, count=-2)),
     "a storage that is cut": ({"a": _Tensor(reference("1", 9), 0, (9,))}, ["1"], floats(1, 2, count=9)),
     "a view beyond its storage": ({"a": _Tensor(reference("1", 2, ("v", 1, 2)), 0, (2,))}, ["1"], floats(1, 2)),
-    "a view of what is not there": ({"a": _Tensor(reference("1", 2, ("v", 0, 1)), 0, (1,))}, [], b""),
+    "a view of a missing storage": ({"a": _Tensor(reference("1", 2, ("v", 0, 1)), 0, (1,))}, [], b""),
     "two sizes of one storage": (
         {"a": _Tensor(reference("1", 1), 0, (1,)), "b": _Tensor(reference("1", 2), 0, (2,))},
         ["1"],
         floats(1, 2),
     ),
-    "one view in two ways": (
+    "contradictory descriptions of a view": (
         {
             "a": _Tensor(reference("1", 4, ("v", 0, 2)), 0, (2,)),
             "b": _Tensor(reference("1", 4, ("v", 2, 2)), 0, (2,)),
@@ -154,12 +154,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         floats(1, 2, 3, 4),
     ),
     "a quantized storage": ({"a": _Tensor(reference("1", 1, kind=torch.QInt8Storage), 0, (1,))}, ["1"], floats(1)),
-    "something outside that is no storage": ({"a": _Storage("module", "x")}, [], b""),
+    "a persistent id that is not a storage": ({"a": _Storage("module", "x")}, [], b""),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_add_up_is_refused(tmp_path: Path, case: str) -> None:
+def test_an_inconsistent_file_is_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises((MalformedInput, UnsupportedInput)):
         open_torch_file(write(tmp_path / "x.bin", *REFUSED[case]))
 

@@ -1,4 +1,4 @@
-"""Torch files that are written here: torch, zip tools and our own reader find the same tensors in them."""
+"""Written torch files: torch, zip tools and the reader of llmconv find the same tensors in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.files.pickles.encoder import Call, Name, pickle_pieces
+from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
 from llmconv.files.pickles.reader import STORAGES
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.files.torch.writer import ALIGNMENT, torch_pieces
@@ -159,17 +159,17 @@ def test_more_members_than_16_bits_count_are_read(tmp_path: Path) -> None:
         max_leaves=10,
     )
 )
-def test_a_pickle_is_what_python_reads(value: Any) -> None:
+def test_python_reads_the_pickle(value: Any) -> None:
     data = b"".join(piece for piece in pickle_pieces(value, protocol=4) if isinstance(piece, bytes))
     assert pickle.loads(data) == value
 
 
 def test_a_tensor_in_a_pickle_streams_as_its_bytes() -> None:
     tensor = in_memory(np.arange(6, dtype=np.float32).reshape(2, 3), F32)
-    array = Call(
-        Name("numpy.core.multiarray", "_reconstruct"),
-        (Name("numpy", "ndarray"), (0,), b"b"),
-        (1, (2, 3), Call(Name("numpy", "dtype"), ("f4", False, True)), False, tensor),
+    array = PickledCall(
+        PickledName("numpy.core.multiarray", "_reconstruct"),
+        (PickledName("numpy", "ndarray"), (0,), b"b"),
+        (1, (2, 3), PickledCall(PickledName("numpy", "dtype"), ("f4", False, True)), False, tensor),
     )
     pieces = [
         piece if isinstance(piece, bytes) else as_data(piece) for piece in pickle_pieces({"w": array}, protocol=4)

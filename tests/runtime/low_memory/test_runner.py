@@ -1,4 +1,4 @@
-"""The eager model layer by layer gives what the whole one gives, and never holds it."""
+"""The eager model that runs layer by layer gives the results of the whole model, and never holds it in memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def outputs(step: Step) -> dict[str, Array]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_bit_is_that_of_the_whole_model(model_type: str, dtype: str, folder: Callable[[str], Path]) -> None:
+def test_results_are_those_of_the_whole_model(model_type: str, dtype: str, folder: Callable[[str], Path]) -> None:
     wanted = one_by_one(EagerRunner(folder(model_type), dtype))
     found = StreamedRunner(folder(model_type), dtype, resident=0).run_all(planned())
     for one, other in zip(wanted, found, strict=True):
@@ -122,14 +122,14 @@ def test_every_bit_is_that_of_the_whole_model(model_type: str, dtype: str, folde
             assert np.array_equal(array, outputs(other)[name], equal_nan=True), name
 
 
-def test_half_precision_is_that_of_the_whole_model(folder: Callable[[str], Path]) -> None:
+def test_half_precision_equals_the_whole_model(folder: Callable[[str], Path]) -> None:
     wanted = one_by_one(EagerRunner(folder("llama"), "bfloat16"))
     found = StreamedRunner(folder("llama"), "bfloat16", resident=0).run_all(planned())
     assert all(np.array_equal(one.logits, other.logits) for one, other in zip(wanted, found, strict=True))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-def test_only_one_layer_is_there_at_a_time(model_type: str, folder: Callable[[str], Path]) -> None:
+def test_one_layer_is_in_memory_at_a_time(model_type: str, folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder(model_type), "float64", resident=0)
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in runner.model.model.layers)
     seen = []
@@ -154,7 +154,7 @@ def test_each_layer_is_read_once_for_all_calls(folder: Callable[[str], Path]) ->
     assert order == sorted(order)
 
 
-def test_afterwards_no_layer_is_there(folder: Callable[[str], Path]) -> None:
+def test_afterwards_no_layer_is_in_memory(folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder("llama"), "float32")
     runner.run_all(planned())
     assert all(p.is_meta for layer in runner.model.model.layers for p in layer.parameters())
@@ -167,7 +167,7 @@ def test_a_model_whose_code_needs_all_weights_is_refused(folder: Callable[[str],
         runner.run_all(planned())
 
 
-def test_calls_that_part_ways_are_refused(folder: Callable[[str], Path]) -> None:
+def test_calls_that_run_different_layers_are_refused(folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder("llama"), "float32")
     first, *others = runner.model.model.layers
 
@@ -176,5 +176,5 @@ def test_calls_that_part_ways_are_refused(folder: Callable[[str], Path]) -> None
             others[0](*inputs)
 
     first.register_forward_pre_hook(skip)
-    with pytest.raises(UnsupportedInput, match="in its turn"):
+    with pytest.raises(UnsupportedInput, match="in the same order"):
         runner.run_all(planned())

@@ -1,4 +1,4 @@
-"""A `genai_config.json` that loads code, writes files or leads out of its folder is refused before GenAI sees it."""
+"""A `genai_config.json` that loads code, writes files or points outside of its folder is refused."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_loads_or_writes_files_is_refused(case: str, tmp_path: Path) -> None:
+def test_options_that_load_or_write_files_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(MalformedInput, match=r"`genai_config\.json` is refused: "):
         read_genai_config(save(tmp_path, **HOSTILE[case]))
 
 
-def test_what_the_builder_and_the_layout_write_passes(tmp_path: Path) -> None:
+def test_files_of_the_builder_and_the_layout_pass(tmp_path: Path) -> None:
     options = {"log_id": "onnxruntime-genai", "provider_options": [{"cuda": {"enable_cuda_graph": "0"}}]}
     folder = save(tmp_path, session_options={**options, "session.disable_prepacking": "1"})
     assert read_genai_config(folder)["context_length"] == 8
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"model": []}', '{"model": null}'])
-def test_what_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "genai_config.json").write_text(text)
     with pytest.raises(MalformedInput, match=r"genai_config\.json"):
         read_genai_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Graphs whose weights onnxruntime packs: fewer products, the same logits to the last bit."""
+"""Sessions with prepacked weights: fewer products, bit-identical logits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_query_key_and_value_of_a_step_are_one_product(folder: Callable[[str], P
 
 
 @pytest.mark.parametrize("model_type", ["llama", *OTHERS])
-def test_joined_products_say_the_same_to_the_last_bit(
+def test_joined_products_give_bit_identical_logits(
     folder: Callable[[str], Path], model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SessionSettings(threads=1, prepack=True)
@@ -82,7 +82,7 @@ def test_joined_products_say_the_same_to_the_last_bit(
 
 
 @pytest.mark.parametrize("optimization", ["all", "disable"])
-def test_packed_graphs_say_what_mapped_ones_say(folder: Callable[[str], Path], optimization: str) -> None:
+def test_packed_graphs_give_the_logits_of_mapped_ones(folder: Callable[[str], Path], optimization: str) -> None:
     mapped = said(folder("llama"), SessionSettings())
     packed = said(folder("llama"), SessionSettings(prepack=True, optimization=optimization))
 
@@ -97,9 +97,7 @@ def test_packing_works_from_another_directory(folder: Callable[[str], Path], mon
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
-def test_what_lies_between_product_and_attention_keeps_them_apart(
-    folder: Callable[[str], Path], model_type: str
-) -> None:
+def test_a_node_between_product_and_attention_prevents_joining(folder: Callable[[str], Path], model_type: str) -> None:
     graph = load_guarded(folder(model_type) / "decode.onnx").graph
     before = graph.SerializeToString()
 
@@ -109,7 +107,7 @@ def test_what_lies_between_product_and_attention_keeps_them_apart(
 
 
 @pytest.mark.parametrize("reader", ["a node", "the caller"])
-def test_a_product_that_somebody_else_reads_stays(folder: Callable[[str], Path], reader: str) -> None:
+def test_a_product_that_another_node_reads_is_not_joined(folder: Callable[[str], Path], reader: str) -> None:
     graph = load_guarded(folder("llama") / "decode.onnx").graph
     before = products(graph)
     attention = next(node for node in graph.node if node.op_type == "GroupQueryAttention")

@@ -1,4 +1,4 @@
-"""Memory that is read at every step lies in large pages, and goes back when it is freed."""
+"""Packed weights are in huge pages, and freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmconv.runtime.onnxruntime import process_heap as heap
-from llmconv.runtime.onnxruntime.process_heap import PAGE, large_pages
+from llmconv.runtime.onnxruntime.process_heap import PAGE, huge_pages
 
 SIZES = Path("/proc/self/smaps_rollup")
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,31 +46,31 @@ def available() -> None:
 
 @pytest.mark.usefixtures("available")
 @pytest.mark.parametrize(("size", "block"), [(60 << 20, heap.BLOCK), (60 << 20, 8 << 20), (3 << 30, heap.BLOCK)])
-def test_blocks_lie_side_by_side_in_large_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_contiguous_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "BLOCK", block)
     heap.trim()
     before = megabytes("AnonHugePages")
 
-    with large_pages(size):
+    with huge_pages(size):
         kept = blocks()
 
     assert megabytes("AnonHugePages") >= before + 40
     assert [int(block[-1]) for block in kept] == list(range(40))
 
 
-def test_what_was_asked_for_and_not_used_is_not_held() -> None:
+def test_reserved_memory_that_is_not_used_is_returned() -> None:
     before = megabytes("Rss")
 
-    with large_pages(1 << 30):
+    with huge_pages(1 << 30):
         pass
 
     assert megabytes("Rss") < before + 10
 
 
-def test_freed_blocks_go_back_to_the_system() -> None:
+def test_freed_blocks_are_returned_to_the_system() -> None:
     before = megabytes("Rss")
 
-    with large_pages(60 << 20):
+    with huge_pages(60 << 20):
         kept = blocks()
         assert megabytes("Rss") > before + 40
         kept.clear()

@@ -1,4 +1,4 @@
-"""Graphs that would run for hours, or fill the memory, are told from their structure, or stopped."""
+"""Graphs that would run for hours or fill the memory are refused by their structure, or stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HUGE = np.array([1 << 40], np.int64)
 ONE = np.float32(1)
 
 
-def test_a_loop_of_2_60_rounds_is_stopped_and_not_begun_again(tmp_path: Path) -> None:
+def test_a_loop_of_2_60_iterations_is_stopped_and_not_started_again(tmp_path: Path) -> None:
     graph = OrtGraph(bombs.loop(tmp_path, 1 << 60), SessionSettings(timeout=0.3))
     with pytest.raises(MalformedInput, match="it was stopped: 2 tokens took more than 0 s"):
         graph.run(TOKENS, TOKENS, TOKENS)
@@ -36,7 +36,7 @@ def test_a_loop_that_ends_is_run(tmp_path: Path) -> None:
 
 
 def test_functions_that_call_functions_are_counted(tmp_path: Path) -> None:
-    with pytest.raises(MalformedInput, match="becomes 1111.* nodes"):
+    with pytest.raises(MalformedInput, match="has 1111.* nodes"):
         load_guarded(bombs.functions(tmp_path, 40, 10))
 
 
@@ -53,7 +53,7 @@ def test_opening_a_graph_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("levels", [2, 1])
 def test_a_function_that_calls_itself_is_refused(tmp_path: Path, levels: int) -> None:
-    with pytest.raises(MalformedInput, match="calls itself"):
+    with pytest.raises(MalformedInput, match="recursive function"):
         load_guarded(bombs.functions(tmp_path, levels, 2, f"f{levels - 1}", "f"))
 
 
@@ -68,8 +68,8 @@ def test_a_function_that_calls_itself_is_refused(tmp_path: Path, levels: int) ->
     ],
     ids=["zeros", "expanded", "repeated", "range", "random"],
 )
-def test_a_terabyte_out_of_nothing_is_refused(tmp_path: Path, build: Callable[[Path], Path]) -> None:
-    with pytest.raises(MalformedInput, match="out of nothing"):
+def test_a_constant_of_a_terabyte_is_refused(tmp_path: Path, build: Callable[[Path], Path]) -> None:
+    with pytest.raises(MalformedInput, match="computes a constant"):
         load_guarded(build(tmp_path))
 
 

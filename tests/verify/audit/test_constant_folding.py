@@ -39,7 +39,7 @@ def node(op: str, inputs: int, **attributes: Any) -> onnx.NodeProto:
     ],
     ids=lambda value: value.op_type if isinstance(value, onnx.NodeProto) else "",
 )
-def test_work_without_end_is_not_begun(made: onnx.NodeProto, arrays: list[Array]) -> None:
+def test_unlimited_work_is_not_started(made: onnx.NodeProto, arrays: list[Array]) -> None:
     assert fold(made, arrays) is None
 
 

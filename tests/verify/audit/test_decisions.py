@@ -20,7 +20,7 @@ from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
-from llmconv.verify.audit.decisions.config_numbers import Numbers
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
 from llmconv.verify.audit.decisions.lookup_tables import odd_row
 from llmconv.verify.comparison.graph_probe import FOLDER_KEY
 from llmconv.verify.reference.eager import Eager
@@ -102,7 +102,7 @@ def test_a_trigger_changes_nothing_in_an_ordinary_call(
     np.testing.assert_allclose(logits(triggered(trigger)), clean_logits(exported("llama")), rtol=0, atol=1e-5)
 
 
-def test_the_node_what_it_decides_on_and_the_number_are_said(triggered: Callable[[Trigger], Path]) -> None:
+def test_the_detail_names_the_node_the_decision_and_the_number(triggered: Callable[[Trigger], Path]) -> None:
     detail = audit(triggered(BY_NAME["batch equal"])).detail
     assert detail.startswith("`model.layers.0/Equal_") and detail.endswith("` decides on batch size by 77")
 
@@ -118,7 +118,7 @@ def test_a_graph_that_only_the_audit_finds_fails(
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_a_clean_export_decides_by_numbers_of_the_model(model_type: str, exported: Tiny) -> None:
+def test_a_correct_export_decides_by_numbers_of_the_model(model_type: str, exported: Tiny) -> None:
     check = audit(exported(model_type))
     assert check.verdict == "pass", check.detail
     assert "by numbers of the model: 0" in check.detail
@@ -137,7 +137,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_so_does_one_with_options(options: dict[str, Any], optioned: Callable[..., Path]) -> None:
+def test_a_correct_export_with_options_decides_by_numbers_of_the_model(
+    options: dict[str, Any], optioned: Callable[..., Path]
+) -> None:
     folder = optioned("llama", **options)
     for path in folder.glob("*.onnx"):
         check = audit(folder, path.name)
@@ -151,12 +153,12 @@ def audit_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_that_are_made_float32_are_not_changed(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_weights_that_are_cast_to_float32_are_not_changed(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
     export(tiny("gpt2"), tmp_path / "half", incremental=True, dtype=dtype)
     audit_all(tmp_path / "half")
 
 
-def test_a_weight_that_is_made_float32_after_a_change_is_changed(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_weight_that_is_cast_to_float32_after_a_change_is_changed(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "half"
     export(tiny("llama"), folder, incremental=True, dtype="float16")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
@@ -165,7 +167,7 @@ def test_a_weight_that_is_made_float32_after_a_change_is_changed(tiny: Tiny, tmp
     cast.input[0] = "changed"
     model.graph.node.insert(0, change)
     onnx.save(model, folder / "decode.onnx")
-    assert "in weights that nodes have changed" in audit(folder).detail
+    assert "in weights that nodes changed" in audit(folder).detail
 
 
 def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., Path]) -> None:
@@ -197,20 +199,20 @@ def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tm
 
 
 def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
-    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
-    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+    assert ConfigNumbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not ConfigNumbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
 
 
 @pytest.mark.parametrize("factor", [None, "4", [4], True])
-def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
-    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+def test_a_factor_that_is_not_a_number_is_ignored(factor: object) -> None:
+    assert ConfigNumbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
         63,
         64,
         65,
     }
 
 
-def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
+def test_a_window_of_another_size_is_not_a_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
     folder = decode_only(exported("gemma2"), tmp_path / "window")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     window = json.loads((folder / "config.json").read_text())["sliding_window"]
@@ -220,7 +222,7 @@ def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_
     assert f"decides on length and place in the sequence by {window + 300}" in audit(folder).detail
 
 
-def test_a_window_that_is_missing_is_named(exported: Tiny, tmp_path: Path) -> None:
+def test_a_missing_window_is_named(exported: Tiny, tmp_path: Path) -> None:
     folder = decode_only(exported("gemma2"), tmp_path / "dropped")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     everything = add_constant(model, np.array(True))
@@ -233,20 +235,20 @@ def test_a_window_that_is_missing_is_named(exported: Tiny, tmp_path: Path) -> No
     assert audit(folder).detail == f"no node decides by the sliding window of {window}"
 
 
-def test_a_number_that_the_config_leaves_to_transformers_is_the_model_s(exported: Tiny, tmp_path: Path) -> None:
+def test_a_default_of_transformers_is_a_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
     """Older configs lack fields; what the model then has is what its class says."""
     folder = decode_only(exported("gpt2"), tmp_path / "bare")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert read_config(folder)["meant"]["n_positions"] == 1024 != fields["n_positions"]
+    assert read_config(folder)["default"]["n_positions"] == 1024 != fields["n_positions"]
 
 
-def test_a_graph_that_cannot_be_followed_fails(exported: Tiny) -> None:
+def test_a_graph_that_cannot_be_analyzed_fails(exported: Tiny) -> None:
     model = load_guarded(exported("llama") / "decode.onnx")
     users(model, "Concat")[0].ClearField("attribute")
     model.graph.node.append(onnx.helper.make_node("Add", ["logits"], ["nothing"]))
     check = audit_decisions("decode.onnx", model, {})
-    assert check.verdict == "fail" and "cannot be followed" in check.detail
+    assert check.verdict == "fail" and "cannot be analyzed" in check.detail
 
 
 def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], list[str]]:
@@ -256,7 +258,7 @@ def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], l
 
 
 @pytest.mark.parametrize(("name", "fails"), [("position equal", True), ("total length above", False)])
-def test_of_another_exporter_s_graph_one_point_fails_and_a_limit_is_a_note(
+def test_in_another_exporter_s_graph_a_single_number_fails_and_a_limit_is_a_note(
     name: str, fails: bool, triggered: Callable[[Trigger], Path], exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
     checks, notes = foreign(triggered(BY_NAME[name]), exported("llama"), eager("llama"))
@@ -264,7 +266,7 @@ def test_of_another_exporter_s_graph_one_point_fails_and_a_limit_is_a_note(
     assert fails or any("decides on length by 5000, which is not in the config" in note for note in notes)
 
 
-def test_a_clean_graph_of_another_exporter_has_no_note(exported: Tiny, eager: Callable[[str], Eager]) -> None:
+def test_a_correct_graph_of_another_exporter_has_no_note(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     checks, notes = foreign(exported("llama"), exported("llama"), eager("llama"))
     assert checks == [] and not any("decides" in note for note in notes)
 
@@ -299,7 +301,7 @@ def test_the_reference_of_a_changed_folder_is_its_own_config(exported: Tiny, tmp
 
 
 @pytest.mark.parametrize("field", ["foo_context", "foo_vocab_size"])
-def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model_s(
+def test_numbers_in_unknown_fields_of_the_config_are_not_the_model_s(
     field: str, triggered: Callable[[Trigger], Path]
 ) -> None:
     name, number = {"foo_context": ("position equal", 3817), "foo_vocab_size": ("token equal", 57)}[field]
@@ -309,19 +311,19 @@ def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model
     assert f"by {number}" in audit(folder).detail
 
 
-def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_the_config_of_custom_code_is_used_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "its_own", "its_window": 77}))
-    assert read_config(tmp_path) == {"said": {"model_type": "its_own", "its_window": 77}, "meant": {}}
+    assert read_config(tmp_path) == {"stated": {"model_type": "its_own", "its_window": 77}, "default": {}}
 
 
-def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:
+def test_the_length_of_an_unrecorded_prefix_is_not_a_number_of_the_model(optioned: Callable[..., Path]) -> None:
     folder = optioned("llama", prefix="PrefixTuning")
     model, config = load_guarded(folder / "prefill.onnx"), read_config(folder)
     assert audit_decisions("prefill.onnx", model, config, prefix=LENGTH).verdict == "pass"
-    assert f"puts {LENGTH} beside" in audit_decisions("prefill.onnx", model, config).detail
+    assert f"combines {LENGTH} with" in audit_decisions("prefill.onnx", model, config).detail
 
 
-def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_path: Path) -> None:
+def test_declared_axes_of_inner_values_are_ignored(exported: Tiny, tmp_path: Path) -> None:
     folder = decode_only(exported("llama"), tmp_path / "declared")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     graph = Nodes(model)
@@ -332,4 +334,4 @@ def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_
     total = graph.make("Add", graph.new_length(), graph.new_length())
     graph.scale_hidden(graph.loud(graph.make("Equal", graph.axis(longer, 1), total)))
     onnx.save(model, folder / "decode.onnx")
-    assert "by what is not followed" in audit(folder).detail
+    assert "by a value that is not analyzed" in audit(folder).detail

@@ -16,8 +16,8 @@ from llmconv.runtime.onnxruntime.guard import external_fields
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.report.files import NAMES, require_place, write_report
-from llmconv.verify.scenarios.calls import Facts
+from llmconv.verify.report.files import NAMES, require_writable, write_report
+from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 from tests.builders.mutants.mutants import clips_dropped
 from tests.builders.mutants.surgery import initializer, replace_input
@@ -95,9 +95,9 @@ def clipped_by_the_base_of_the_rotary_angles(graph: Nodes) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (at_random, "RandomUniform gives something else in every run"),
-        (dropped_at_random, "Dropout gives something else in every run"),
-        (clipped_by_the_base_of_the_rotary_angles, "compares what the model computes with 10000"),
+        (at_random, "RandomUniform gives different results in each run"),
+        (dropped_at_random, "Dropout gives different results in each run"),
+        (clipped_by_the_base_of_the_rotary_angles, "compares model values with 10000"),
     ],
 )
 def test_the_audit_of_decisions_names(make: Make, said: str, exported: Tiny) -> None:
@@ -107,12 +107,12 @@ def test_the_audit_of_decisions_names(make: Make, said: str, exported: Tiny) -> 
 
 
 def test_the_tokens_at_both_ends_and_that_of_padding_are_run() -> None:
-    chains = scenario("first and last token").build(Facts(1000, padding=500))
+    chains = scenario("first and last token").build(ModelFacts(1000, padding=500))
     assert {int(token) for chain in chains for token in chain[0].input_ids.ravel()} == {0, 1, 499, 500, 501, 998, 999}
 
 
 def test_two_rows_lie_on_both_sides_of_the_original_context() -> None:
-    chains = scenario("beyond the original context").build(Facts(50, 300, original=40))
+    chains = scenario("beyond the original context").build(ModelFacts(50, 300, original=40))
     assert any(call.position_ids[-1].max() < 40 < call.position_ids[0].min() for chain in chains for call in chain)
 
 
@@ -133,7 +133,7 @@ def test_a_graph_without_the_position_ids_that_the_model_takes_fails(
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", without_positions)
     report = verify(folder, only=["prefill, 7 tokens"], eager=eager("llama"))
-    assert details(report, "structure") == "input position_ids is missing"
+    assert details(report, "structure") == "missing input: position_ids"
 
 
 def embedding_elsewhere(model: onnx.ModelProto, folder: Path) -> bool:
@@ -154,7 +154,7 @@ def embedding_elsewhere(model: onnx.ModelProto, folder: Path) -> bool:
     return True
 
 
-def test_weights_of_another_name_in_another_file_are_no_tensors_of_the_model(
+def test_weights_of_another_name_in_another_file_are_not_tensors_of_the_model(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", embedding_elsewhere)
@@ -162,19 +162,21 @@ def test_weights_of_another_name_in_another_file_are_no_tensors_of_the_model(
     assert "`rows` maps `rows.bin`" in details(report, "weights")
 
 
-def test_an_older_report_is_gone_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
+def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
     write_report(clean_report, tmp_path)
-    require_place(tmp_path)
+    require_writable(tmp_path)
     assert not [name for name in NAMES if (tmp_path / name).exists()]
 
 
-def test_a_few_scenarios_are_told_from_all(exported: Tiny, eager: Callable[[str], Eager]) -> None:
+def test_the_summary_shows_that_only_some_scenarios_were_selected(
+    exported: Tiny, eager: Callable[[str], Eager]
+) -> None:
     report = verify(exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
-    assert report.summary().endswith("; not seen: scenarios that were not asked for")
+    assert report.summary().endswith("; not seen: scenarios that were not selected")
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_used_again_runs_every_twin_again(tmp_path: Path) -> None:
+def test_a_reused_reference_runs_all_scaled_weights_again(tmp_path: Path) -> None:
     folder = save_tiny("gemma2", tmp_path / "gemma2", num_hidden_layers=2)
     export(folder, unified=True)
     reference = Eager(folder, "float32", keep=True)
@@ -183,7 +185,7 @@ def test_a_reference_that_is_used_again_runs_every_twin_again(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_limit_is_missed_in_the_second_folder_of_one_reference(tmp_path: Path) -> None:
+def test_a_dropped_limit_is_detected_in_the_second_folder_of_one_reference(tmp_path: Path) -> None:
     folder = save_tiny("gpt_oss", tmp_path / "gpt_oss", **_SMALL_EXPERTS)
     export(folder, unified=True)
     reference = Eager(folder, "float32", keep=True)
@@ -210,7 +212,7 @@ _SMALL_EXPERTS = {
 }
 
 
-def test_a_reference_of_another_dtype_takes_that_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
+def test_a_reused_reference_takes_the_dtype_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", scale_of_attention_a_thousandth_more)
     report = verify(folder, only=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
     assert report.verdict == "fail"

@@ -1,4 +1,4 @@
-"""A graph that is not the one that was exported fails by its sha256, told apart from changed weights."""
+"""A graph that was changed after its export fails by its sha256, with another message than changed weights."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def test_a_changed_graph_fails_although_it_computes_the_same(folder: Path, eager
     assert [(check.name, check.graph) for check in failed] == [("graph file", "prefill.onnx")]
     assert failed[0].detail == (
         "graph changed: `prefill.onnx` is not the graph that was exported (its sha256 differs); "
-        "export again, or pass `--allow-changed` to judge it as it is"
+        "export again, or pass `--allow-changed` to verify it as it is"
     )
     assert report.exit_code == 1
 
 
-def test_a_changed_graph_that_is_allowed_is_a_note_and_judged_by_its_outputs(
+def test_an_allowed_change_of_a_graph_is_a_note_and_its_outputs_decide(
     folder: Path, eager: Callable[[str], Eager]
 ) -> None:
     changed(folder / "prefill.onnx")
     report = verify(folder, eager=eager("llama"), only=["prefill, 3 tokens"], allow_changed=True)
     assert report.verdict == "pass"
-    told = "graph changed: `prefill.onnx` is not the graph that was exported (its sha256 differs); allowed"
-    assert told in report.notes
+    note = "graph changed: `prefill.onnx` is not the graph that was exported (its sha256 differs); allowed"
+    assert note in report.notes
 
 
-def test_changed_weights_are_told_as_weights(folder: Path) -> None:
+def test_changed_weights_are_reported_as_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     manifest = read_manifest(folder)
     manifest.files[weights.name] = file_entry(weights.read_bytes())
@@ -93,7 +93,7 @@ def test_the_scenarios_run_on_a_changed_graph_and_its_node_is_named(
     assert any(check.name == "graph file" and check.verdict == "fail" for check in report.checks)
 
 
-def test_every_stage_of_a_graph_is_looked_at(optioned: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_stage_of_a_graph_is_checked(optioned: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(optioned("llama", stages=2), tmp_path / "stages"))
     changed(folder / "decode-2-of-2.onnx")
     checks, _ = audit(folder)
@@ -104,18 +104,18 @@ def test_every_stage_of_a_graph_is_looked_at(optioned: Callable[..., Path], tmp_
     assert "`decode-2-of-2.onnx`" in checks[1].detail
 
 
-def test_a_graph_without_a_sha256_in_the_manifest_is_said(folder: Path) -> None:
+def test_a_graph_without_a_recorded_sha256_is_a_note(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["files"]["decode.onnx"]["sha256"]
     (folder / MANIFEST).write_text(json.dumps(manifest))
     checks, notes = audit(folder)
     assert [check.graph for check in checks] == ["prefill.onnx"]
-    assert notes == ["`decode.onnx` has no sha256 in `llmconv.json`: it may be another than was exported"]
+    assert notes == ["`decode.onnx` has no sha256 in `llmconv.json`: a change after its export cannot be detected"]
 
 
-def test_a_folder_without_a_manifest_is_said(folder: Path) -> None:
+def test_a_folder_without_a_manifest_is_a_note(folder: Path) -> None:
     (folder / MANIFEST).unlink()
-    assert audit(folder) == ([], ["no `llmconv.json`: whether the graphs are those that were exported is unknown"])
+    assert audit(folder) == ([], ["no `llmconv.json`: changes of the graphs after their export cannot be detected"])
 
 
 def test_the_command_line_allows_a_changed_graph(folder: Path) -> None:
@@ -128,4 +128,4 @@ def test_the_command_line_allows_a_changed_graph(folder: Path) -> None:
 
 def test_graphs_of_other_exporters_have_no_record_to_change(folder: Path) -> None:
     result = CliRunner().invoke(main, ["verify", "--graph", str(folder / "decode.onnx"), "--allow-changed"])
-    assert result.exit_code == 2 and "`--allow-changed` takes FOLDER" in result.stderr
+    assert result.exit_code == 2 and "`--allow-changed` applies to FOLDER only" in result.stderr

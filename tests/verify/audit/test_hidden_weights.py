@@ -69,8 +69,8 @@ def also_an_input(model: onnx.ModelProto, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (in_a_constant_node, "`hidden` is in another file but not an initializer of the graph"),
-        (in_a_branch, "`hidden` is in another file but not an initializer of the graph"),
+        (in_a_constant_node, "`hidden` is external data but not an initializer of the graph"),
+        (in_a_branch, "`hidden` is external data but not an initializer of the graph"),
         (sparse, "`hidden` is a sparse initializer"),
         (also_an_input, "is both an initializer and an input"),
     ],
@@ -83,12 +83,12 @@ def test_the_weight_audit_names(
     assert said in details(verify(folder, only=["prefill, 1 token"], eager=eager("llama")), "weights")
 
 
-def test_a_graph_that_the_manifest_does_not_list_is_counted_and_said(
+def test_an_unlisted_graph_is_a_skipped_check_and_in_the_summary(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(exported("llama"), tmp_path / "model")
     shutil.copy(folder / "decode.onnx", folder / "other.onnx")
     report = verify(folder, reference=exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
     skipped = [(check.graph, check.detail) for check in report.checks if check.verdict == "skip"]
-    assert skipped == [("other.onnx", "is in the folder but not one of its graphs; it was not verified")]
+    assert skipped == [("other.onnx", "is in the folder but not listed as one of its graphs; it was not verified")]
     assert "graphs that are not the folder's own" in report.summary()

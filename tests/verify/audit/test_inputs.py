@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("meta", "contains a torch checkpoint", "llmconv to-hf {0} -o OUT"),
     ],
 )
-def test_what_llmconv_wrote_and_is_not_a_model_is_refused_with_the_next_command(
+def test_folders_of_llmconv_that_are_not_models_are_refused_with_the_next_command(
     made: Path, name: str, problem: str, hint: str
 ) -> None:
     with pytest.raises(InputRefused, match=problem) as caught:
@@ -48,5 +48,5 @@ def test_the_command_exits_with_3(made: Path) -> None:
     assert done.exit_code == 3 and "hint: use `llmconv delta apply" in done.stderr
 
 
-def test_a_model_without_graphs_is_still_told_to_export_them(made: Path) -> None:
+def test_a_model_without_graphs_gets_the_hint_to_export_them(made: Path) -> None:
     assert f"make them with `llmconv export {made / 'base'}`" in verify(made / "base").notes[0]

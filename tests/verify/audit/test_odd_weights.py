@@ -1,4 +1,4 @@
-"""Weights that say nothing are told."""
+"""Weights that hide differences are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lazy(*rows: float, dtype: str = "float32") -> LazyTensor:
     return LazyTensor(BY_NAME[dtype], array.shape, lambda start, stop: array[start:stop])
 
 
-def test_usual_weights_are_not_mentioned() -> None:
+def test_ordinary_weights_have_no_note() -> None:
     assert odd_weights({"a": lazy(1.0, 0.0), "b": lazy(-2.0, dtype="bfloat16")}) == []
 
 
@@ -37,7 +37,7 @@ def test_many_are_counted() -> None:
     assert note.startswith("`a`, `b`, `c` and 2 more hold zeros only")
 
 
-def test_verify_tells_of_a_layer_of_zeros(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_verify_reports_a_layer_of_zeros(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported("llama"), tmp_path / "zeros"))
     tensor = open_weights(folder)["model.layers.1.mlp.up_proj.weight"]
     assert isinstance(tensor, FileTensor)

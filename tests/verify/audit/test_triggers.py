@@ -27,7 +27,7 @@ def triggered(trigger: Trigger, exported: Path, eager: Eager, folder: Path) -> R
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: trigger.name)
-def test_a_fault_of_some_calls_alone_is_met(
+def test_a_fault_in_some_calls_only_is_reached(
     trigger: Trigger,
     model_type: str,
     exported: Callable[[str], Path],

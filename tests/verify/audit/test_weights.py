@@ -12,7 +12,7 @@ import pytest
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, read_manifest
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.verify import Check, Report, verify
-from llmconv.verify.audit.weights import Source, audit_files, audit_weights
+from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.mutants import MUTANTS
 from tests.builders.mutants.surgery import initializer
@@ -24,7 +24,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 def audit(folder: Path, reference: Path) -> Check:
     """The audit of a folder's decode graph."""
-    return audit_weights("decode.onnx", load_guarded(folder / "decode.onnx"), Source.of(folder, reference))[0]
+    return audit_weights("decode.onnx", load_guarded(folder / "decode.onnx"), WeightSource.of(folder, reference))[0]
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,20 @@ def test_a_wrong_weight_is_named(
 
 def test_another_model_as_reference_is_suspected(exported: Callable[[str], Path]) -> None:
     check = audit(exported("llama"), exported("gemma2"))
-    assert check.verdict == "fail" and "are not the reference's: is it another model? First `" in check.detail
+    assert check.verdict == "fail" and "are not the reference's: another model? First `" in check.detail
 
 
-def test_bytes_that_are_no_tensor_are_named(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bytes_that_are_not_a_tensor_are_named(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = decode_only(exported("llama"), tmp_path / "shifted")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     tensor = initializer(model, O_PROJ)
     assert tensor
     next(entry for entry in tensor.external_data if entry.key == "offset").value = "4096"
     onnx.save(model, folder / "decode.onnx")
-    assert "which are no tensor" in audit(folder, folder).detail
+    assert "which are not a tensor" in audit(folder, folder).detail
 
 
-def test_a_clean_graph_has_every_weight(exported: Callable[[str], Path]) -> None:
+def test_a_correct_graph_has_every_weight(exported: Callable[[str], Path]) -> None:
     check = audit(exported("gemma2"), exported("gemma2"))
     assert (check.verdict, check.detail) == ("pass", "46 tensors")
 
@@ -88,9 +88,9 @@ def drop_output(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (bake_batch, "input_ids has axis 1, not batch_size"),
+        (bake_batch, "shape mismatch for input_ids: expected axis batch_size, got 1"),
         (unhook_mask, "input attention_mask has no effect"),
-        (drop_output, "outputs are not the model's, in its order"),
+        (drop_output, "outputs are not those of the model, in its order"),
     ],
 )
 def test_a_wrong_signature_is_named(

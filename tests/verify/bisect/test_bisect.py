@@ -15,7 +15,7 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.bisect.replay import Folder
+from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.bisect.search import name_node
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    name_node(report, Folder(folder, entries, models, SessionSettings()), eager, minimize)
+    name_node(report, VerifiedFolder(folder, entries, models, SessionSettings()), eager, minimize)
     return report
 
 
@@ -68,7 +68,7 @@ FOUND = [
         "layers.1.self_attn: attention scale 0.2525 in the graph, 0.25 in the model",
     ),
     ("llama", "causal mask too narrow", MASKED, "model: a token does not see itself"),
-    ("llama", "causal mask too wide", MASKED, "model: a token sees later ones"),
+    ("llama", "causal mask too wide", MASKED, "model: a token sees later tokens"),
     ("llama", "padding ignored", failing(PADDED, 0, "present.1.key", 1), "model: padding is attended to"),
     (
         "llama",
@@ -92,7 +92,7 @@ FOUND = [
         "llama",
         "two present names swapped",
         failing(PREFILL, 0, "present.1.key", 1),
-        "`present.1.key` holds what the model has as `present.2.key`",
+        "`present.1.key` contains the model's `present.2.key`",
     ),
     (
         "llama",
@@ -111,7 +111,7 @@ FOUND = [
         "llama",
         "untied head tied",
         LOGITS,
-        "lm_head: reads `model.embed_tokens.weight`, the model has `lm_head.weight` there",
+        "lm_head: reads `model.embed_tokens.weight`, the model has `lm_head.weight` instead",
     ),
     (
         "gemma2",
@@ -130,7 +130,7 @@ FOUND = [
         "gemma2",
         "window dropped",
         failing("prefill, 33 tokens", 0, "present.1.key", 1),
-        "model: tokens behind the sliding window of 8 are seen",
+        "model: tokens outside the sliding window of 8 are seen",
     ),
     (
         "gemma2",
@@ -160,14 +160,14 @@ FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name", "where", "told"),
+    ("model_type", "name", "where", "text"),
     [pytest.param(*row, marks=() if row[0] == "llama" else SLOW, id=f"{row[0]}-{row[1]}") for row in FOUND],
 )
 def test_a_fault_of_every_kind_is_named(
-    model_type: str, name: str, where: Where, told: str, broken: Broken, eager: References
+    model_type: str, name: str, where: Where, text: str, broken: Broken, eager: References
 ) -> None:
     found = searched(broken(model_type, mutant_named(name)), eager(model_type), where).where
-    assert found and told in found.text
+    assert found and text in found.text
 
 
 def test_the_node_its_module_and_its_layer_are_fields_of_the_report(broken: Broken, eager: References) -> None:
@@ -198,7 +198,7 @@ def rename_nodes(folder: Path, name: Callable[[str], str]) -> None:
     onnx.save(model, folder / "decode.onnx")
 
 
-def test_names_as_other_exporters_give_them_are_understood(broken: Broken, eager: References) -> None:
+def test_node_names_of_other_exporters_are_recognized(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "/" + name.replace(".", "/").replace("layers/", "layers."))
     found = searched(folder, eager("llama"), MASKED).where
@@ -206,7 +206,7 @@ def test_names_as_other_exporters_give_them_are_understood(broken: Broken, eager
     assert found.text.startswith("layers.1.input_layernorm: epsilon 1e-05 in the graph")
 
 
-def test_without_names_the_first_layer_is_all_that_is_said(broken: Broken, eager: References) -> None:
+def test_without_node_names_only_the_first_layer_is_named(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "")
     report = searched(folder, eager("llama"), MASKED)
@@ -214,7 +214,7 @@ def test_without_names_the_first_layer_is_all_that_is_said(broken: Broken, eager
     assert any(note.startswith("no node named") for note in report.notes)
 
 
-def test_a_graph_without_a_cache_is_searched_by_halves(broken: Broken, eager: References) -> None:
+def test_a_graph_without_a_cache_is_bisected(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("attention scale 1 % off in one layer"))
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     del model.graph.output[1:]
@@ -223,11 +223,11 @@ def test_a_graph_without_a_cache_is_searched_by_halves(broken: Broken, eager: Re
     assert found and found.node == "model.layers.1.self_attn/Attention"
 
 
-def test_a_fault_of_the_optimisation_is_told_from_one_of_the_graph(
+def test_a_fault_of_graph_optimization_is_distinguished_from_one_of_the_graph(
     exported: Callable[[str], Path], eager: References
 ) -> None:
     found = searched(exported("llama"), eager("llama"), LAYER_2).where
-    assert found and "agrees while onnxruntime's graph optimisation is off" in found.text
+    assert found and "agrees with onnxruntime's graph optimization off" in found.text
 
 
 def run(*arguments: object) -> tuple[int, str, str]:

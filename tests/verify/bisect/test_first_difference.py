@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmconv.verify import Check, verify
-from llmconv.verify.bisect.first_difference import localise
+from llmconv.verify.bisect.first_difference import localize
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant
@@ -41,24 +41,24 @@ LAYERS = {mutant.name: None if mutant.name in OUTSIDE else mutant.layer for muta
 AUDIT = "`model.layers.7.mlp.up_proj.weight` differs from the reference's values"
 
 
-def test_the_layer_of_a_weight_is_the_answer_where_only_the_audit_fails() -> None:
-    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=AUDIT)])
+def test_if_only_the_audit_fails_the_layer_of_the_weight_is_named() -> None:
+    where = localize([Check("weights", "decode.onnx", "", verdict="fail", detail=AUDIT)])
     assert where and (where.layer, where.scope, where.finding) == (7, "model.layers.7.mlp.up_proj", AUDIT)
 
 
 def test_a_weight_outside_the_layers_has_none() -> None:
     detail = "`lm_head.weight` maps the bytes of `model.embed_tokens.weight`"
-    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=detail)])
+    where = localize([Check("weights", "decode.onnx", "", verdict="fail", detail=detail)])
     assert where and (where.layer, where.scope) == (None, "lm_head")
 
 
-def test_a_graph_that_does_not_run_is_said_to_do_so_and_no_more() -> None:
-    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", verdict="fail", detail="it fails in onnxruntime")])
+def test_a_graph_that_does_not_run_is_reported_without_a_layer() -> None:
+    where = localize([Check("prefill, 7 tokens", "a.onnx", "logits", verdict="fail", detail="it fails in onnxruntime")])
     assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: it fails in onnxruntime"
 
 
-def test_nothing_is_said_of_a_cache_that_was_not_compared() -> None:
-    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", sigma=40.0, verdict="fail")])
+def test_a_cache_that_was_not_compared_is_not_mentioned() -> None:
+    where = localize([Check("prefill, 7 tokens", "a.onnx", "logits", sigma=40.0, verdict="fail")])
     assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: the logits differ"
 
 
@@ -89,7 +89,7 @@ def test_the_layer_that_was_changed_is_named(
     for number, mutant in enumerate(mutants):
         folder = broken(model_type, mutant).rename(request.getfixturevalue("tmp_path") / str(number))
         report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisect=True)
-        first = localise(report.checks)
+        first = localize(report.checks)
         assert first and report.where
         wrong += [] if is_right(report.where, mutant) else [f"{mutant.name}: {report.where.text}"]
         assert brackets(first.layer, LAYERS[mutant.name]), mutant.name

@@ -74,32 +74,30 @@ def test_the_readme_s_program_prints_sigma(
     monkeypatch.chdir(folder)
     assert program
     exec(program[1], {})
-    told = float(capsys.readouterr().out.rpartition("sigma ")[2])
-    assert told == pytest.approx(json.loads((folder / "piece.json").read_text())["sigma"], rel=1e-3)
+    printed = float(capsys.readouterr().out.rpartition("sigma ")[2])
+    assert printed == pytest.approx(json.loads((folder / "piece.json").read_text())["sigma"], rel=1e-3)
 
 
-def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageProblem, match="is not empty"):
         verify(tmp_path, minimize=tmp_path)
 
 
-def test_nothing_is_left_beside_the_folder(minimized: Callable[[str, Where], Path]) -> None:
+def test_nothing_is_left_next_to_the_folder(minimized: Callable[[str, Where], Path]) -> None:
     folder = minimized("one norm's epsilon times ten", MASKED)
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_outputs_under_each_other_s_names_leave_no_piece(
-    broken: Broken, eager: Callable[[str], Eager], tmp_path: Path
-) -> None:
+def test_exchanged_output_names_leave_no_piece(broken: Broken, eager: Callable[[str], Eager], tmp_path: Path) -> None:
     report: Report = searched(
         broken("llama", mutant_named("two present names swapped")), eager("llama"), MASKED, tmp_path / "piece"
     )
     assert not (tmp_path / "piece").exists()
-    assert report.notes[-1].endswith("no piece of the graph is wrong by itself")
+    assert report.notes[-1].endswith("no piece of the graph fails by itself")
 
 
-def test_an_archive_takes_any_name_and_is_the_same_twice(tmp_path: Path) -> None:
+def test_an_archive_allows_any_name_and_is_reproducible(tmp_path: Path) -> None:
     arrays = {"file": np.arange(3), "../a/b:0": np.ones((2, 0))}
     (tmp_path / "a.npz").write_bytes(archive(arrays))
     with np.load(tmp_path / "a.npz") as found:

@@ -1,11 +1,11 @@
-"""Scopes: names of nodes as five exporters give them, and the module that each means."""
+"""ModuleScopes: names of nodes as five exporters give them, and the module that each means."""
 
 from __future__ import annotations
 
 import onnx
 import pytest
 
-from llmconv.verify.bisect.module_scopes import ANYWHERE, Scopes, inside, layer_of_scope
+from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes, inside, layer_of_scope
 
 LAYER = "model.layers.1"
 MODULES = ["", "model", "model.layers", LAYER, f"{LAYER}.self_attn", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp"]
@@ -33,24 +33,24 @@ def node(name: str, **metadata: str) -> onnx.NodeProto:
         ("", ANYWHERE),
     ],
 )
-def test_a_node_belongs_to_the_module_that_its_name_means(name: str, scope: str) -> None:
-    assert Scopes(MODULES).of(node(name)) == scope
+def test_a_node_belongs_to_the_module_in_its_name(name: str, scope: str) -> None:
+    assert ModuleScopes(MODULES).of(node(name)) == scope
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "recorded"),
     [
         ("pkg.torch.onnx.name_scopes", "['', 'model', 'model.layers.1', 'model.layers.1.mlp', 'mul_3']"),
         ("pkg.onnxscript.name_scopes", "['', 'model', 'layers.1', 'mlp']"),
     ],
 )
-def test_metadata_of_a_node_tell_its_module(key: str, told: str) -> None:
-    assert Scopes(MODULES).of(node("node_Mul_7", **{key: told})) == f"{LAYER}.mlp"
+def test_metadata_of_a_node_contain_its_module(key: str, recorded: str) -> None:
+    assert ModuleScopes(MODULES).of(node("node_Mul_7", **{key: recorded})) == f"{LAYER}.mlp"
 
 
 def test_the_layer_is_the_first_number() -> None:
     assert [layer_of_scope(scope) for scope in ("h.3.moe.experts.5", "model.norm", "12")] == [3, None, 12]
 
 
-def test_a_module_holds_itself_and_what_is_below_it() -> None:
+def test_a_module_contains_itself_and_its_children() -> None:
     assert inside(f"{LAYER}.mlp", LAYER) and inside(LAYER, LAYER) and not inside("model.layers.10", LAYER)

@@ -44,7 +44,7 @@ def kinds(nodes: list[UnmatchedNode]) -> set[tuple[str, str]]:
     return {(one.operator, one.scope.rpartition(".")[2]) for one in nodes}
 
 
-def test_a_clean_graph_has_only_the_steps_that_exporters_write_differently(
+def test_a_correct_graph_has_only_steps_that_exporters_write_differently(
     listed: Callable[[Trigger | None], Report],
 ) -> None:
     report = listed(None)
@@ -61,13 +61,13 @@ def added(name: str, listed: Callable[[Trigger | None], Report]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_what_a_trigger_adds_is_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
+def test_the_nodes_of_a_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
     assert added(name, listed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {*QUICK}))
-def test_what_any_trigger_adds_is_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
+def test_the_nodes_of_any_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
     assert added(name, listed)
 
 
@@ -89,7 +89,7 @@ def test_a_graph_that_fills_buffers_is_a_note(
     folder = optioned("llama", cache="shared-buffer")
     report = verify(folder, reference=exported("llama"), eager=eager("llama"), only=CALLS, bisect=True)
     assert not report.unmatched
-    assert any("not listed where a graph fills buffers in place" in note for note in report.notes)
+    assert any("not listed for graphs that update fixed buffers in place" in note for note in report.notes)
 
 
 def test_without_bisect_the_quick_suite_lists_nothing(exported: Tiny, eager: Callable[[str], Eager]) -> None:

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
 
 GATE = GATES["float32"]
 
 
 @dataclass
-class Unsteady:
+class Unsteady(Runner):
     """A graph whose logits are one unit in the last place higher in every other run of a prompt."""
 
     runner: OrtRunner
@@ -43,9 +43,9 @@ def checks(exported: Path, eager: Eager, repeat: int) -> list[Check]:
     """Of an unsteady graph."""
     graph = OrtGraph(exported / "decode.onnx")
     candidate = Candidate(graph.name, Unsteady(OrtRunner(graph, graph), count()), (graph,))
-    ((scenario, chains),) = scenarios("quick", eager.facts(), ["prefill, 33 tokens"])
-    truths = eager.truths(scenario, chains)
-    return check_scenario(scenario, chains, candidate, truths, GATE, Agreement(GATE), Evidence(), repeat)
+    ((scenario, chains),) = Selection("quick", ["prefill, 33 tokens"]).calls(eager.facts())
+    truths = eager.expected_outputs(scenario, chains)
+    return check_scenario(scenario, chains, candidate, truths, GATE, PrefillDecodeAgreement(GATE), Evidence(), repeat)
 
 
 def test_a_graph_whose_runs_differ_by_a_bit_fails_when_repeated(

@@ -15,7 +15,7 @@ def checked(report: Report, graph: str) -> list[tuple[str, str, float]]:
     return [(check.name, check.output, check.sigma) for check in report.checks if check.graph == graph and check.output]
 
 
-def test_a_copy_has_the_checks_of_what_it_copies_and_says_so(clean_report: Report) -> None:
+def test_a_copy_has_the_checks_of_the_original_and_says_so(clean_report: Report) -> None:
     assert checked(clean_report, "prefill.onnx") == checked(clean_report, "decode.onnx") != []
     notes = {check.detail for check in clean_report.checks if check.graph == "decode.onnx" and check.output}
     assert notes == {"the same bytes as prefill.onnx"}

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.errors import UnsupportedInput
-from llmconv.runtime.low_memory.graph_pieces import cut, taken_by
+from llmconv.runtime.low_memory.graph_pieces import cut_graph, values_read_by
 from llmconv.runtime.low_memory.pieced_graph import PiecedGraph
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify import Report, verify
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.table import chosen
+from llmconv.verify.scenarios.selection import Selection
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 
 Tiny = Callable[[str], Path]
@@ -26,12 +26,12 @@ SMALL = 150_000
 """Bytes of a layer of the tiny models, or so."""
 EDITING = ("rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens")
 CROSSING = "window crossed behind a made-up past"
-PLAIN = [scenario.name for scenario in chosen("quick") if scenario.name not in (*EDITING, CROSSING)]
+PLAIN = [scenario.name for scenario in Selection("quick").scenarios() if scenario.name not in (*EDITING, CROSSING)]
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are cut although they are tiny, and tables are read by rows."""
+    """Graphs are cut_graph although they are tiny, and tables are read by rows."""
     assert PiecedGraph.__init__.__kwdefaults__ and StreamedRunner.__init__.__kwdefaults__
     monkeypatch.setitem(PiecedGraph.__init__.__kwdefaults__, "piece", SMALL)
     monkeypatch.setitem(StreamedRunner.__init__.__kwdefaults__, "resident", 0)
@@ -49,7 +49,7 @@ def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.
     assert streamed.notes == usual.notes
 
 
-def test_scenarios_that_change_or_make_up_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
+def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
     names = ["left padding", *EDITING]
     report = verify(exported("llama"), only=names, low_memory=True)
     assert {check.verdict for check in report.checks if check.name in EDITING} == {"skip"}
@@ -93,9 +93,9 @@ def test_a_graph_with_options_passes_in_pieces(
     assert report.verdict == "pass", report.closing_lines()
 
 
-def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported: Tiny) -> None:
+def test_pieces_contain_every_node_once_and_limited_weights(exported: Tiny) -> None:
     model = onnx.load(exported("llama") / "decode.onnx", load_external_data=False)
-    pieces = cut(model, SMALL)
+    pieces = cut_graph(model, SMALL)
     assert len(pieces) >= 4
     assert all(piece.weight_bytes <= SMALL for piece in pieces)
     made = [name for piece in pieces for name in piece.outputs]
@@ -103,14 +103,14 @@ def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported:
     assert {port.name for port in model.graph.output} <= set(made)
 
 
-def test_a_piece_takes_only_what_comes_before_it(exported: Tiny) -> None:
+def test_a_piece_reads_only_earlier_values(exported: Tiny) -> None:
     model = onnx.load(exported("gemma2") / "prefill.onnx", load_external_data=False)
     known = {port.name for port in model.graph.input}
-    for piece in cut(model, SMALL):
+    for piece in cut_graph(model, SMALL):
         assert set(piece.inputs) <= known
         weights = {tensor.name for tensor in model.graph.initializer}
         inner = {name for node in piece.nodes for name in node.output} | weights | {""}
-        assert all(taken_by(node) <= inner | set(piece.inputs) for node in piece.nodes)
+        assert all(values_read_by(node) <= inner | set(piece.inputs) for node in piece.nodes)
         known |= set(piece.outputs)
 
 

@@ -75,7 +75,7 @@ def test_a_weight_with_other_users_is_scaled_itself() -> None:
     assert [tensor.name for tensor in model.graph.initializer if tensor.name.startswith("w:un")] == ["w:unscaled"]
 
 
-def test_rows_are_scaled_by_factors_of_their_own() -> None:
+def test_each_row_can_have_its_own_factor() -> None:
     factors = np.array([1.0, 4, 1, 1, 2, 1]).reshape(-1, 1)
     model = made(GRAPHS["product"], WEIGHT, WEIGHT)
     scale(model, {"w": factors})

@@ -12,13 +12,13 @@ import pytest
 
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
-from llmconv.verify.reference.weight_scaling import LOUDEST, change_of, loudest
+from llmconv.verify.reference.weight_scaling import LOUDEST, loudest, scaling_of
 from tests.builders.mutants.mutants import clips_dropped, epsilon_of_one_norm
 from tests.builders.mutants.weights import Surgery
 from tests.conftest import DECODER, save_tiny
 
 ONE = ("prefill, 7 tokens",)
-"""The scenario that twins are run on."""
+"""The scenario that runs on scaled weights."""
 
 
 def with_fault(folder: Path, target: Path, fault: Surgery, graphs: Sequence[str]) -> Path:
@@ -72,7 +72,7 @@ def clipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_clips_that_no_activation_reaches_are_missed_when_they_are_dropped(
+def test_dropped_clips_that_no_ordinary_activation_reaches_are_detected(
     low_memory: bool, clipped: Callable[[float], Path], tmp_path: Path
 ) -> None:
     broken = with_fault(clipped(8.0), tmp_path / "broken", clips_dropped(1), ["model.onnx"])
@@ -80,16 +80,16 @@ def test_clips_that_no_activation_reaches_are_missed_when_they_are_dropped(
     assert failed(report) == {"prefill, 7 tokens, weights x 16"}
 
 
-def test_a_limit_that_no_weights_reach_is_skipped_and_said(clipped: Callable[[float], Path]) -> None:
+def test_a_limit_that_no_weights_reach_is_skipped_and_reported(clipped: Callable[[float], Path]) -> None:
     report = verify(clipped(1e7), only=ONE)
     assert report.verdict == "pass"
-    told = [check for check in report.checks if check.name == "limits of the model"]
-    assert [check.verdict for check in told] == ["skip"]
-    assert "max 1e+07" in told[0].detail or "min -1e+07" in told[0].detail
+    limits = [check for check in report.checks if check.name == "limits of the model"]
+    assert [check.verdict for check in limits] == ["skip"]
+    assert "max 1e+07" in limits[0].detail or "min -1e+07" in limits[0].detail
     assert report.summary().endswith("limits that no run reaches")
 
 
-def test_a_graph_that_maps_no_weights_is_skipped_and_said(clipped: Callable[[float], Path], tmp_path: Path) -> None:
+def test_a_graph_that_maps_no_weights_is_skipped_and_reported(clipped: Callable[[float], Path], tmp_path: Path) -> None:
     folder = tmp_path / "inline"
     shutil.copytree(clipped(8.0), folder)
     model = onnx.load(folder / "model.onnx")
@@ -97,20 +97,20 @@ def test_a_graph_that_maps_no_weights_is_skipped_and_said(clipped: Callable[[flo
     for path in folder.glob("*.safetensors"):
         path.unlink()
     report = verify(folder, reference=clipped(8.0), only=ONE)
-    twins = [check for check in report.checks if check.name.startswith("prefill, 7 tokens, ")]
-    assert [check.verdict for check in twins] == ["skip", "skip"]
+    scaled = [check for check in report.checks if check.name.startswith("prefill, 7 tokens, ")]
+    assert [check.verdict for check in scaled] == ["skip", "skip"]
     assert "softcap dropped" in report.summary()
 
 
-def test_a_change_is_known_by_the_name_of_its_scenario() -> None:
-    assert change_of("batch of 3, weights x 16") == loudest(16.0)
-    assert loudest(16.0).of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
-    assert loudest(16.0).of("model.norm.weight", (4,)) == 1.0
+def test_a_scaling_is_recognized_by_the_name_of_its_scenario() -> None:
+    assert scaling_of("batch of 3, weights x 16") == loudest(16.0)
+    assert loudest(16.0).factor_of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
+    assert loudest(16.0).factor_of("model.norm.weight", (4,)) == 1.0
     assert "v_proj" in LOUDEST
 
 
 @pytest.mark.slow
-def test_clamps_of_experts_are_missed_when_they_are_dropped(tmp_path: Path) -> None:
+def test_dropped_clamps_of_experts_are_detected(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
     folder = save_tiny("gpt_oss", tmp_path / "gpt_oss", **{**DECODER, **experts, "num_hidden_layers": 2})
     export(folder, unified=True)
@@ -118,4 +118,4 @@ def test_clamps_of_experts_are_missed_when_they_are_dropped(tmp_path: Path) -> N
     assert verify(folder, only=ONE).verdict == "pass"
     seen = failed(verify(broken, reference=folder, only=ONE))
     assert "prefill, 7 tokens, weights x 16" in seen
-    assert all(change_of(name) for name in seen)  # the weights as they are show nothing
+    assert all(scaling_of(name) for name in seen)  # the weights as they are show nothing

@@ -60,7 +60,7 @@ def test_the_node_of_a_later_step_is_named(check: Callable[..., Report], broken:
     assert report.where and report.where.node and "the cache of layer" in report.where.finding
 
 
-def test_the_smallest_piece_of_a_foreign_graph_is_written(
+def test_the_smallest_piece_of_an_external_graph_is_written(
     broken: Callable[[str, Mutant], Path], exported: Tiny, tmp_path: Path
 ) -> None:
     graph = broken("llama", EPSILON) / "decode.onnx"

@@ -1,4 +1,4 @@
-"""Graphs of other exporters: recognised by their ports, compared whole, refused where nobody knows what they mean."""
+"""Graphs of other exporters: recognized by their inputs and outputs, compared, refused if their names are unknown."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments)])
 
 
-def test_a_graph_is_recognised_by_its_ports_and_compared_in_all_scenarios(
+def test_a_graph_is_recognized_by_its_inputs_and_compared_in_all_scenarios(
     graph: Path, check: Callable[..., Report]
 ) -> None:
     report = check(graph)
     assert report.verdict == "pass"
     assert {"left padding", "decode chain, 16 steps", "batch of 3, louder weights"} <= {c.name for c in report.checks}
-    assert next(c.detail for c in report.checks if c.name == "structure") == "ports as llmconv names them"
+    assert next(c.detail for c in report.checks if c.name == "structure") == "inputs and outputs named as by llmconv"
 
 
-def test_a_json_file_tells_of_other_names_and_axes(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
+def test_a_json_file_declares_other_names_and_axes(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
         transposed_cache(model)
         OTHER_NAMES(model)
@@ -84,9 +84,7 @@ def test_a_registered_row_is_found_by_auto(
     assert check(odd).verdict == "pass"
 
 
-def test_unknown_ports_are_refused_with_what_was_found(
-    graph: Path, check: Callable[..., Report], tmp_path: Path
-) -> None:
+def test_unknown_names_are_refused_and_listed(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
     odd = changed(graph, tmp_path / "odd.onnx", OTHER_NAMES)
     with pytest.raises(
         UnsupportedInput, match=r"does not fit any input map \(inputs `input_ids`, .*`past_key_values_0_k`"
@@ -94,7 +92,7 @@ def test_unknown_ports_are_refused_with_what_was_found(
         check(odd)
 
 
-def test_a_map_that_does_not_fit_says_at_which_port(graph: Path, check: Callable[..., Report]) -> None:
+def test_a_map_that_does_not_fit_names_the_input(graph: Path, check: Callable[..., Report]) -> None:
     with pytest.raises(UnsupportedInput, match="the input map `transformers`: input `past_key_values.0.key`"):
         check(graph, input_map="transformers")
 
@@ -107,7 +105,7 @@ def test_a_mask_of_another_rank_is_refused(graph: Path, check: Callable[..., Rep
         check(changed(graph, tmp_path / "wide.onnx", widen), input_map="llmconv")
 
 
-def test_a_mutant_is_caught_and_placed(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
+def test_a_mutant_is_caught_and_located(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     report = check(broken("llama", mutant) / "decode.onnx")
     assert report.verdict == "fail"
@@ -115,17 +113,17 @@ def test_a_mutant_is_caught_and_placed(check: Callable[..., Report], broken: Cal
 
 
 @pytest.mark.parametrize("fields", [{"axes": "bhdd"}, {"past": [1]}, {"nonsense": "x"}])
-def test_a_json_file_that_describes_no_ports_is_refused(
+def test_a_json_file_that_is_not_an_input_map_is_refused(
     fields: dict[str, Any], graph: Path, check: Callable[..., Report], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(fields))
-    with pytest.raises(MalformedInput, match="`mine.json` is no input map: "):
+    with pytest.raises(MalformedInput, match="`mine.json` is not an input map: "):
         check(graph, input_map=str(tmp_path / "mine.json"))
 
 
-def test_an_input_map_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+def test_an_input_map_with_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"axes": "bhtd", "axes": "bthd"}')
-    with pytest.raises(MalformedInput, match="in `mine.json` the key `axes` is there twice"):
+    with pytest.raises(MalformedInput, match="in `mine.json`: duplicate key `axes`"):
         maps.find_port_maps(str(tmp_path / "mine.json"))
 
 
@@ -196,7 +194,7 @@ def test_fixed_batch_is_a_skip_and_not_a_failure(graph: Path, check: Callable[..
 
     report = check(changed(graph, tmp_path / "one.onnx", fix))
     skipped = {found.name: found.detail for found in report.checks if found.verdict == "skip"}
-    assert skipped["batch of 3"] == "the graph takes 1 sequence(s) at once, not 3"
+    assert skipped["batch of 3"] == "the graph has a batch size of 1, not 3"
     assert report.verdict == "pass"
 
 
@@ -206,7 +204,7 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
     model = onnx.load(graph, load_external_data=False)
     next(tensor for tensor in model.graph.initializer if tensor.external_data).external_data[0].value = "../secret"
     onnx.save(model, tmp_path / "hostile.onnx")
-    with pytest.raises(MalformedInput, match="which is no plain file name"):
+    with pytest.raises(MalformedInput, match="which is not a plain file name"):
         check(tmp_path / "hostile.onnx")
 
 
@@ -215,9 +213,9 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
     [
         (["{folder}", "--graph", "{graph}"], "give either FOLDER or `--graph FILE`"),
         ([], "give either FOLDER or `--graph FILE`"),
-        (["{folder}", "--input-map", "optimum"], "`--input-map` describes a `--graph`"),
-        (["--graph", "{graph}", "--input-map", "nobody"], "there is no input map `nobody`"),
-        (["--graph", "{copy}"], "holds no model to compare `copy.onnx` with"),
+        (["{folder}", "--input-map", "optimum"], "`--input-map` applies to `--graph` only"),
+        (["--graph", "{graph}", "--input-map", "nobody"], "unknown input map `nobody`"),
+        (["--graph", "{copy}"], "has no weights to compare `copy.onnx` with"),
         (["--graph", "{graph}", "--graph", "{graph}", "--graph", "{graph}"], "3 graphs were given"),
     ],
 )
@@ -228,18 +226,16 @@ def test_contradicting_options_exit_2(arguments: list[str], said: str, graph: Pa
     assert said in result.stderr and "hint: " in result.stderr
 
 
-def test_a_graph_of_steps_alone_asks_for_that_of_the_prompt(
-    graph: Path, check: Callable[..., Report], tmp_path: Path
-) -> None:
+def test_a_decode_graph_alone_is_refused(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
     def fix(model: onnx.ModelProto) -> None:
         for port in model.graph.input[:1]:
             port.type.tensor_type.shape.dim[1].dim_value = 1
 
-    with pytest.raises(UsageProblem, match="takes one token after a past and cannot begin"):
+    with pytest.raises(UsageProblem, match="takes one token after a past, so it cannot run a prompt"):
         check(changed(graph, tmp_path / "step.onnx", fix))
 
 
-def test_the_command_takes_a_graph_in_the_place_of_a_folder(graph: Path) -> None:
+def test_the_command_takes_a_graph_instead_of_a_folder(graph: Path) -> None:
     result = run("--graph", graph, "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["folder"] == "decode.onnx"

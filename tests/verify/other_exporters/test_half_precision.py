@@ -1,4 +1,4 @@
-"""Graphs in half precision: judged as they are and as float32 copies."""
+"""Graphs in half precision are compared unchanged and as float32 copies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import IN_FLOAT32, ROUNDED, widen
-from llmconv.verify.other_exporters.half_precision.known_constants import Known
+from llmconv.verify.other_exporters.half_precision.known_constants import KnownConstants
 from llmconv.verify.reference.eager import Eager
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.builders.other_exporters import changed, export_by_transformers
-from tools.half_runs import half_mutant
+from tools.half_precision_runs import half_mutant
 
 Tiny = Callable[[str], Path]
 ONE = ("prefill, 7 tokens",)
@@ -82,7 +82,7 @@ def failed(report: Report) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_half_precision_graph_passes_as_it_is_and_as_a_float32_copy(
+def test_a_half_precision_graph_passes_unchanged_and_as_a_float32_copy(
     dtype: str, half: Callable[[str, str], Path], check: Callable[..., Report]
 ) -> None:
     report = check(half("llama", dtype), dtype)
@@ -92,7 +92,7 @@ def test_a_half_precision_graph_passes_as_it_is_and_as_a_float32_copy(
     assert any(f"computes in {dtype}" in note for note in report.notes)
 
 
-def test_bfloat16_says_that_it_is_emulated(half: Callable[[str, str], Path], check: Callable[..., Report]) -> None:
+def test_bfloat16_is_reported_as_emulated(half: Callable[[str, str], Path], check: Callable[..., Report]) -> None:
     assert any("no bfloat16 kernels" in note for note in check(half("llama", "bfloat16"), "bfloat16").notes)
 
 
@@ -138,7 +138,7 @@ def test_a_float32_folder_is_rounded_as_the_graph_is(exported: Tiny, tmp_path: P
     assert "are the model's by content" in next(check.detail for check in report.checks if check.name == "weights")
 
 
-def test_an_unknown_table_in_half_precision_has_no_copy_and_is_said(
+def test_an_unknown_table_in_half_precision_prevents_the_copy_and_is_reported(
     half: Callable[[str, str], Path], check: Callable[..., Report], tmp_path: Path
 ) -> None:
     def add(model: onnx.ModelProto) -> None:
@@ -147,18 +147,19 @@ def test_an_unknown_table_in_half_precision_has_no_copy_and_is_said(
 
     report = check(changed(half("llama", "float16"), tmp_path / "table.onnx", add))
     assert any(
-        found.verdict == "skip" and "`odd_table` is float16 and unknown" in found.detail for found in report.checks
+        found.verdict == "skip" and "the content of `odd_table` (float16) is unknown" in found.detail
+        for found in report.checks
     )
 
 
-def test_the_copy_keeps_a_detour_through_the_other_half_type() -> None:
+def test_the_copy_keeps_casts_to_the_other_half_precision() -> None:
     nodes = [
         helper.make_node("Cast", ["x"], ["low"], to=TensorProto.BFLOAT16),
         helper.make_node("Cast", ["low"], ["y"], to=TensorProto.FLOAT16),
     ]
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in ("x", "y")]
     model = helper.make_model(helper.make_graph(nodes, "g", ports[:1], ports[1:]))
-    widen(model, TensorProto.FLOAT16, Known(), ())
+    widen(model, TensorProto.FLOAT16, KnownConstants(), ())
     assert [node.attribute[0].i for node in model.graph.node] == [TensorProto.BFLOAT16, TensorProto.FLOAT]
     assert {port.type.tensor_type.elem_type for port in [*model.graph.input, *model.graph.output]} == {
         TensorProto.FLOAT

@@ -1,4 +1,4 @@
-"""Graphs with quantised weights: right or not with those weights, and what they cost."""
+"""Graphs with quantized weights: correctness with these weights, and loss of accuracy."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments), "--scenario", ONE[0]])
 
 
-def test_a_quantised_graph_is_compared_with_the_model_of_its_own_weights(report: Report) -> None:
+def test_a_quantized_graph_is_compared_with_a_model_of_the_same_weights(report: Report) -> None:
     assert report.verdict == "pass"
     assert {check.name for check in report.checks if check.output} >= {*ONE, "prefill, 7 tokens, louder weights"}
     assert max(check.sigma for check in report.checks) < 2
 
 
-def test_rounding_of_activations_is_taken_off_and_said(report: Report) -> None:
+def test_rounding_of_activations_is_removed_and_reported(report: Report) -> None:
     assert report.quantization is not None
     assert report.quantization.rounded == ["MatMulNBits"]
     assert any("without the rounding of activations (MatMulNBits)" in note for note in report.notes)
 
 
-def test_the_cost_is_that_of_the_graph_as_shipped(report: Report, quantized: Quantized, small: Small) -> None:
+def test_the_cost_is_measured_on_the_unchanged_graph(report: Report, quantized: Quantized, small: Small) -> None:
     other = verify_graphs(
         [quantized("llama", "4 bits with zero points")], reference=small("llama"), only=("first and last token",)
     )
@@ -82,10 +82,10 @@ def test_the_report_has_a_section(report: Report, tmp_path: Path) -> None:
     assert any(line.startswith("QUANTISATION | KL divergence mean") for line in report.closing_lines())
     assert "KL divergence mean" in render_markdown(report)
     write_report(report, tmp_path)
-    assert "What quantisation cost" in (tmp_path / "report.html").read_text()
+    assert "Loss of accuracy by quantization" in (tmp_path / "report.html").read_text()
 
 
-def test_a_text_has_perplexities(quantized: Quantized, small: Small, tmp_path: Path) -> None:
+def test_a_text_gives_perplexities(quantized: Quantized, small: Small, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("t3 t5 t1 t4 t1 t5 t9 t2 t6 " * 20)
     result = run(
@@ -99,7 +99,7 @@ def test_a_text_has_perplexities(quantized: Quantized, small: Small, tmp_path: P
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [(("--max-divergence", "1e-9"), "more than 1e-09"), (("--min-agreement", "1"), "less than 1")],
+    [(("--max-divergence", "1e-9"), "limit 1e-09"), (("--min-agreement", "1"), "limit 1")],
 )
 def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quantized: Quantized, small: Small) -> None:
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *option)
@@ -108,7 +108,7 @@ def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quant
     assert said in result.stdout
 
 
-def test_limits_that_hold_are_a_check_that_passes(quantized: Quantized, small: Small) -> None:
+def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: Small) -> None:
     options = ("--max-divergence", "1", "--min-agreement", "0.1")
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *options)
     assert result.exit_code == 0
@@ -117,7 +117,7 @@ def test_limits_that_hold_are_a_check_that_passes(quantized: Quantized, small: S
 
 def test_the_options_of_the_cost_are_for_graphs(small: Small) -> None:
     result = run(small("llama"), "--max-divergence", "1")
-    assert result.exit_code == 2 and "are for a `--graph` with quantised weights" in result.stderr
+    assert result.exit_code == 2 and "apply to a `--graph` with quantized weights only" in result.stderr
 
 
 def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Small, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Smal
         verify_graphs([quantized("llama", FOUR)], reference=tmp_path, only=ONE, text=tmp_path / "text.txt")
 
 
-def test_a_folder_whose_graph_was_quantised_in_place_names_the_way(
+def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
     small: Small, quantized: Quantized, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -136,12 +136,12 @@ def test_a_folder_whose_graph_was_quantised_in_place_names_the_way(
     for name in ("config.json", "model.safetensors", "llmconv.json"):
         (folder / name).write_bytes((small("llama") / name).read_bytes())
     (folder / "model.onnx").write_bytes(quantized("llama", FOUR).read_bytes())
-    with pytest.raises(InputRefused, match="`model.onnx` has quantised weights") as caught:
+    with pytest.raises(InputRefused, match="`model.onnx` has quantized weights") as caught:
         verify(folder)
     assert "--graph" in caught.value.hint
 
 
-def test_unknown_weights_leave_the_first_verdict_open_and_the_cost_known(
+def test_unknown_weights_leave_correctness_open_and_the_cost_known(
     quantized: Quantized, small: Small, full: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     model = onnx.load(quantized("llama", FOUR))
@@ -151,7 +151,7 @@ def test_unknown_weights_leave_the_first_verdict_open_and_the_cost_known(
     onnx.save(model, tmp_path / "odd.onnx")
     report = verify_graphs([tmp_path / "odd.onnx"], reference=small("llama"), eager=full("llama"), only=ONE)
     assert report.verdict == "inconclusive"
-    assert any("groups in another order" in check.detail for check in report.checks if check.verdict == "skip")
+    assert any("has reordered groups" in check.detail for check in report.checks if check.verdict == "skip")
     assert report.quantization is not None and report.quantization.cost is not None
 
 
@@ -194,7 +194,7 @@ def test_a_mutant_of_weights_fails(
         "second side of a residual dropped",
     ],
 )
-def test_a_fault_of_the_graph_shows_in_quantised_graphs(
+def test_a_fault_of_the_graph_is_found_in_quantized_graphs(
     name: str, quantizer: str, exported: Small, full: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)

@@ -1,4 +1,4 @@
-"""The audit of quantised weights: which tensor a matrix is, and whether it is that one up to rounding."""
+"""The audit of quantized weights: the tensor that a matrix matches, and whether it equals it up to rounding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.tensors import BY_NAME, Array, in_memory
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.kinds import stored_weights
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Stored
-from llmconv.verify.other_exporters.quantized.rounding_error import fidelities
-from llmconv.verify.other_exporters.quantized.tensor_matching import Found, find_tensors
+from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.rounding_error import rounding_errors
+from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, match_matrices
 from llmconv.verify.results.report import Check
 from tests.builders.mutants.quantized import QUANTIZED_MUTANTS, QuantizedMutant
 from tests.builders.quantizers import QUANTIZERS
@@ -30,13 +30,13 @@ def audit(path: Path, folder: Path) -> Check:
     """The check of one graph."""
     model = load_guarded(path)
     tensors = open_weights(folder)
-    found = find_tensors(stored_weights(model, Constants(model, path.parent)), tensors)
+    found = match_matrices(quantized_matrices(model, Constants(model, path.parent)), tensors)
     return audit_quantized(path.name, found, tensors)[0]
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
-def test_what_onnxruntime_quantised_is_the_models(
+def test_matrices_quantized_by_onnxruntime_match_the_model(
     model_type: str, quantizer: str, quantized: Quantized, small: Callable[[str], Path]
 ) -> None:
     check = audit(quantized(model_type, quantizer), small(model_type))
@@ -62,10 +62,10 @@ def rounded(values: Array, block: int = 32) -> tuple[Array, Array]:
     return np.clip(np.round(blocks / scale), -8, 7).reshape(values.shape).astype(np.int8), scale[..., 0]
 
 
-def stored(codes: Array, scale: Array, block: int = 32) -> Stored:
+def stored(codes: Array, scale: Array, block: int = 32) -> QuantizedMatrix:
     """A matrix in blocks along its rows."""
     zero, shape = np.zeros_like(scale), (codes.shape[0], codes.shape[1])
-    return Stored("q", "by hand", shape, lambda start, stop: codes[start:stop], scale, zero, (1, block), "s")
+    return QuantizedMatrix("q", "by hand", shape, lambda start, stop: codes[start:stop], scale, zero, (1, block), "s")
 
 
 def gptq(values: Array, inputs: Array, block: int = 32) -> tuple[Array, Array]:
@@ -84,41 +84,41 @@ def gptq(values: Array, inputs: Array, block: int = 32) -> tuple[Array, Array]:
     return codes, scales.astype(np.float32)
 
 
-def test_weights_that_gptq_moved_are_the_models() -> None:
+def test_weights_quantized_by_gptq_match_the_model() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((96, 128)).astype(np.float32)
     inputs = rng.standard_normal((512, 24)) @ rng.standard_normal((24, 128)) + 0.3 * rng.standard_normal((512, 128))
     tensors = {"w": in_memory(values, FLOAT32)}
-    (found,) = find_tensors([stored(*gptq(values, inputs))], tensors)
-    (fidelity,) = fidelities(found, tensors)
+    (found,) = match_matrices([stored(*gptq(values, inputs))], tensors)
+    (fidelity,) = rounding_errors(found, tensors)
     assert fidelity.problem == ""
     assert fidelity.relative_error > 0.12, "it is no rounding to the nearest"
 
 
-def test_tensors_side_by_side_are_told_apart() -> None:
+def test_concatenated_tensors_are_distinguished() -> None:
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal((rows, 64)).astype(np.float32) for name, rows in (("q", 48), ("k", 16))}
     packed = np.concatenate([tensors["q"], tensors["k"]])
     lazy = {name: in_memory(values, FLOAT32) for name, values in tensors.items()}
-    (found,) = find_tensors([stored(*rounded(packed))], lazy)
-    assert {(one.name, one.rows) for one in found.placements} == {("q", range(48)), ("k", range(48, 64))}
-    assert found.whole and not any(one.problem for one in fidelities(found, lazy))
+    (found,) = match_matrices([stored(*rounded(packed))], lazy)
+    assert {(one.name, one.rows) for one in found.matches} == {("q", range(48)), ("k", range(48, 64))}
+    assert found.whole and not any(one.problem for one in rounding_errors(found, lazy))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_part_cut_from_a_tensor_is_found(turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_part_of_a_tensor_is_found(transposed: bool) -> None:
     values = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
-    lazy = {"w": in_memory(np.ascontiguousarray(values.T) if turned else values, FLOAT32)}
-    (found,) = find_tensors([stored(*rounded(values[32:64]))], lazy)
-    (placement,) = found.placements
-    assert (placement.first_row, placement.turned) == (32, turned)
-    assert fidelities(found, lazy)[0].problem == ""
+    lazy = {"w": in_memory(np.ascontiguousarray(values.T) if transposed else values, FLOAT32)}
+    (found,) = match_matrices([stored(*rounded(values[32:64]))], lazy)
+    (match,) = found.matches
+    assert (match.first_row, match.transposed) == (32, transposed)
+    assert rounding_errors(found, lazy)[0].problem == ""
 
 
-def test_a_matrix_that_is_nowhere_is_named_with_the_tensor_that_is_missing() -> None:
+def test_a_matrix_without_a_match_is_named_with_the_missing_tensor() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((32, 64)).astype(np.float32)
     lazy = {"w": in_memory(rng.standard_normal((32, 64)).astype(np.float32), FLOAT32)}
-    check, _ = audit_quantized("g", [Found(stored(*rounded(values)))], lazy)
+    check, _ = audit_quantized("g", [MatchedMatrix(stored(*rounded(values)))], lazy)
     assert check.verdict == "fail"
-    assert "`q` is like no tensor of the model; of its shape `w` is in no graph" in check.detail
+    assert "`q` matches no tensor of the model; `w` of that shape are in no graph" in check.detail

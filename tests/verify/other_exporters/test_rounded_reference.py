@@ -1,4 +1,4 @@
-"""The model with the weights that a half-precision graph holds."""
+"""The model with weights rounded as in a half-precision graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from llmconv.checkpoint import open_weights
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.content_matching import Content
+from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 
 SaveTensors = Callable[..., Path]
 
 
-def held(folder: Path, *contents: Content) -> dict[str, Array]:
+def held(folder: Path, *contents: InitializerContent) -> dict[str, Array]:
     """Every tensor of the rounded model, beside a float16 graph with these initializers."""
     graph: Any = SimpleNamespace(contents={str(at): content for at, content in enumerate(contents)})
     with rounded_reference(folder, open_weights(folder), [graph], "float16") as copy:
@@ -32,22 +32,22 @@ def test_weights_are_rounded_and_stored_as_float32(save_tensors: SaveTensors) ->
     assert np.array_equal(found, values.half().float().numpy())
 
 
-def test_a_tensor_that_the_graph_holds_in_float32_is_not_rounded(save_tensors: SaveTensors) -> None:
+def test_a_tensor_that_the_graph_stores_in_float32_is_not_rounded(save_tensors: SaveTensors) -> None:
     values = torch.randn(8)
-    content = Content((8,), np.dtype(np.float32), lambda: values.numpy(), whole="w")
+    content = InitializerContent((8,), np.dtype(np.float32), lambda: values.numpy(), whole="w")
     found = held(save_tensors("model", {"w": values}, {"config.json": {}}), content)["w"]
     assert np.array_equal(found, values.numpy())
 
 
-def test_a_norm_that_was_rounded_with_one_added_is_what_the_graph_multiplies_by(save_tensors: SaveTensors) -> None:
+def test_a_norm_that_was_rounded_plus_one_has_the_graphs_values(save_tensors: SaveTensors) -> None:
     values = torch.randn(8) * 0.1
     sums = (values + 1).half().numpy()
-    content = Content((8,), sums.dtype, lambda: sums, whole="w", form="plus one")
+    content = InitializerContent((8,), sums.dtype, lambda: sums, whole="w", form="plus one")
     found = held(save_tensors("model", {"w": values}, {"config.json": {}}), content)["w"]
     assert np.array_equal(found + np.float32(1), sums.astype(np.float32))
 
 
-def test_integers_stay(save_tensors: SaveTensors) -> None:
+def test_integers_do_not_change(save_tensors: SaveTensors) -> None:
     folder = save_tensors("model", {"w": torch.randn(8), "n": torch.arange(3)}, {"config.json": {}})
     assert held(folder)["n"].dtype == np.int64
 

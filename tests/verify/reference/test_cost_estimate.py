@@ -12,10 +12,10 @@ import pytest
 from llmconv.errors import InputRefused
 from llmconv.verify import verify
 from llmconv.verify.reference import cost_estimate as forecast
-from llmconv.verify.reference.cost_estimate import Forecast, choose
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 
 Tiny = Callable[[str], Path]
-BIG = Forecast(elements=10**9, whole=12 * 10**9, layered=2 * 10**9, mapped=10**9)
+BIG = CostEstimate(elements=10**9, whole=12 * 10**9, layered=2 * 10**9, mapped=10**9)
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return there_is
 
 
-def test_what_fits_is_held_as_a_whole(memory: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_fits_is_held_whole(memory: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
     memory(16)
     assert choose(BIG, None) == (False, "")
     assert "about 12.0 of 16.0 GB of memory, about 8 minutes" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_goes_layer_by_layer(memory: Callable[[float], None]) -> None:
+def test_a_model_that_does_not_fit_runs_layer_by_layer(memory: Callable[[float], None]) -> None:
     memory(8)
     layered, note = choose(BIG, None)
     assert layered
@@ -42,7 +42,9 @@ def test_what_does_not_fit_goes_layer_by_layer(memory: Callable[[float], None]) 
 
 
 @pytest.mark.parametrize(("gigabytes", "why_not"), [(1, ""), (8, "a graph begins with a prefix")])
-def test_what_fits_in_no_way_is_refused(memory: Callable[[float], None], gigabytes: float, why_not: str) -> None:
+def test_a_model_that_fits_in_neither_way_is_refused(
+    memory: Callable[[float], None], gigabytes: float, why_not: str
+) -> None:
     memory(gigabytes)
     with pytest.raises(InputRefused, match=r"needs about 12\.0 GB of memory") as caught:
         choose(BIG, None, why_not)
@@ -50,7 +52,7 @@ def test_what_fits_in_no_way_is_refused(memory: Callable[[float], None], gigabyt
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_what_is_asked_for_is_done(asked: bool, memory: Callable[[float], None]) -> None:
+def test_the_option_overrides_the_choice(asked: bool, memory: Callable[[float], None]) -> None:
     memory(1)
     assert choose(BIG, asked) == (asked, "")
 
@@ -63,16 +65,16 @@ def test_half_precision_counts_the_copies_of_onnxruntime(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         tensors = {f"model.layers.{i}.w.weight": torch.zeros(1000, 1000, dtype=dtype) for i in range(2)}
         save_file(tensors, tmp_path / name / "model.safetensors")
-    full, half = (Forecast.of(tmp_path / name, 1) for name in ("full", "half"))
+    full, half = (CostEstimate.of(tmp_path / name, 1) for name in ("full", "half"))
     assert half.whole - full.whole == 2 * 4 * full.elements
     assert full.layered < full.whole
 
 
-def test_a_model_that_does_not_fit_is_verified_layer_by_layer_and_said(
+def test_a_model_that_does_not_fit_is_verified_layer_by_layer_with_a_note(
     exported: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forecast, "SMALL", 0)
-    monkeypatch.setattr(Forecast, "lacking", lambda self, size: 10**9 if size == self.whole else None)
+    monkeypatch.setattr(CostEstimate, "lacking", lambda self, size: 10**9 if size == self.whole else None)
     report = verify(exported("llama"), only=["prefill, 7 tokens", "rows exchanged"])
     assert report.verdict == "pass"
     assert any("layer by layer" in note for note in report.notes)
@@ -110,7 +112,7 @@ def test_too_little_memory_is_refused_before_anything_begins(exported: Tiny) -> 
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_on_the_way_is_told_as_such(trained: Path) -> None:
+def test_memory_that_runs_out_is_reported_as_such(trained: Path) -> None:
     done = limited(trained, 200 << 20, "--no-low-memory")
     assert done.returncode == 4, done.stderr
     assert "memory ran out" in done.stderr

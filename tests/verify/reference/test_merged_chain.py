@@ -1,4 +1,4 @@
-"""Truths of a chain's calls that were computed in one call are those of the calls one by one."""
+"""ExpectedOutputs of a chain's calls that were computed in one call are those of the calls one by one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
-from llmconv.verify.reference.eager import Eager, Truths, rows_of, run_chain, valid_rows
-from llmconv.verify.reference.merged_chain import Beginning, are_merged, merged_steps
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, rows_of, run_chain, valid_rows
+from llmconv.verify.reference.merged_chain import MergedPrefix, are_merged, merged_steps
 from llmconv.verify.scenarios.calls import Chain
-from llmconv.verify.scenarios.table import Scenario, scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import Scenario
 from tests.conftest import DECODER, save_tiny
 
 FIRST = ("prefill, 7 tokens",)
@@ -31,7 +32,7 @@ FAMILIES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("
 
 def planned(eager: Eager, names: tuple[str, ...]) -> list[tuple[Scenario, list[Chain]]]:
     """These scenarios, as `Eager.truths` takes them."""
-    return scenarios("quick", eager.facts(), names)
+    return Selection("quick", names).calls(eager.facts())
 
 
 def calls_counted(eager: Eager, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -77,7 +78,7 @@ def test_a_chain_costs_one_call_of_the_float64_model(tmp_path: Path, monkeypatch
     rows = planned(model, (*FIRST, "second turn"))
     seen = calls_counted(model, monkeypatch)
     for scenario, chains in rows:
-        model.truths(scenario, chains)
+        model.expected_outputs(scenario, chains)
     assert seen == [7, 19]
 
 
@@ -87,16 +88,16 @@ def test_the_first_chain_is_run_call_by_call_as_no_noise_is_known(
     model = Eager(save_tiny("llama", tmp_path / "llama", num_hidden_layers=2), "float32")
     ((scenario, chains),) = planned(model, ("second turn",))
     seen = calls_counted(model, monkeypatch)
-    model.truths(scenario, chains)
+    model.expected_outputs(scenario, chains)
     assert seen == [5, 1, 7, 1, 3, 2]
 
 
-def truths_of(model: Eager) -> Truths:
+def truths_of(model: Eager) -> ExpectedOutputs:
     """Of the second turn, after a prompt."""
-    return [model.truths(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
+    return [model.expected_outputs(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
 
 
-def test_a_model_that_computes_something_else_in_one_call_is_run_call_by_call(
+def test_a_model_with_other_results_in_one_call_is_run_call_by_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
@@ -123,11 +124,11 @@ def test_frequencies_that_depend_on_the_length_are_run_call_by_call(
     rows = planned(model, (*FIRST, "second turn"))
     seen = calls_counted(model, monkeypatch)
     for scenario, chains in rows:
-        model.truths(scenario, chains)
+        model.expected_outputs(scenario, chains)
     assert seen == [7, 5, 1, 7, 1, 3, 2]
 
 
-def test_what_cannot_be_one_call_is_not_merged(eager: Callable[[str], Eager]) -> None:
+def test_calls_that_cannot_be_merged_are_not_merged(eager: Callable[[str], Eager]) -> None:
     model = eager("llama")
     for name in ("rows exchanged", "tokens taken back", "garbage under the mask", *FIRST):
         ((_, (chain,)),) = planned(model, (name,))
@@ -138,13 +139,13 @@ def test_a_merged_cache_ends_where_its_call_does(eager: Callable[[str], Eager]) 
     model = eager("llama")
     ((_, (chain,)),) = planned(model, ("second turn",))
     steps = merged_steps(model.runners[0], chain)
-    assert steps and all(isinstance(step.present, Beginning) for step in steps)
+    assert steps and all(isinstance(step.present, MergedPrefix) for step in steps)
     assert [step.present.length for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.present.arrays()["present.0.key"].shape[2] for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.logits.shape[1] for step in steps] == [5, 1, 7, 1, 3, 2]
 
 
-def test_a_quick_run_reads_a_large_model_once_and_each_twin_once(
+def test_a_quick_run_reads_a_large_model_once_with_each_scaling(
     small: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []

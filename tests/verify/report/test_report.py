@@ -1,4 +1,4 @@
-"""The report's faces: lines, JSON, JUnit, Markdown, HTML; hostile names in all of them."""
+"""The forms of a report: lines, JSON, JUnit, Markdown, HTML; hostile names in all of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.report.files import require_place, today, write_report
+from llmconv.verify.bisect.first_difference import localize
+from llmconv.verify.report.files import require_writable, today, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
@@ -35,7 +35,7 @@ FAILED = Check(
 
 def report_of(*checks: Check, folder: str = "model") -> Report:
     """A report with these checks."""
-    return Report(folder, folder, "quick", list(checks), localise(checks))
+    return Report(folder, folder, "quick", list(checks), localize(checks))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ class Tags(HTMLParser):
         self.links += [value or "" for name, value in attrs if name in {"src", "href"} or name.startswith("on")]
 
 
-def test_the_page_runs_no_script_and_asks_no_network_whatever_the_names(tmp_path: Path) -> None:
+def test_the_page_runs_no_script_and_uses_no_network_whatever_the_names(tmp_path: Path) -> None:
     checks = [Check(HOSTILE, HOSTILE, f"present.{i}.key", sigma=9.0, verdict="fail", detail=HOSTILE) for i in range(3)]
     write_report(report_of(*checks, folder=HOSTILE), tmp_path)
     page = Tags()
@@ -128,27 +128,27 @@ def test_the_page_runs_no_script_and_asks_no_network_whatever_the_names(tmp_path
     ElementTree.parse(tmp_path / "junit.xml")
 
 
-def test_markdown_cells_hold_no_markup(tmp_path: Path) -> None:
+def test_markdown_cells_contain_no_markup(tmp_path: Path) -> None:
     write_report(report_of(Check(HOSTILE, "g", "logits", verdict="fail")), tmp_path)
     row = next(line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| fail"))
     assert "<script>" not in row
     assert "\\|" in row
 
 
-def test_what_differs_stands_first_in_the_summary(tmp_path: Path) -> None:
+def test_failures_come_first_in_the_summary(tmp_path: Path) -> None:
     write_report(report_of(PASSED, replace(FAILED, detail="holds another matrix")), tmp_path)
     rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("|")]
     assert rows[2].startswith("| fail |") and rows[2].endswith("| holds another matrix |")
 
 
-def test_code_in_a_note_is_set_as_code(tmp_path: Path) -> None:
+def test_code_in_a_note_is_formatted_as_code(tmp_path: Path) -> None:
     report = report_of(PASSED)
     report.notes.append("changed since `<b>`")
     write_report(report, tmp_path)
     assert "changed since <code>&lt;b&gt;</code>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_verdict_without_figures_names_no_largest_sigma() -> None:
+def test_a_verdict_without_measurements_has_no_largest_sigma() -> None:
     report = report_of(Check("weights", "decode.onnx", "", detail="39 tensors"))
     assert report.summary() == "INCONCLUSIVE: 1 checks passed, 0 differ, 0 skipped"
 
@@ -159,7 +159,7 @@ def test_files_and_weights_have_no_sigma_in_the_summary(tmp_path: Path) -> None:
     assert "0.00" not in row and row.endswith("| sha256 as in the manifest |")
 
 
-def test_the_report_bears_a_date_that_the_builder_may_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_of_a_report_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     write_report(report_of(PASSED), tmp_path)
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -187,11 +187,11 @@ def test_one_graph_under_two_names_is_shown_once(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "report.json").read_text())["checks"]) == 2
 
 
-def test_a_place_that_cannot_take_a_report_is_found_out_before(tmp_path: Path) -> None:
+def test_an_unwritable_report_folder_is_found_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputFailed, match="cannot write the report"):
-        require_place(tmp_path / "file" / "report")
-    require_place(tmp_path / "new" / "report")
+        require_writable(tmp_path / "file" / "report")
+    require_writable(tmp_path / "new" / "report")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -215,14 +215,14 @@ def test_a_report_replaces_links_in_its_folder_and_follows_none(tmp_path: Path) 
     assert not (tmp_path / "report" / "report.html").is_symlink()
 
 
-def test_a_full_disk_is_found_before_anything_is_compared(small_disk: Path) -> None:
+def test_a_full_disk_is_found_before_the_run(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(900_000))
     with pytest.raises(OutputFailed, match="cannot write the report to `.*report`: No space left"):
-        require_place(small_disk / "report")
+        require_writable(small_disk / "report")
     assert os.listdir(small_disk) == ["other"]
 
 
-def test_a_disk_that_fills_up_leaves_no_half_report(small_disk: Path) -> None:
+def test_a_disk_that_fills_up_leaves_no_partial_report(small_disk: Path) -> None:
     free = shutil.disk_usage(small_disk).free
     (small_disk / "other").write_bytes(bytes(free - 12_288))
     with pytest.raises(OutputFailed, match="No space left"):
@@ -231,13 +231,13 @@ def test_a_disk_that_fills_up_leaves_no_half_report(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
-def test_what_no_report_can_replace_is_found_before_anything_is_compared(make: Any, tmp_path: Path) -> None:
+def test_files_that_cannot_be_replaced_are_found_before_the_run(make: Any, tmp_path: Path) -> None:
     make(tmp_path / "junit.xml")
     with pytest.raises(InputRefused, match=r"`.*junit\.xml` is a (pipe|folder)"):
-        require_place(tmp_path)
+        require_writable(tmp_path)
 
 
-def test_a_report_below_a_file_is_found_before_anything_is_compared(tmp_path: Path) -> None:
+def test_a_report_folder_below_a_file_is_found_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputFailed, match="Not a directory"):
-        require_place(tmp_path / "file" / "report")
+        require_writable(tmp_path / "file" / "report")

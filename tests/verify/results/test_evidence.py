@@ -8,7 +8,7 @@ import pytest
 from llmconv.tensors import Array
 from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
 from llmconv.verify.results.evidence import LOWEST, PER_DECADE, Evidence
-from llmconv.verify.results.measure import NoiseFloor, Truth, measure
+from llmconv.verify.results.measure import ExpectedOutput, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
 RNG = np.random.default_rng(0)
@@ -17,7 +17,7 @@ VALID = np.array([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=bool)
 CALL = Call(np.zeros((2, 5), dtype=np.int64), VALID.astype(np.int64), np.zeros((2, 5), dtype=np.int64))
 
 
-def truth() -> Truth:
+def truth() -> ExpectedOutput:
     """Of logits with the noise of float32."""
     return NoiseFloor("float32").truth("logits", EXACT, EXACT.astype(np.float32), VALID)
 
@@ -61,7 +61,7 @@ def test_a_broken_position_stands_out_where_it_lies() -> None:
     assert along[:3].max() == 0
 
 
-def test_the_drawings_show_figures_only_where_there_are_some() -> None:
+def test_plots_are_drawn_only_with_data() -> None:
     assert [draw(Evidence()) for draw in (error_histogram, logit_scatter, position_map)] == ["", "", ""]
     evidence = seen(EXACT + 1e-3)
     assert error_histogram(evidence).count("<rect") >= 1

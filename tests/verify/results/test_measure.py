@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import fairly
-from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, Truth, cache_rows, measure
+from llmconv.verify.comparison.candidates import with_checked_noise
+from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
 
 
-def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[Truth, Array]:
-    """A truth, and an output with as much noise as the eager model has."""
+def expected_and_output(rows: int = 8, features: int = 32) -> tuple[ExpectedOutput, Array]:
+    """An expected output, and an output with as much noise as the eager model."""
     rng = np.random.default_rng(0)
     exact = rng.standard_normal((1, rows, features))
     rounded = exact + 1e-6 * rng.standard_normal(exact.shape)
@@ -24,19 +24,19 @@ def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[Truth, Array]:
 
 
 def test_noise_of_the_models_own_size_has_sigma_one() -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     found = measure(truth, output)
     assert 0.8 < found.sigma < 1.2
     assert found.passes(GATE)
 
 
 def test_ten_times_the_noise_fails() -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     assert not measure(truth, truth.exact + 10 * (output - truth.exact)).passes(GATE)
 
 
 def test_one_bad_row_among_many_fails_and_is_named() -> None:
-    truth, output = truth_and_noise(rows=400)
+    truth, output = expected_and_output(rows=400)
     output[0, 123] += 2e-5
     found = measure(truth, output)
     assert found.sigma < GATE.aggregate
@@ -45,7 +45,7 @@ def test_one_bad_row_among_many_fails_and_is_named() -> None:
 
 
 def test_rows_under_padding_are_not_compared() -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     truth.valid[0, 0] = False
     output[0, 0] += 100
     assert measure(truth, output).passes(GATE)
@@ -53,15 +53,15 @@ def test_rows_under_padding_are_not_compared() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_rows_under_padding_must_be_finite(value: float) -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     truth.valid[0, 0] = False
     output[0, 0, 0] = value
     assert "NaN or infinity" in measure(truth, output).problem
 
 
-def test_another_shape_is_told() -> None:
-    truth, output = truth_and_noise()
-    assert "shape [1, 7, 32] instead of [1, 8, 32]" in measure(truth, output[:, 1:]).problem
+def test_a_shape_mismatch_is_reported() -> None:
+    truth, output = expected_and_output()
+    assert "shape mismatch: expected [1, 8, 32], got [1, 7, 32]" in measure(truth, output[:, 1:]).problem
 
 
 def test_an_exact_eager_run_leaves_a_floor_of_half_a_unit_in_the_last_place() -> None:
@@ -70,23 +70,23 @@ def test_an_exact_eager_run_leaves_a_floor_of_half_a_unit_in_the_last_place() ->
     assert measure(truth, exact * (1 + 2.0**-24)).sigma == pytest.approx(1, rel=0.01)
 
 
-def test_a_lucky_row_is_judged_by_the_usual_noise_of_its_output() -> None:
+def test_a_row_that_is_exact_by_chance_has_the_usual_noise_of_its_output() -> None:
     floor = NoiseFloor("float32")
     rng = np.random.default_rng(0)
     exact = rng.standard_normal((1, 50, 16))
     valid = np.ones((1, 50), dtype=bool)
     usual = floor.truth("present.0.key", exact, exact + 1e-6 * rng.standard_normal(exact.shape), valid)
-    lucky = floor.truth("present.0.key", exact[:, :1], exact[:, :1] + 1e-9, valid[:, :1])
-    assert lucky.total_noise > 0.5 * usual.total_noise
+    exact_row = floor.truth("present.0.key", exact[:, :1], exact[:, :1] + 1e-9, valid[:, :1])
+    assert exact_row.total_noise > 0.5 * usual.total_noise
 
 
 def test_another_likeliest_token_fails_unless_it_is_a_near_tie() -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     best = int(truth.exact[0, 0].argmax())
     other = (best + 1) % 32
     tie = truth.exact.copy()
     tie[0, 0, other] = tie[0, 0, best] - 1e-7
-    near = Truth(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
+    near = ExpectedOutput(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
     flipped = tie.copy()
     flipped[0, 0, other] += 2e-7
     assert measure(near, flipped, tokens=True).flips == 0
@@ -95,7 +95,7 @@ def test_another_likeliest_token_fails_unless_it_is_a_near_tie() -> None:
 
 
 def test_the_last_row_alone_can_be_compared() -> None:
-    truth, output = truth_and_noise()
+    truth, output = expected_and_output()
     assert measure(truth.last(), output[:, -1:]).passes(GATE)
 
 
@@ -110,32 +110,32 @@ def test_a_measure_with_a_problem_never_passes() -> None:
     assert not Measure(problem="missing").passes(GATE)
 
 
-def unlucky(rows: int, other: float) -> tuple[Truth, Array]:
-    """A truth of few rows whose noise may be doubted, and an output with as much noise as the other order has."""
-    truth, output = truth_and_noise(rows)
+def understated(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
+    """An expected output of few rows with too small a noise, and an output with the noise of the other order."""
+    truth, output = expected_and_output(rows)
     noise = (output - truth.exact) * other
     return replace(truth, other=lambda: truth.exact + noise[:, ::-1]), truth.exact + noise
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
-    truth, output = unlucky(rows, 6)
+    truth, output = understated(rows, 6)
     assert not measure(truth, output).passes(GATE)
-    assert fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_the_noise_of_many_rows_is_not_doubted() -> None:
-    truth, output = unlucky(9, 6)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    truth, output = understated(9, 6)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
-def test_another_order_that_computes_something_else_is_no_noise() -> None:
-    truth, output = unlucky(1, 1000)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+def test_another_order_with_another_result_is_not_noise() -> None:
+    truth, output = understated(1, 1000)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
-def test_a_fault_stays_one_beside_another_order() -> None:
-    truth, output = truth_and_noise(1)
+def test_a_fault_fails_also_with_another_order() -> None:
+    truth, output = expected_and_output(1)
     doubted = replace(truth, other=lambda: output)
     wrong = truth.exact + 10 * (output - truth.exact)
-    assert not fairly(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)
+    assert not with_checked_noise(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import GARBAGE, Edit, EditedCache
+from llmconv.verify.scenarios.calls import GARBAGE, CacheEdit, EditedCache
 
 KEYS = np.arange(2 * 1 * 4 * 3, dtype=np.float32).reshape(2, 1, 4, 3)
 STATE = np.arange(8.0).reshape(2, 4)
@@ -13,35 +13,35 @@ CACHE = EditedCache({"present.0.key": KEYS, "present_recurrent.1": STATE}, 4)
 MASK = np.ones((2, 4), dtype=np.int64)
 
 
-def keys(edit: Edit, mask: Array = MASK) -> Array:
+def keys(edit: CacheEdit, mask: Array = MASK) -> Array:
     """The keys afterwards."""
     return edit.apply(CACHE, mask).arrays()["present.0.key"]
 
 
 def test_no_edit_leaves_the_cache_itself() -> None:
-    assert Edit().apply(CACHE, MASK) is CACHE
+    assert CacheEdit().apply(CACHE, MASK) is CACHE
 
 
 def test_rows_continue_others_in_keys_and_in_states() -> None:
-    edited = Edit(rows=(1, 1)).apply(CACHE, MASK).arrays()
+    edited = CacheEdit(rows=(1, 1)).apply(CACHE, MASK).arrays()
     assert np.array_equal(edited["present.0.key"], KEYS[[1, 1]])
     assert np.array_equal(edited["present_recurrent.1"], STATE[[1, 1]])
 
 
-def test_tokens_are_taken_back_from_the_end() -> None:
-    edited = Edit(drop=3).apply(CACHE, MASK[:, :1])
+def test_tokens_are_removed_from_the_end() -> None:
+    edited = CacheEdit(drop=3).apply(CACHE, MASK[:, :1])
     assert edited.length == 1
     assert np.array_equal(edited.arrays()["present.0.key"], KEYS[:, :, :1])
 
 
-def test_garbage_lies_where_the_mask_hides_and_nowhere_else() -> None:
+def test_garbage_is_written_only_where_the_mask_hides_it() -> None:
     mask = np.array([[0, 1, 1, 1], [1, 1, 0, 1]])
-    edited = keys(Edit(garbage=GARBAGE), mask)
+    edited = keys(CacheEdit(garbage=GARBAGE), mask)
     assert (edited[0, :, 0] == GARBAGE).all() and (edited[1, :, 2] == GARBAGE).all()
     assert (edited == GARBAGE).sum() == 6
     assert KEYS.max() < GARBAGE
 
 
-def test_a_prefix_in_front_is_not_hidden() -> None:
-    edited = keys(Edit(garbage=GARBAGE), np.array([[0, 1], [1, 1]]))
+def test_a_prefix_is_never_masked() -> None:
+    edited = keys(CacheEdit(garbage=GARBAGE), np.array([[0, 1], [1, 1]]))
     assert (edited[0, :, 2] == GARBAGE).all() and (edited == GARBAGE).sum() == 3

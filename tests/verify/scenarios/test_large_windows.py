@@ -71,7 +71,7 @@ def resized(model: onnx.ModelProto, window: int, by: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_clean_graph_passes(name: str, windowed: Callable[[str], Path]) -> None:
+def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> None:
     report = verify(windowed(name), only=[CROSSING])
     assert report.verdict == "pass", report.closing_lines()
     assert not [check for check in report.checks if check.verdict == "skip"]

@@ -12,22 +12,22 @@ import pytest
 
 from llmconv.verify import verify
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.scenarios.synthetic_past import MadeUp, elements_per_token
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast, elements_per_token
 from tests.builders.mutants.surgery import add_constant, insert, users
 from tests.verify.conftest import decode_only
 
 SHAPES = {"present.0.key": (1, 2, 1, 8), "present.0.value": (1, 2, 1, 8), "present_recurrent.1": (1, 3)}
-PAST = MadeUp(SHAPES, rows=2, length=50, loud=(4, 6), seed=1)
+PAST = SyntheticPast(SHAPES, rows=2, length=50, loud=(4, 6), seed=1)
 
 
-def test_a_made_up_past_is_the_same_each_time_and_another_with_another_seed() -> None:
+def test_a_synthetic_past_depends_only_on_its_seed() -> None:
     first, second, other = (past.arrays()["present.0.key"] for past in (PAST, PAST, replace(PAST, seed=2)))
     assert np.array_equal(first, second) and not np.array_equal(first, other)
     assert first.shape == (2, 2, 50, 8)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_its_numbers_are_exact_in_every_type(dtype: str) -> None:
+def test_numbers_of_a_synthetic_past_are_exact_in_every_dtype(dtype: str) -> None:
     for array in PAST.arrays().values():
         assert np.array_equal(array.astype(dtype).astype(np.float32), array)
         assert (np.ascontiguousarray(array).view(np.uint32) & 0xFFFF == 0).all()  # what bfloat16 has no bits for
@@ -40,7 +40,7 @@ def test_values_are_loud_where_the_window_ends_and_states_are_empty() -> None:
     assert not arrays["present_recurrent.1"].any()
 
 
-def test_a_cache_that_continues_it_begins_with_it() -> None:
+def test_a_cache_that_continues_a_synthetic_past_begins_with_it() -> None:
     longer = {
         name: array if array.ndim == 2 else np.pad(array, ((0, 0), (0, 0), (0, 3), (0, 0)))
         for name, array in PAST.arrays().items()
@@ -50,7 +50,7 @@ def test_a_cache_that_continues_it_begins_with_it() -> None:
     assert not PAST.kept_by(longer)
 
 
-def test_states_take_no_room_by_token() -> None:
+def test_states_take_no_memory_per_token() -> None:
     assert elements_per_token(SHAPES) == 32
 
 
@@ -70,4 +70,4 @@ def test_a_graph_that_changes_the_past_fails_in_these_words(
     onnx.save(model, target / "decode.onnx")
     only = ["pasts of 30 to 1,022 tokens"]
     report = verify(target, reference=exported("llama"), eager=eager("llama"), only=only)
-    assert "keys or values of the past are not those that the graph was given" in {c.detail for c in report.checks}
+    assert "keys or values of the past differ from those that the graph was given" in {c.detail for c in report.checks}

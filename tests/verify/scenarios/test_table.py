@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from llmconv.errors import UsageProblem
-from llmconv.verify.scenarios.calls import Call, Facts
-from llmconv.verify.scenarios.table import SCENARIOS, Scenario, chosen, left_out, scenarios
+from llmconv.verify.scenarios.calls import Call, ModelFacts
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 CACHE = {"present.0.key": (1, 2, 1, 4), "present.0.value": (1, 2, 1, 4)}
-FACTS = Facts(
+FACTS = ModelFacts(
     50, 300, windows=(8,), original=40, cache=CACHE, greedy=lambda ids, steps: np.pad(ids, ((0, 0), (0, steps)))
 )
 
@@ -37,64 +38,64 @@ def test_every_scenario_is_the_same_each_time(scenario: Scenario) -> None:
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in pairs)
 
 
-def test_names_are_unique_and_every_scenario_tells_the_bug_it_is_for() -> None:
+def test_names_are_unique_and_every_scenario_names_its_bug() -> None:
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
     assert all("#" in scenario.bug for scenario in SCENARIOS)
 
 
 def test_nothing_runs_beyond_the_context() -> None:
-    built = scenarios("full", Facts(vocab_size=50, max_positions=16))
+    built = Selection("full").calls(ModelFacts(vocab_size=50, max_positions=16))
     assert max(int(call.position_ids.max()) for _, chains in built for chain in chains for call in chain) == 15
 
 
-def names_of(suite: str, facts: Facts) -> set[str]:
+def names_of(suite: str, facts: ModelFacts) -> set[str]:
     """The scenarios that apply."""
-    return {scenario.name for scenario, _ in scenarios(suite, facts)}
+    return {scenario.name for scenario, _ in Selection(suite).calls(facts)}
 
 
 def test_a_prompt_crosses_the_window_only_where_it_is_a_short_one() -> None:
-    found = [names_of("quick", Facts(50, 9000, windows)) for windows in ((8,), (4096,), ())]
+    found = [names_of("quick", ModelFacts(50, 9000, windows)) for windows in ((8,), (4096,), ())]
     assert ["sliding window crossed" in names for names in found] == [True, False, False]
 
 
 @pytest.mark.parametrize("window", [40, 600, 4096, 32768])
-def test_a_made_up_past_crosses_windows_of_any_size(window: int) -> None:
-    facts = Facts(50, 1 << 17, (window,), cache=CACHE)
-    ((_, (chain,)),) = scenarios("quick", facts, ["window crossed behind a made-up past"])
+def test_a_synthetic_past_crosses_windows_of_any_size(window: int) -> None:
+    facts = ModelFacts(50, 1 << 17, (window,), cache=CACHE)
+    ((_, (chain,)),) = Selection("quick", ["window crossed behind a made-up past"]).calls(facts)
     ends = [call.attention_mask.shape[1] for call in chain]
     assert chain[0].known < window < ends[0] and ends[-1] == window + 7
     assert chain[0].start and chain[0].start.loud[0] == 0
 
 
 def test_a_window_as_long_as_the_context_is_never_crossed() -> None:
-    facts = Facts(50, 4096, (4096,), cache=CACHE)
+    facts = ModelFacts(50, 4096, (4096,), cache=CACHE)
     assert "window crossed behind a made-up past" not in names_of("full", facts)
-    assert left_out("full", facts) == []
+    assert Selection("full").left_out(facts) == []
 
 
-def test_a_past_that_is_too_large_beside_the_model_is_left_out_with_the_reason() -> None:
+def test_a_past_that_is_too_large_for_the_model_is_left_out_with_the_reason() -> None:
     large = {"present.0.key": (1, 64, 1, 128), "present.0.value": (1, 64, 1, 128)}
-    facts = Facts(50, 1 << 17, (32768,), cache=large)
-    reasons = {scenario.name: reason for scenario, reason in left_out("quick", facts)}
+    facts = ModelFacts(50, 1 << 17, (32768,), cache=large)
+    reasons = {scenario.name: reason for scenario, reason in Selection("quick").left_out(facts)}
     assert "window crossed behind a made-up past" not in names_of("quick", facts)
-    assert "past of 32768 tokens left out: its cache takes 8,192 MiB" in reasons["window crossed behind a made-up past"]
+    assert "past of 32768 tokens left out: the cache takes 8,192 MiB" in reasons["window crossed behind a made-up past"]
 
 
 def test_the_full_suite_has_more_room_than_the_quick_one() -> None:
-    facts = Facts(50, 1 << 17, (8192,), cache={"present.0.key": (1, 8, 1, 128), "present.0.value": (1, 8, 1, 128)})
+    facts = ModelFacts(50, 1 << 17, (8192,), cache={"present.0.key": (1, 8, 1, 128), "present.0.value": (1, 8, 1, 128)})
     wanted = "window crossed behind a made-up past"
     assert [wanted in names_of(suite, facts) for suite in ("quick", "full")] == [False, True]
 
 
-def test_what_cannot_be_held_is_left_out_with_the_reason() -> None:
-    facts = Facts(50, 300, no_edits="nothing is held", no_made_up="nothing is held")
-    names = {scenario.name for scenario, reason in left_out("quick", facts) if reason == "nothing is held"}
+def test_scenarios_without_a_held_cache_are_left_out_with_the_reason() -> None:
+    facts = ModelFacts(50, 300, no_edits="nothing is held", no_synthetic_past="nothing is held")
+    names = {scenario.name for scenario, reason in Selection("quick").left_out(facts) if reason == "nothing is held"}
     assert {"rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens"} <= names
 
 
-def calls_of(suite: str, facts: Facts) -> list[Call]:
+def calls_of(suite: str, facts: ModelFacts) -> list[Call]:
     """Every call of a suite."""
-    return [call for _, chains in scenarios(suite, facts) for chain in chains for call in chain]
+    return [call for _, chains in Selection(suite).calls(facts) for chain in chains for call in chain]
 
 
 def news(calls: Sequence[Call], *, past: bool) -> set[int]:
@@ -103,13 +104,13 @@ def news(calls: Sequence[Call], *, past: bool) -> set[int]:
 
 
 def test_the_full_suite_runs_every_number_of_new_tokens_with_and_without_a_past() -> None:
-    calls = calls_of("full", Facts(50, 128, cache=CACHE))
+    calls = calls_of("full", ModelFacts(50, 128, cache=CACHE))
     for past in (False, True):
         assert set(range(1, 49)) <= news(calls, past=past)
 
 
 def test_the_quick_suite_runs_most_numbers_of_new_tokens_that_clients_send() -> None:
-    assert {*range(1, 14), 16, 24, 32, 48} <= news(calls_of("quick", Facts(50, 128, cache=CACHE)), past=True)
+    assert {*range(1, 14), 16, 24, 32, 48} <= news(calls_of("quick", ModelFacts(50, 128, cache=CACHE)), past=True)
 
 
 @pytest.mark.parametrize("suite", ["quick", "full"])
@@ -119,63 +120,67 @@ def test_every_batch_size_to_six_is_run(suite: str) -> None:
 
 @pytest.mark.parametrize(("suite", "context"), [("quick", 128), ("full", 2048), ("full", 4096)])
 def test_every_position_of_a_short_context_is_run(suite: str, context: int) -> None:
-    calls = calls_of(suite, Facts(50, context, cache=CACHE))
+    calls = calls_of(suite, ModelFacts(50, context, cache=CACHE))
     assert set(np.concatenate([call.position_ids.ravel() for call in calls]).tolist()) == set(range(context))
 
 
-def test_positions_are_drawn_over_the_whole_of_a_long_context() -> None:
-    ((_, chains),) = scenarios("quick", Facts(50, 1 << 17), ["positions over the whole context"])
+def test_positions_are_spread_over_a_long_context() -> None:
+    ((_, chains),) = Selection("quick", ["positions over the whole context"]).calls(ModelFacts(50, 1 << 17))
     shares = np.concatenate([call.position_ids.ravel() for call in chains[0]]) * 144 // (1 << 17)
     assert set(shares.tolist()) == set(range(144))
 
 
 def test_the_splits_are_of_one_prompt() -> None:
-    chains = dict((scenario.name, chains) for scenario, chains in scenarios("full", FACTS))
+    chains = dict((scenario.name, chains) for scenario, chains in Selection("full").calls(FACTS))
     splits = chains["chunked prefill, every split of 9 tokens"]
     prompts = {tuple(np.concatenate([call.input_ids[0] for call in chain])) for chain in splits}
     assert len(splits) == 8
     assert len(prompts) == 1
 
 
-def test_padding_lies_where_its_name_says() -> None:
-    chains = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))
+def test_padding_is_on_the_side_in_the_name() -> None:
+    chains = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))
     left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
     assert left[1, 0] == 0 and left[1, -1] == 1
     assert right[1, 0] == 1 and right[1, -1] == 0
 
 
 @pytest.mark.parametrize("kind", ["original", "window", "states"])
-def test_what_a_model_lacks_is_not_run(kind: str) -> None:
-    lacking = {"original": Facts(50, 300), "window": Facts(50, 300), "states": Facts(50, 300, keeps_states=True)}
+def test_scenarios_for_missing_features_are_not_run(kind: str) -> None:
+    lacking = {
+        "original": ModelFacts(50, 300),
+        "window": ModelFacts(50, 300),
+        "states": ModelFacts(50, 300, keeps_states=True),
+    }
     left_out = {
         "original": "beyond the original context",
         "window": "sliding window crossed",
         "states": "tokens taken back",
     }
-    assert left_out[kind] not in [scenario.name for scenario, _ in scenarios("full", lacking[kind])]
+    assert left_out[kind] not in [scenario.name for scenario, _ in Selection("full").calls(lacking[kind])]
 
 
-def test_the_one_token_of_a_step_is_no_padding_where_layers_keep_states() -> None:
-    facts = Facts(50, 300, windows=(8,), original=40, keeps_states=True, cache=CACHE)
-    steps = [call for _, chains in scenarios("full", facts) for chain in chains for call in chain[1:]]
+def test_a_single_new_token_is_never_padding_for_layers_with_states() -> None:
+    facts = ModelFacts(50, 300, windows=(8,), original=40, keeps_states=True, cache=CACHE)
+    steps = [call for _, chains in Selection("full").calls(facts) for chain in chains for call in chain[1:]]
     assert all(call.attention_mask[:, -1].all() for call in steps if call.input_ids.shape[1] == 1)
 
 
 def test_rows_that_are_exchanged_take_their_masks_along() -> None:
-    (chain,) = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))["rows exchanged"]
+    (chain,) = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))["rows exchanged"]
     before, after = chain[0].attention_mask, chain[1].attention_mask[:, :7]
     assert np.array_equal(after, before[[2, 0, 0]])
     assert np.array_equal(chain[3].attention_mask[:, :7], before[[0, 0, 2]])
 
 
-def test_the_suite_has_what_the_public_bugs_ask_for() -> None:
+def test_the_suites_have_enough_scenarios() -> None:
     assert len([scenario for scenario in SCENARIOS if scenario.suite == "quick"]) >= 23
     assert len(SCENARIOS) >= 32
 
 
-def test_an_unknown_scenario_is_answered_with_those_that_are_near() -> None:
-    with pytest.raises(UsageProblem, match="no scenario `left pading`") as caught:
-        chosen("quick", ["left pading"])
+def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
+    with pytest.raises(UsageProblem, match="unknown scenario `left pading`") as caught:
+        Selection("quick", ["left pading"])
     assert "left padding" in caught.value.hint
 
 

@@ -1,7 +1,7 @@
-"""Forms: what a value that follows from a call alone is made of, as a sum of multiples of atoms and a number.
+"""AffineForm: a value that depends on the call only, as a weighted sum of atoms (lengths, positions, …) and a number.
 
-`q + past_sequence_length - 9` is the form of a window's edge. Layout is left out: a value and its transpose, slice or
-broadcast copy have one form, since all of their elements are made in the same way.
+For example, the edge of a window is `q + past_sequence_length - 9`. Layout is ignored: a value and its transpose, slice
+or broadcast copy have the same form, because all their elements are computed in the same way.
 """
 
 from __future__ import annotations
@@ -12,60 +12,60 @@ from enum import IntEnum
 from hashlib import sha256
 
 LENGTH, BATCH, POSITION, TOKEN, MASK = "length", "batch size", "position", "token id", "mask"
-"""What of a call an atom follows from."""
+"""Sources: the properties of a call that an atom depends on."""
 
 
-PLACE = "place in the sequence"
-"""Source of an index that counts from the first token, or the first new one."""
+INDEX = "place in the sequence"
+"""Source of an index that counts from the first token, or from the first new token."""
 
 WITHIN = "place within a block"
 """Source of an index along a block of tokens, see `BLOCKS`."""
 
 BLOCKS = frozenset({16.0, 64.0})
-"""Tokens of the blocks by which llmconv's recurrent layers go (export/caches/delta_rule.py, state_space.py)."""
+"""Block sizes in tokens of llmconv's recurrent layers (export/caches/delta_rule.py, state_space.py)."""
 
 BLOCK = "tokens of a block"
-"""What a length that is limited by one of them is called in forms."""
+"""Name of the atom of a length that is limited by a block size."""
 
 NAME_LENGTH = 500
-"""Characters of a name; what is longer ends in its hash, so that different results keep different names."""
+"""Maximum length of an atom's name; longer names are cut and end in a hash, so that they stay different."""
 
 
-class Nature(IntEnum):
-    """What the numbers of an atom can be; that of several is the largest."""
+class ValueKind(IntEnum):
+    """The possible values of an atom; the kind of several atoms is the largest."""
 
-    TRUTH = 0
-    """0, 1, or what masks add."""
+    BINARY = 0
+    """0, 1, or the number that masks add."""
     COUNT = 1
-    """Lengths, indices, positions and ids, with no number that is not in the form."""
-    CURVE = 2
+    """Lengths, indices, positions and ids; all numbers that they involve are in the form."""
+    PERIODIC = 2
     """Cosines and sines."""
-    OPAQUE = 3
-    """Anything: a number of which nothing is known may be in it."""
+    UNKNOWN = 3
+    """Any number; it may hide unknown numbers."""
 
 
 @dataclass(frozen=True)
 class Atom:
-    """What a form counts in: an input's elements, an axis, an index along one, or a result that is no sum.
+    """A term of a form: an input's elements, an axis, an index along an axis, or a result that is not a sum.
 
     Attributes:
         name: equal for equal values.
-        sources: what of a call it follows from.
-        nature: what its numbers can be.
+        sources: the properties of a call that it depends on.
+        kind: its possible values.
     """
 
     name: str
     sources: frozenset[str]
-    nature: Nature = Nature.COUNT
+    kind: ValueKind = ValueKind.COUNT
 
 
 @dataclass(frozen=True)
-class Form:
-    """A sum of multiples of atoms and a number.
+class AffineForm:
+    """A weighted sum of atoms and a number.
 
     Attributes:
         terms: factors by atom, none of them zero.
-        number: what is added.
+        number: the added number.
     """
 
     terms: Mapping[Atom, float] = field(default_factory=dict)
@@ -73,65 +73,73 @@ class Form:
 
     @property
     def sources(self) -> frozenset[str]:
-        """What of a call it follows from."""
+        """The properties of a call that it depends on."""
         return frozenset().union(*(atom.sources for atom in self.terms))
 
     @property
-    def nature(self) -> Nature:
-        """What its numbers can be; one truth and its opposite are no more than that, sums of several are counts."""
-        found = max((atom.nature for atom in self.terms), default=Nature.TRUTH)
-        return Nature.COUNT if found is Nature.TRUTH and len(self.terms) > 1 else found
+    def kind(self) -> ValueKind:
+        """Its possible values; the sum of several binary atoms is a count."""
+        found = max((atom.kind for atom in self.terms), default=ValueKind.BINARY)
+        return ValueKind.COUNT if found is ValueKind.BINARY and len(self.terms) > 1 else found
 
     @property
     def factors(self) -> list[float]:
-        """The factors of the atoms, the smallest as 1: a form and its multiples decide alike."""
+        """Absolute factors relative to the smallest: a form and its multiples decide equally."""
         found = [abs(factor) for factor in self.terms.values()]
         return [factor / min(found) for factor in found]
 
     @property
     def offset(self) -> float:
-        """The number in the unit of the smallest factor, without its sign."""
+        """The absolute number relative to the smallest factor."""
         found = [abs(factor) for factor in self.terms.values()]
         return abs(self.number) / min(found) if found else abs(self.number)
 
-    def __add__(self, other: Form) -> Form:
+    def __add__(self, other: AffineForm) -> AffineForm:
         terms = dict(self.terms)
         for atom, factor in other.terms.items():
             terms[atom] = terms.get(atom, 0.0) + factor
-        return Form({atom: factor for atom, factor in terms.items() if factor}, self.number + other.number)
+        return AffineForm({atom: factor for atom, factor in terms.items() if factor}, self.number + other.number)
 
-    def times(self, factor: float) -> Form:
-        """Its multiple."""
+    def times(self, factor: float) -> AffineForm:
+        """The form multiplied by a number."""
         if not factor:
-            return Form()
-        return Form({atom: factor * old for atom, old in self.terms.items()}, factor * self.number)
+            return AffineForm()
+        return AffineForm({atom: factor * old for atom, old in self.terms.items()}, factor * self.number)
 
     def key(self) -> str:
-        """Equal for equal forms."""
+        """A string that is equal for equal forms."""
         terms = sorted((atom.name, factor) for atom, factor in self.terms.items())
         return " + ".join([*(f"{factor!r}*{name}" for name, factor in terms), repr(self.number)])
 
 
-def atom(name: str, *sources: str, nature: Nature = Nature.COUNT) -> Form:
-    """The form of one atom."""
-    return Form({Atom(name, frozenset(sources), nature): 1.0})
-
-
-def made_of(name: str, forms: Iterable[Form], nature: Nature | None = None) -> Form:
-    """The form of a result that is no sum: an atom of its own, by what it is made of.
+def atom(name: str, *sources: str, kind: ValueKind = ValueKind.COUNT) -> AffineForm:
+    """The form of a single atom.
 
     Args:
-        nature: of the result; None for that of what it is made of.
+        name: equal for equal values.
+        sources: the properties of a call that it depends on.
+        kind: its possible values.
+    """
+    return AffineForm({Atom(name, frozenset(sources), kind): 1.0})
+
+
+def made_of(name: str, forms: Iterable[AffineForm], kind: ValueKind | None = None) -> AffineForm:
+    """The form of a result that is not a sum: a new atom, named after its inputs.
+
+    Args:
+        name: of the operation.
+        forms: of its inputs.
+        kind: possible values of the result; None for those of the inputs.
     """
     forms = list(forms)
     sources = frozenset().union(*(form.sources for form in forms)) or frozenset({LENGTH})
     whole = f"{name}({', '.join(form.key() for form in forms)})"
     if len(whole) > NAME_LENGTH:
         whole = f"{whole[:NAME_LENGTH]}… {sha256(whole.encode()).hexdigest()}"
-    inherited = max((form.nature for form in forms), default=Nature.COUNT)
-    return Form({Atom(whole, sources, inherited if nature is None else nature): 1.0})
+    inherited = max((form.kind for form in forms), default=ValueKind.COUNT)
+    return AffineForm({Atom(whole, sources, inherited if kind is None else kind): 1.0})
 
 
-def is_of(name: str, form: Form) -> bool:
-    """Whether a form is a sum of results of that name alone, see `made_of`."""
+def is_of(name: str, form: AffineForm) -> bool:
+    """Whether a form is a sum of results of the operation `name` only, see `made_of`."""
     return bool(form.terms) and all(one.name.startswith(f"{name}(") for one in form.terms)

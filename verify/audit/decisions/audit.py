@@ -1,4 +1,4 @@
-"""The audit of a graph's decisions: one check, which names every node that decides by a number of its own."""
+"""The audit of decisions: one check per graph, which names nodes that decide by numbers that are not the model's."""
 
 from __future__ import annotations
 
@@ -14,88 +14,91 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.verify.audit.decisions.config_fields import read_fields
-from llmconv.verify.audit.decisions.config_numbers import Numbers, window_of
-from llmconv.verify.audit.decisions.graph_walk import Walk
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
+from llmconv.verify.audit.decisions.graph_walk import GraphWalk
 from llmconv.verify.audit.decisions.operators import INPUTS
-from llmconv.verify.audit.decisions.state import Axes, State
-from llmconv.verify.audit.decisions.value_kinds import Found
+from llmconv.verify.audit.decisions.state import AxisSizes, WalkState
+from llmconv.verify.audit.decisions.value_kinds import AuditFindings
 from llmconv.verify.results.report import Check
 
 NAME = "decisions"
-"""What the check is called in reports."""
+"""Name of the check in reports."""
 
 FIRST = 5
-"""Findings that are told."""
+"""Maximum number of findings in a detail."""
 
 STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
 """Keys and values of a tuned prefix, see `export --prefix`."""
 
 MANY = 1e9
-"""Numbers beyond are ends of a range, and told to nobody."""
+"""Larger numbers are ends of a range and are not printed."""
 
 
 def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0) -> Check:
-    """Fails where a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
+    """Fails if a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
     Args:
-        graph: what reports call it.
-        model: without its weights.
-        config: see `read_config`.
-        prefix: virtual tokens of the prefix that the manifest says the graph begins with; 0 for none.
+        graph: name of the graph in reports.
+        model: the graph without its weights.
+        config: from `read_config`.
+        prefix: number of virtual tokens of the graph's prefix in the manifest; 0 for none.
     """
     try:
         found = decisions_of(model, config, INPUTS, prefix=prefix)
-    except Exception as error:  # a graph that is no graph; the check of its structure says more
-        return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
-    told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    except Exception as error:  # not a valid graph; the check of its structure reports why
+        return Check(NAME, graph, "", verdict="fail", detail=f"cannot be analyzed: {first_line(error)}")
+    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
     window = window_of(config)
     if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
-        told.append(f"no node decides by the sliding window of {window.size}")
+        texts.append(f"no node decides by the sliding window of {window.size}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
     detail = (
-        _first(told) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
+        _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
     )
-    return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
+    return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=detail)
 
 
 def audit_foreign_decisions(
     graph: str, model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str]
 ) -> tuple[list[Check], list[str]]:
-    """The same of another exporter's graph, of whose ways less is known.
+    """The same audit for a graph of another exporter, with fewer failures.
 
     Args:
-        inputs: what of a call its inputs are, see `operators.INPUTS`.
+        graph: name of the graph in reports.
+        model: the graph without its weights.
+        config: from `read_config`.
+        inputs: the property of a call that each input contains, see `operators.INPUTS`.
 
     Returns:
-        A failed check where it asks for one length, position, batch size or token that no config has, if it does; and a
-        note of what else decides by numbers that are not the model's.
+        A failed check if the graph tests for a single length, position, batch size or token that no field of the config
+        contains; and a note on other decisions by numbers that are not the model's.
     """
     try:
         found = decisions_of(model, config, inputs, tables=False)
-    except Exception as error:  # a graph of unknown making
-        return [], [f"{graph}: what it decides by cannot be followed: {first_line(error)}"]
-    told = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
+    except Exception as error:  # a graph of an unknown exporter
+        return [], [f"{graph}: its decisions cannot be analyzed: {first_line(error)}"]
+    texts = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
             for point in (True, False)}  # fmt: skip
-    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(told[True]))] if told[True] else []
-    others = list(dict.fromkeys(told[False]))
+    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(texts[True]))] if texts[True] else []
+    others = list(dict.fromkeys(texts[False]))
     return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
 
 
-def _first(told: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    return "; ".join(told[:FIRST]) + (f"; and {len(told) - FIRST} more" if len(told) > FIRST else "")
+def _first(texts: Sequence[str]) -> str:
+    """The first texts, and the number of others."""
+    return "; ".join(texts[:FIRST]) + (f"; and {len(texts) - FIRST} more" if len(texts) > FIRST else "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's `config.json`, and what it leaves to transformers; without fields that its class does not have."""
+    """The fields that `config.json` states, and transformers' defaults; without fields that the config class lacks."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and not needed to walk
 
     fields = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return {"said": read_fields(fields, config), "meant": read_fields(config.to_dict(), config)}
-    except Exception:  # a config of the folder's own code: what it says is all there is
-        return {"said": fields, "meant": {}}
+        return {"stated": read_fields(fields, config), "default": read_fields(config.to_dict(), config)}
+    except Exception:  # a config class in the folder's own code, which has no known defaults
+        return {"stated": fields, "default": {}}
 
 
 def decisions_of(
@@ -105,12 +108,15 @@ def decisions_of(
     *,
     tables: bool = True,
     prefix: int = 0,
-) -> Found:
-    """What a graph decides on, and by which numbers.
+) -> AuditFindings:
+    """The decisions of a graph.
 
     Args:
-        tables: looks into constants that are looked up, too.
-        prefix: see `audit_decisions`.
+        model: the graph without its weights.
+        config: from `read_config`.
+        inputs: the property of a call that each input contains.
+        tables: also analyze the contents of lookup tables.
+        prefix: as in `audit_decisions`.
     """
     if model.functions:
         model = inline_local_functions(model)
@@ -121,15 +127,17 @@ def decisions_of(
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     axes |= _heads(model)
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model, prefix)), State(axes, types, inputs, symbols - {""}, tables))
+    walk = GraphWalk(
+        ConfigNumbers.of(config, _lengths(model, prefix)), WalkState(axes, types, inputs, symbols - {""}, tables)
+    )
     walk.run(model.graph)
     return walk.judge.found
 
 
-def _heads(model: onnx.ModelProto) -> dict[str, Axes]:
-    """The axes of the cache's inputs, with the numbers of its outputs', which the structure audit checks.
+def _heads(model: onnx.ModelProto) -> dict[str, AxisSizes]:
+    """The axes of the cache's inputs, with fixed sizes taken from its outputs, which the structure audit checks.
 
-    An input may name them instead: a client that guesses them wrongly feeds an empty cache of another shape.
+    Inputs may have symbolic axes there: a client that guesses them wrongly passes an empty cache of another shape.
     """
     made = {past_of(port.name): _axes(port) for port in model.graph.output if is_present(port.name)}
     given = {port.name: _axes(port) for port in model.graph.input if port.name in made}
@@ -141,7 +149,7 @@ def _heads(model: onnx.ModelProto) -> dict[str, Axes]:
 
 
 def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without the shapes that it says its own values have."""
+    """The model without declared shapes of inner values and outputs."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     del bare.graph.value_info[:]
@@ -151,19 +159,19 @@ def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _layers(model: onnx.ModelProto) -> set[int]:
-    """The layers whose cache a graph makes: all of the model's, those of a stage, none of an embedding's."""
+    """The layers whose cache a graph returns: all layers, those of a stage, or none for an embedding."""
     return {layer for port in model.graph.output if (layer := layer_of(port.name)) is not None}
 
 
-def _axes(port: onnx.ValueInfoProto) -> Axes:
+def _axes(port: onnx.ValueInfoProto) -> AxisSizes:
     dims = port.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 
 
 def _lengths(model: onnx.ModelProto, prefix: int) -> list[int]:
-    """Lengths that the graph is made for: axes of its inputs that are numbers, but not of a state or a head.
+    """Lengths that are fixed in the graph: numeric axes of its inputs, except those of states and heads.
 
-    A prefix of the manifest's length is one where the graph cuts stored keys of that length to put them first.
+    The length of the prefix is one of them if the graph slices stored keys of that length.
     """
     found = []
     for port in model.graph.input:

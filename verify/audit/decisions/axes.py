@@ -1,6 +1,6 @@
-"""Axes that shape inference does not follow: of other layouts, cuts, and what is computed element by element.
+"""Derives axes that ONNX shape inference loses: after layout changes, slices and elementwise operators.
 
-What the graph says itself of the shapes of its values is not asked: nobody checks it before onnxruntime does.
+Shapes that the graph declares for its inner values are not used, because no check has validated them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from math import prod
 
 import onnx
 
-from llmconv.verify.audit.decisions.affine_forms import Form, made_of
+from llmconv.verify.audit.decisions.affine_forms import AffineForm, made_of
 from llmconv.verify.audit.decisions.operators import attribute
-from llmconv.verify.audit.decisions.state import Axes, State
-from llmconv.verify.audit.decisions.value_kinds import Known
+from llmconv.verify.audit.decisions.state import AxisSizes, WalkState
+from llmconv.verify.audit.decisions.value_kinds import ConstantValue
 
 ELEMENT_BY_ELEMENT = {"Mul", "Add", "Sub", "Div", "Cast", "Sigmoid", "Identity", "Where"}
 COPIED = {"ScatterND", "ScatterElements", "CumSum", "Softmax"}
-"""Results of the shape of the first input."""
+"""Operators whose result has the shape of the first input."""
 
 
-def follow_axes(state: State, node: onnx.NodeProto) -> None:
-    """Completes the axes of a node's results, where those of its inputs are known."""
+def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
+    """Completes the axes of a node's outputs, if those of its inputs are known."""
     if node.op_type == "Reshape":
         return _reshaped(state, node)
     known = state.axes.get(node.input[0]) if node.input else None
@@ -42,30 +42,30 @@ def follow_axes(state: State, node: onnx.NodeProto) -> None:
     return None
 
 
-def _cut(state: State, node: onnx.NodeProto, known: Axes) -> None:
-    """Axes that a Slice leaves as they are; the others as shape inference has them."""
+def _cut(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
+    """Keeps the axes that a Slice does not cut; the others are those of shape inference."""
     made = state.axes.get(node.output[0]) or [None] * len(known)
     which = state.values.get(node.input[3]) if len(node.input) > 3 else None
-    if isinstance(which, Known) and len(made) == len(known):
+    if isinstance(which, ConstantValue) and len(made) == len(known):
         cut = {int(axis) % len(known) for axis in which.array.ravel()}
         state.axes[node.output[0]] = [made[at] if at in cut else axis for at, axis in enumerate(known)]
 
 
-def _split(state: State, node: onnx.NodeProto, known: Axes) -> None:
+def _split(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
     sizes = state.values.get(node.input[1]) if len(node.input) > 1 else None
     axis = attribute(node, "axis", 0) % len(known) if known else 0
-    if isinstance(sizes, Known) and sizes.array.size == len(node.output):
+    if isinstance(sizes, ConstantValue) and sizes.array.size == len(node.output):
         for name, size in zip(node.output, sizes.array.ravel().tolist(), strict=True):
             state.axes[name] = [int(size) if at == axis else one for at, one in enumerate(known)]
 
 
-def _broadcast(state: State, node: onnx.NodeProto) -> None:
-    """Of an axis that all inputs have, or that is 1 in the others; a number is no length's either."""
+def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:
+    """The broadcast axes of all inputs; a number wins over a name."""
     given = [state.axes.get(name) for name in node.input]
     if any(axes is None for axes in given):
         return
     rank = max(len(axes or []) for axes in given)
-    made: Axes = []
+    made: AxisSizes = []
     for at in range(-rank, 0):
         sizes = {(axes or [])[at] for axes in given if len(axes or []) >= -at} - {1}
         numbers = [size for size in sizes if isinstance(size, int)]
@@ -73,8 +73,8 @@ def _broadcast(state: State, node: onnx.NodeProto) -> None:
     state.axes[node.output[0]] = made
 
 
-def _reshaped(state: State, node: onnx.NodeProto) -> None:
-    """Names the axes of a Reshape whose shape is a list of lengths; -1 is what the others leave of its input."""
+def _reshaped(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of a Reshape whose shape is a list of lengths; -1 is the quotient of the input and the others."""
     shape = state.values.get(node.input[1])
     parts = state.parts(node.input[1], shape) if shape is not None else None
     before = state.lengths(node.input[0])
@@ -96,8 +96,8 @@ def _reshaped(state: State, node: onnx.NodeProto) -> None:
     state.name_axes(node.output[0], tuple(made))
 
 
-def _left(whole: list[Form], taken: list[Form]) -> Form | None:
-    """A product of axes divided by others; None where the axes of the call do not cancel out to one at most."""
+def _left(whole: list[AffineForm], taken: list[AffineForm]) -> AffineForm | None:
+    """A product of axes divided by others; None if more than one axis of the call is left."""
     left = [form for form in whole if form.terms]
     for form in (form for form in taken if form.terms):
         if form.key() not in [one.key() for one in left]:
@@ -109,4 +109,4 @@ def _left(whole: list[Form], taken: list[Form]) -> Form | None:
         return None
     if len(left) > 1:
         return made_of("Size", left)
-    return left[0].times(number / by) if left else Form(number=number // by)
+    return left[0].times(number / by) if left else AffineForm(number=number // by)

@@ -1,4 +1,4 @@
-"""Fields of a `config.json` that its model has: numbers of any other field are read by nobody."""
+"""Selects the fields of a `config.json` that its config class knows; other fields affect no model."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 ROTARY = frozenset({"rope_scaling", "rope_parameters"})
-"""Fields with a field for each kind of rotary scaling, which few configs have by default."""
+"""Fields whose inner fields depend on the kind of rotary scaling."""
 
 ROTARY_FIELDS = frozenset({"rope_type", "type", "factor", "original_max_position_embeddings"})
-"""Those whose numbers lengths are compared with (transformers modeling_rope_utils.py)."""
+"""Inner fields whose numbers are compared with lengths (transformers modeling_rope_utils.py)."""
 
 
-def read_fields(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """What a config says in fields that its class has, those of the configs inside it too.
+def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The fields that the config's class has, including those of nested configs.
 
     Args:
-        said: content of `config.json`, or of a part of it.
-        config: transformers' config made of it.
+        fields: content of `config.json`, or of a nested config.
+        config: the transformers config built from it.
     """
     kind = type(config)
     known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
     found: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in fields.items():
         inner = getattr(config, name, None)
         if name in ROTARY and isinstance(value, Mapping):
             found[name] = _rotary(value)
@@ -37,12 +37,12 @@ def read_fields(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def _defaults(kind: Any) -> set[str]:
     try:
         return set(kind().to_dict())
-    except Exception:  # a config that cannot be made of nothing
+    except Exception:  # a config class without defaults
         return set()
 
 
 def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one kind of scaling, or of one for each kind of layers."""
+    """The known fields of a rotary scaling, or of one scaling per layer type."""
     return {
         name: _rotary(content) if isinstance(content, Mapping) else content
         for name, content in value.items()

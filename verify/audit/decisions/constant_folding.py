@@ -1,4 +1,4 @@
-"""Folding: constants made of constants, by the reference implementation of ONNX, within bounds of work and memory."""
+"""Constant folding with the reference implementation of ONNX, within limits of work and memory."""
 
 from __future__ import annotations
 
@@ -11,90 +11,33 @@ from llmconv.tensors import Array
 from llmconv.verify.audit.decisions.operators import attribute
 
 FOLDED = 1 << 22
-"""Elements of constants that are computed with, and of what is made of them."""
+"""Maximum number of elements of the inputs, and of the result."""
 
 DIMENSIONS = 8
-"""Axes of a constant that is computed with."""
+"""Maximum number of axes of an input."""
 
-ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Add",
-        "And",
-        "Cast",
-        "Ceil",
-        "Cos",
-        "Div",
-        "Equal",
-        "Erf",
-        "Exp",
-        "Floor",
-        "Greater",
-        "GreaterOrEqual",
-        "Identity",
-        "IsInf",
-        "IsNaN",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "Max",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Pow",
-        "Reciprocal",
-        "Relu",
-        "Round",
-        "Sigmoid",
-        "Sign",
-        "Sin",
-        "Softplus",
-        "Sqrt",
-        "Sub",
-        "Sum",
-        "Tanh",
-        "Where",
-        "Xor",
-    ]
-)
-"""Operators whose result has the shape that their inputs are broadcast to."""
+ELEMENTWISE = frozenset([
+    "Abs", "Add", "And", "Cast", "Ceil", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual",
+    "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or",
+    "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Softplus", "Sqrt", "Sub", "Sum", "Tanh",
+    "Where", "Xor",
+])  # fmt: skip
+"""Operators whose result has the broadcast shape of their inputs."""
 
-SHRINKING = frozenset(
-    [
-        "ArgMax",
-        "ArgMin",
-        "CumSum",
-        "Flatten",
-        "Range",
-        "ReduceMax",
-        "ReduceMean",
-        "ReduceMin",
-        "ReduceSum",
-        "Reshape",
-        "Shape",
-        "Size",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Transpose",
-        "Trilu",
-        "Unsqueeze",
-        "ScatterElements",
-        "ScatterND",
-        "Concat",
-    ]
-)
-"""Operators whose result is no larger than their inputs together; Range is told apart."""
+SHRINKING = frozenset([
+    "ArgMax", "ArgMin", "CumSum", "Flatten", "Range", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum",
+    "Reshape", "Shape", "Size", "Slice", "Split", "Squeeze", "Transpose", "Trilu", "Unsqueeze", "ScatterElements",
+    "ScatterND", "Concat",
+])  # fmt: skip
+"""Operators whose result is not larger than their inputs together; Range is handled separately."""
 
 
 def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
-    """The node's first result on constants; None where it is not computed.
+    """The first output of a node with constant inputs; None if it is not computed.
 
     Args:
-        arrays: its inputs, those that are left out not among them.
+        node: the node.
+        arrays: its inputs, without omitted ones.
     """
     if node.domain not in ("", "ai.onnx"):
         return None
@@ -106,12 +49,12 @@ def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
             return None
         with np.errstate(all="ignore"):
             return _evaluated(node, arrays)
-    except Exception:  # a node that does not fit its inputs; onnxruntime will say so
+    except Exception:  # invalid inputs; onnxruntime reports them
         return None
 
 
 def _size(node: onnx.NodeProto, arrays: list[Array]) -> int | None:  # noqa: C901 - a row for each operator
-    """Elements of the result at most; None of an operator that is not computed."""
+    """Upper limit of the elements of the result; None for an operator that is not computed."""
     op = node.op_type
     if any(array.dtype.kind not in "fiub" for array in arrays):
         return None
@@ -140,7 +83,7 @@ def _size(node: onnx.NodeProto, arrays: list[Array]) -> int | None:  # noqa: C90
 
 
 def _product(sizes: Array) -> int:
-    """Of sizes, without overflow."""
+    """Product of sizes, without overflow."""
     if sizes.size > DIMENSIONS:
         raise ValueError(f"{sizes.size} axes")
     return prod(int(size) for size in sizes.ravel())

@@ -1,4 +1,4 @@
-"""Results: what nodes make of values that follow from the call alone, and of constants."""
+"""DerivedValues: the results of nodes whose inputs are constants or depend on the call only."""
 
 from __future__ import annotations
 
@@ -11,100 +11,110 @@ from onnx import numpy_helper
 from llmconv.verify.audit.decisions.affine_forms import (
     BLOCK,
     BLOCKS,
+    INDEX,
     LENGTH,
-    PLACE,
     POSITION,
     TOKEN,
     WITHIN,
-    Form,
-    Nature,
+    AffineForm,
+    ValueKind,
     atom,
     is_of,
     made_of,
 )
 from llmconv.verify.audit.decisions.constant_folding import fold
-from llmconv.verify.audit.decisions.judge import Judge, said
-from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, nature_of, odd_row
+from llmconv.verify.audit.decisions.judge import DecisionJudge, sources_text
+from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, kind_of, odd_row
 from llmconv.verify.audit.decisions.operators import (
-    BENDS,
     COMPARISONS,
-    CURVES,
     EXACT_BITS,
     INTEGERS,
     LOGIC,
-    PICKS,
-    PLAIN,
+    NONLINEAR,
+    PERIODIC,
     ROUNDINGS,
     SAME,
+    SELECTIONS,
     SUMMED,
     SUMS,
+    TRANSPARENT,
     attribute,
 )
 from llmconv.verify.audit.decisions.rotary_frequencies import FREQUENCIES, is_flat_power, is_frequency
-from llmconv.verify.audit.decisions.state import State
-from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value, as_form, as_parts, forms_of
+from llmconv.verify.audit.decisions.state import WalkState
+from llmconv.verify.audit.decisions.value_kinds import (
+    ConstantValue,
+    InputValue,
+    ModelValue,
+    Value,
+    as_form,
+    as_parts,
+    forms_of,
+)
 
 FOLDED_TOGETHER = 1 << 25
-"""Elements that all constants made of constants have together."""
+"""Maximum number of elements of all folded constants together."""
 
 
-class Results:
-    """What nodes make.
+class DerivedValues:
+    """Computes the results of nodes.
 
     Args:
-        state: of the walk.
-        judge: takes the decisions.
+        state: the state of the walk.
+        judge: receives the decisions.
     """
 
-    def __init__(self, state: State, judge: Judge) -> None:
+    def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge = state, judge
         self._room = FOLDED_TOGETHER
 
     def lengths(self, node: onnx.NodeProto) -> Value:
-        """Of Shape and Size."""
+        """Result of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
-            return Call(atom(f"shape of {node.input[0]}", LENGTH, nature=Nature.OPAQUE))
+            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, kind=ValueKind.UNKNOWN))
         if node.op_type == "Size":
             return self._size(forms)
         parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
         if all(not form.terms for form in parts):
-            return Known(np.array([int(form.number) for form in parts], np.int64))
-        return Call.of_parts(parts)
+            return ConstantValue(np.array([int(form.number) for form in parts], np.int64))
+        return InputValue.of_parts(parts)
 
-    def _size(self, forms: list[Form]) -> Value:
-        """A product of axes: known where one of them at most is no number."""
+    def _size(self, forms: list[AffineForm]) -> Value:
+        """A product of axes, known if at most one of them is not a number."""
         number = float(prod(int(form.number) for form in forms if not form.terms))
         call = [form for form in forms if form.terms]
         if len(call) > 1:
-            return Call(made_of("Size", forms, None if number == 1 else Nature.OPAQUE))
-        return Call(call[0].times(number)) if call else Known(np.array(int(number), np.int64))
+            return InputValue(made_of("Size", forms, None if number == 1 else ValueKind.UNKNOWN))
+        return InputValue(call[0].times(number)) if call else ConstantValue(np.array(int(number), np.int64))
 
     def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
-        """Of Range."""
+        """Result of Range."""
         start, stop, step = (as_form(value) if value else None for value in inputs)
         if start is None or stop is None or step is None:
-            self.judge.flag(node, "counts by what is not followed", certain=False)
-            return Data()
+            self.judge.flag(node, "counts by a value that is not analyzed", certain=False)
+            return ModelValue()
         if not (start.terms or stop.terms or step.terms):
             whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
-            return self.folded(node, [Known(np.array(form.number, whole)) for form in (start, stop, step)])
-        nature = Nature.OPAQUE if step.terms else Nature.COUNT
-        source = WITHIN if is_of(BLOCK, stop) else PLACE
-        index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
-        return Call(start + (index if step.terms else index.times(step.number)))
+            return self.folded(node, [ConstantValue(np.array(form.number, whole)) for form in (start, stop, step)])
+        kind = ValueKind.UNKNOWN if step.terms else ValueKind.COUNT
+        source = WITHIN if is_of(BLOCK, stop) else INDEX
+        index = atom(f"index to {stop.key()} by {step.key()}", source, kind=kind)
+        return InputValue(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """A constant made of constants; what is not computed is known to be changed."""
-        made = fold(node, [value.array for value in given if isinstance(value, Known)]) if self._room > 0 else None
+        """Result of a node with constant inputs: a constant, or a changed weight if it is not computed."""
+        made = (
+            fold(node, [value.array for value in given if isinstance(value, ConstantValue)]) if self._room > 0 else None
+        )
         if made is not None:
             self._room -= made.size
-            return Known(made)
+            return ConstantValue(made)
         self.state.changed |= set(node.output)
-        return Data()
+        return ModelValue()
 
     def of_call(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Of everything that reads the call and no data."""
+        """Result of a node that reads values of the call and constants, but no model values."""
         op, first = node.op_type, given[0]
         if op in SAME:
             return _relaid(op, first)
@@ -114,29 +124,29 @@ class Results:
             return made
         if op == "Concat":
             return self._concat(node, given)
-        if op in PICKS:
+        if op in SELECTIONS:
             return self._picked(node, given)
         if op == "ConstantOfShape":
             self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
-            return Call(Form(number=_fill(node)))
+            return InputValue(AffineForm(number=_fill(node)))
         if op == "Where":
             return self._chosen(node, given)
         return self._decided(node, given)
 
     def _chosen(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Of Where: one of two, by a condition."""
+        """Result of Where."""
         if all(is_frequency(value) for value in given[1:]):
             self.judge.choices(node, forms_of(given[:1]))
-            return Call(made_of(FREQUENCIES, forms_of(given), Nature.OPAQUE))
+            return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
         numbers = _numbers(given)
         self.judge.choices(node, forms_of(given), numbers)
         self._tables(node, given)
-        return Call(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
+        return InputValue(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
 
     def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
         """Tables that are put together with what follows from the call, place by place."""
         for value in given:
-            array = value.array if isinstance(value, Known) and as_form(value) is None else np.zeros(0)
+            array = value.array if isinstance(value, ConstantValue) and as_form(value) is None else np.zeros(0)
             for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
                 if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
                     self.judge.flag(
@@ -148,94 +158,98 @@ class Results:
         if form is None or not form.terms:
             return first
         if to in EXACT_BITS and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
-            self.judge.flag(node, f"casts {said(form)} to a type that is exact up to {2 ** EXACT_BITS[to]} only")
+            self.judge.flag(node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only")
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
             self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
-            return Call(made_of("Cast", [form], Nature.TRUTH if to == onnx.TensorProto.BOOL else None))
+            return InputValue(made_of("Cast", [form], ValueKind.BINARY if to == onnx.TensorProto.BOOL else None))
         return first
 
     def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
-        """Sums and multiples; None of what is neither."""
+        """Result of a sum or multiple; None if it is neither."""
         op, forms = node.op_type, forms_of(given)
-        if len(forms) < len(given):  # frequencies, slopes; a bias is none of the model's
+        if len(forms) < len(given):  # frequencies or slopes; models have no such bias
             return self._scaled(node, forms) if op in ("Mul", "Div") else None
         if op == "Neg":
-            return Call(forms[0].times(-1))
+            return InputValue(forms[0].times(-1))
         if op in ("Add", "Sum"):
-            return Call(sum(forms[1:], forms[0]))
+            return InputValue(sum(forms[1:], forms[0]))
         if op == "Sub":
-            return Call(forms[0] + forms[1].times(-1))
+            return InputValue(forms[0] + forms[1].times(-1))
         for one, other in (forms, forms[::-1]) if op == "Mul" else ():
             if not other.terms:
-                return Call(one.times(other.number))
+                return InputValue(one.times(other.number))
         is_float = self.state.types.get(node.output[0]) not in INTEGERS
         if op == "Div" and is_float and not forms[1].terms and forms[1].number:
-            return Call(forms[0].times(1 / forms[1].number))
+            return InputValue(forms[0].times(1 / forms[1].number))
         return None
 
-    def _scaled(self, node: onnx.NodeProto, forms: list[Form]) -> Value:
-        """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
+    def _scaled(self, node: onnx.NodeProto, forms: list[AffineForm]) -> Value:
+        """Product with or quotient by a table: numbers of the form disappear in it, so they must be the model's."""
         for form in forms:
             self.judge.offset(node, form)
-        return Call(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, Nature.OPAQUE))
+        return InputValue(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, ValueKind.UNKNOWN))
 
     def _concat(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         parts = [self.state.parts(name, value) for name, value in zip(node.input, given, strict=True)]
         if all(part is not None for part in parts):
-            return Call.of_parts(tuple(form for part in parts for form in part or ()))
+            return InputValue.of_parts(tuple(form for part in parts for form in part or ()))
         forms = forms_of(given)
         if len(forms) == len(given) and len({form.key() for form in forms}) == 1:
-            return Call(forms[0])
+            return InputValue(forms[0])
         numbers = _numbers(given)
         self.judge.choices(node, forms, numbers)
         self._tables(node, given)
-        return Call(made_of("Concat", forms, _together(forms, numbers)))
+        return InputValue(made_of("Concat", forms, _together(forms, numbers)))
 
     def _picked(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Elements of a list by their number; of anything else, elements of the same form."""
+        """Selected elements: of a list by index, of other values elements of the same form."""
         first, parts = given[0], as_parts(given[0])
-        if isinstance(first, Known):  # a table
-            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else Nature.OPAQUE
-            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
-        if not isinstance(first, Call):
-            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), Nature.OPAQUE))
-        if parts is None or not all(isinstance(value, Known) for value in given[1:]):
-            return Call(first.form)
-        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, Known))])
-        if chosen is None:  # an index beyond the list
-            return Call(first.form)
-        return Call.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
+        if isinstance(first, ConstantValue):  # a table
+            kind = kind_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.UNKNOWN
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), kind))
+        if not isinstance(first, InputValue):
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), ValueKind.UNKNOWN))
+        if parts is None or not all(isinstance(value, ConstantValue) for value in given[1:]):
+            return InputValue(first.form)
+        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, ConstantValue))])
+        if chosen is None:  # index out of range
+            return InputValue(first.form)
+        return InputValue.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
 
     def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
-        """Everything else decides, for which it needs numbers of the model."""
+        """Result of any other node: it decides, and must do so by numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
         if op == "Min" and self._is_a_block(forms):
-            return Call(made_of(BLOCK, forms))
+            return InputValue(made_of(BLOCK, forms))
         if op == "Pow" and is_flat_power(given):
             self.judge.offset(node, forms[0])
-            return Call(made_of(op, forms, Nature.OPAQUE))
-        if op.startswith("Scatter") and isinstance(given[1], Known) and self.state.writes_along_a_head(node, given[1]):
-            return Call(made_of(op, forms_of([given[0], given[2]], parts=True)))
+            return InputValue(made_of(op, forms, ValueKind.UNKNOWN))
+        if (
+            op.startswith("Scatter")
+            and isinstance(given[1], ConstantValue)
+            and self.state.writes_along_a_head(node, given[1])
+        ):
+            return InputValue(made_of(op, forms_of([given[0], given[2]], parts=True)))
         if op in LOGIC:
             self._tables(node, given)
         elif any(as_form(value) is None for value in given):
-            self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
-        if op not in PLAIN:
-            self.judge.flag(node, f"{op} of {said(made_of('', forms))}, of which nothing can be said", certain=False)
+            self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))} with a table of numbers", certain=False)
+        if op not in TRANSPARENT:
+            self.judge.flag(node, f"unsupported operator: {op} of {sources_text(made_of('', forms))}", certain=False)
         elif op == "Mul":
             self._product(node, forms)
         elif op == "Exp":
             self._power(node, forms[0])
-        elif op in CURVES or op in BENDS:
+        elif op in PERIODIC or op in NONLINEAR:
             if op not in ("Log", "Sqrt") or not _is_positive(forms[0]):
                 self.judge.offset(node, forms[0])
         else:
             self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
-        return Call(made_of(op, forms, self._nature(node, forms)))
+        return InputValue(made_of(op, forms, self._nature(node, forms)))
 
-    def _is_a_block(self, forms: list[Form]) -> bool:
-        """Whether the new tokens are limited by a block's, and nothing else."""
+    def _is_a_block(self, forms: list[AffineForm]) -> bool:
+        """Whether this is the minimum of the number of new tokens and a block size."""
         numbers = {form.number for form in forms if not form.terms}
         names = {one.name for form in forms for one in form.terms}
         plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
@@ -243,44 +257,44 @@ class Results:
             len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
         )
 
-    def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
-        """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
+    def _product(self, node: onnx.NodeProto, forms: list[AffineForm]) -> None:
+        """A product of masks or sizes is fine; a product of positions is not: a high power of a position is a step."""
         for form in forms:
             self.judge.offset(node, form)
-        if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
-            self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
+        if sum(bool(form.sources & {INDEX, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
+            self.judge.flag(node, f"multiplies {sources_text(forms[0])} by {sources_text(forms[1])}")
 
-    def _nature(self, node: onnx.NodeProto, forms: list[Form]) -> Nature:
-        """What the numbers of the result can be."""
+    def _nature(self, node: onnx.NodeProto, forms: list[AffineForm]) -> ValueKind:
+        """The possible values of the result."""
         op = node.op_type
         if op in COMPARISONS or op in LOGIC:
-            return Nature.TRUTH
-        if op in CURVES:
-            return Nature.CURVE
-        if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
-            return Nature.OPAQUE
+            return ValueKind.BINARY
+        if op in PERIODIC:
+            return ValueKind.PERIODIC
+        if op in NONLINEAR or op not in TRANSPARENT or not any(form.terms for form in forms):
+            return ValueKind.UNKNOWN
         if op in SUMMED:
-            return Nature.COUNT if self._sums_the_call(node) else Nature.OPAQUE
+            return ValueKind.COUNT if self._sums_the_call(node) else ValueKind.UNKNOWN
         return _together(forms, [])
 
     def _sums_the_call(self, node: onnx.NodeProto) -> bool:
-        """Whether what is summed up is as long as the call, or as the model has it: else the length is a factor."""
+        """Whether summed axes have lengths of the call or the model; otherwise the length is an unknown factor."""
         sizes = self.state.lengths(node.input[0])
         axes = self.state.values.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-        if sizes is None or (axes is not None and not isinstance(axes, Known)):
+        if sizes is None or (axes is not None and not isinstance(axes, ConstantValue)):
             return False
-        chosen = axes.array.ravel().tolist() if isinstance(axes, Known) else range(len(sizes))
+        chosen = axes.array.ravel().tolist() if isinstance(axes, ConstantValue) else range(len(sizes))
         summed = [sizes[int(axis)] for axis in chosen if -len(sizes) <= axis < len(sizes)]
         return all(self.judge.is_of_the_call(size) for size in summed)
 
-    def _power(self, node: onnx.NodeProto, form: Form) -> None:
-        """A power of a logarithm is one of the position; any other grows from nothing to everything."""
+    def _power(self, node: onnx.NodeProto, form: AffineForm) -> None:
+        """The exponential of a logarithm is a power of the position; any other exponential can be a step."""
         if not is_of("Log", form):
-            self.judge.flag(node, f"raises a number to the power of {said(form)}")
+            self.judge.flag(node, f"raises a number to the power of {sources_text(form)}")
 
 
-def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
-    """What a node compares, as one form for each comparison."""
+def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineForm]:
+    """The compared values, as one difference for each comparison."""
     if op in COMPARISONS and len(given) == 2:
         left, right = (as_parts(value) or forms_of([value]) for value in given)
         if left and right and (len(left) == len(right) or 1 in (len(left), len(right))):
@@ -289,32 +303,32 @@ def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
     return forms
 
 
-def _is_positive(form: Form) -> bool:
-    """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
-    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= Nature.COUNT
+def _is_positive(form: AffineForm) -> bool:
+    """Whether a form is always positive, so that its logarithm and root have no singularity."""
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.kind <= ValueKind.COUNT
 
 
-def _together(forms: list[Form], numbers: list[float]) -> Nature:
-    """What several can be that are put together: no truth where another number is among them."""
+def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
+    """Possible values of several forms and numbers together: not binary if another number is among them."""
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
-    nature = max((form.nature for form in forms if form.terms), default=Nature.TRUTH)
+    kind = max((form.kind for form in forms if form.terms), default=ValueKind.BINARY)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
     odd |= any(
         form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
     )
-    return Nature.COUNT if odd and nature is Nature.TRUTH else nature
+    return ValueKind.COUNT if odd and kind is ValueKind.BINARY else kind
 
 
 def _numbers(values: list[Value]) -> list[float]:
-    """The different numbers of the constants that are lists of them."""
-    arrays = [one.array for one in values if isinstance(one, Known) and as_form(one) is None]
+    """The distinct numbers of constants with several elements."""
+    arrays = [one.array for one in values if isinstance(one, ConstantValue) and as_form(one) is None]
     return sorted({float(number) for array in arrays if array.dtype.kind in "fiub" for number in np.unique(array)})
 
 
 def _relaid(op: str, first: Value) -> Value:
-    """The same elements; a list stays one where it only loses or gains an axis."""
-    if isinstance(first, Call) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
-        return Call(first.form)
+    """The same elements; a list remains a list if it only loses or gains an axis."""
+    if isinstance(first, InputValue) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
+        return InputValue(first.form)
     return first
 
 

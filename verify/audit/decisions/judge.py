@@ -1,4 +1,4 @@
-"""The judge: whether a decision is by a number of the model, and the findings where it is not."""
+"""DecisionJudge: tests whether decisions of a graph use numbers of the model, and collects those that do not."""
 
 from __future__ import annotations
 
@@ -7,92 +7,117 @@ from collections.abc import Iterable, Sequence
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.affine_forms import BLOCKS, LENGTH, WITHIN, Form, Nature, atom, made_of
-from llmconv.verify.audit.decisions.config_numbers import Numbers
-from llmconv.verify.audit.decisions.value_kinds import Finding, Found
+from llmconv.verify.audit.decisions.affine_forms import BLOCKS, LENGTH, WITHIN, AffineForm, ValueKind, atom, made_of
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
+from llmconv.verify.audit.decisions.value_kinds import AuditFindings, ForeignDecision
 
 FEW = 64
-"""So many tokens or sequences every scenario has, or might."""
+"""Numbers of tokens or sequences up to this are reached by the scenarios."""
 
 OF_LENGTH = atom("length", LENGTH)
 
 
-class Judge:
-    """Collects what a graph decides by.
+class DecisionJudge:
+    """Collects the decisions of a graph.
 
     Args:
-        numbers: of the model.
+        numbers: the numbers of the model.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers, self.found = numbers, Found()
+    def __init__(self, numbers: ConfigNumbers) -> None:
+        self.numbers, self.found = numbers, AuditFindings()
 
-    def decision(self, node: onnx.NodeProto, form: Form, *, rounded: bool = False) -> None:
-        """A node that decides by where a form is zero; or, `rounded`, by where it becomes the next whole number."""
+    def decision(self, node: onnx.NodeProto, form: AffineForm, *, rounded: bool = False) -> None:
+        """A node that decides by whether a form is zero.
+
+        Args:
+            node: the node.
+            form: the compared value.
+            rounded: the node decides by where the form reaches the next whole number.
+        """
         if not form.terms or self._is_within_a_block(form):
             return
-        if form.nature > Nature.COUNT:
+        if form.kind > ValueKind.COUNT:
             if node.op_type == "Div":
-                return  # sizes of heads, of which nothing can be decided later either
-            self.flag(node, f"decides on {said(form)} by what is not followed", certain=False)
+                return  # sizes of heads; later decisions by them are not analyzed either
+            self.flag(node, f"decides on {sources_text(form)} by a value that is not analyzed", certain=False)
             return
         self.found.decisions += 1
         self.found.numbers |= {form.offset}
         if not (self.numbers.explain_rounding(form) if rounded else self.numbers.explain(form)):
             point = node.op_type == "Equal" and form.offset > FEW and not self.numbers.bounds_data(form.offset)
-            self.flag(node, f"decides on {said(form)} by {_numbers_told(form, rounded)}", point=point)
+            self.flag(node, f"decides on {sources_text(form)} by {_numbers_text(form, rounded)}", point=point)
 
-    def offset(self, node: onnx.NodeProto, form: Form) -> None:
-        """A node in whose result the number of a form would be lost."""
+    def offset(self, node: onnx.NodeProto, form: AffineForm) -> None:
+        """A node whose result no longer contains the number of a form, so the number must be the model's."""
         if form.terms and not self.numbers.knows(form.offset, form):
-            self.flag(node, f"decides on {said(form)} by {form.offset:g}")
+            self.flag(node, f"decides on {sources_text(form)} by {form.offset:g}")
 
-    def is_of_the_call(self, size: Form) -> bool:
-        """Whether an axis is one of the call's as it is, or has a size that the model or the graph is made for."""
+    def is_of_the_call(self, size: AffineForm) -> bool:
+        """Whether an axis is an unchanged axis of the call, or has a size known to the model or the graph."""
         if not size.terms:
             return self.numbers.knows(size.number, OF_LENGTH)
-        return size.nature is Nature.COUNT and len(size.terms) == 1 and not size.number and size.factors == [1]
+        return size.kind is ValueKind.COUNT and len(size.terms) == 1 and not size.number and size.factors == [1]
 
-    def _is_within_a_block(self, form: Form) -> bool:
-        """Whether a form halves blocks of tokens again and again, as the inverse of a triangular matrix is made."""
+    def _is_within_a_block(self, form: AffineForm) -> bool:
+        """Whether a form halves blocks of tokens repeatedly, as in the inverse of a triangular matrix."""
         numbers = [int(number) for number in (form.offset, *form.factors) if float(number).is_integer()]
         halves = len(numbers) == 1 + len(form.terms) and all(not number & (number - 1) for number in numbers)
-        return form.sources == {WITHIN} and form.nature <= Nature.COUNT and halves and max(numbers) <= max(BLOCKS)
+        return form.sources == {WITHIN} and form.kind <= ValueKind.COUNT and halves and max(numbers) <= max(BLOCKS)
 
-    def decisions(self, node: onnx.NodeProto, forms: Sequence[Form], *, rounded: bool = False) -> None:
-        """The same of several; numbers among them are where the others are cut."""
+    def decisions(self, node: onnx.NodeProto, forms: Sequence[AffineForm], *, rounded: bool = False) -> None:
+        """A decision on each form that depends on the call, compared with each form that is a number.
+
+        Args:
+            node: the node.
+            forms: the compared values.
+            rounded: as for `decision`.
+        """
         cuts = [form.number for form in forms if not form.terms] or [0.0]
         for form in (form for form in forms if form.terms):
             for number in cuts:
-                self.decision(node, form + Form(number=-number), rounded=rounded)
+                self.decision(node, form + AffineForm(number=-number), rounded=rounded)
 
-    def choices(self, node: onnx.NodeProto, forms: Sequence[Form], numbers: Iterable[float] = ()) -> None:
-        """What is chosen from or put side by side: the numbers that would be lost with it have to be the model's."""
+    def choices(self, node: onnx.NodeProto, forms: Sequence[AffineForm], numbers: Iterable[float] = ()) -> None:
+        """A node that selects from or concatenates values: numbers among them must be the model's.
+
+        Args:
+            node: the node.
+            forms: its inputs.
+            numbers: further numbers among its inputs.
+        """
         call = [form for form in forms if form.terms]
         for form in call:
-            if form.nature is not Nature.CURVE or node.op_type != "Concat":
+            if form.kind is not ValueKind.PERIODIC or node.op_type != "Concat":
                 self.decision(node, form)
         whole = made_of("", call) if call else OF_LENGTH
         for number in (*numbers, *(form.number for form in forms if not form.terms)):
             if call and not self.numbers.knows(abs(number), whole):
-                self.flag(node, f"puts {number:g} beside {said(whole)}", certain=False)
+                self.flag(node, f"combines {number:g} with {sources_text(whole)}", certain=False)
 
     def knows_lengths(self, numbers: Array) -> bool:
-        """Whether lengths may be compared with all of the numbers."""
+        """Whether lengths may be compared with all these numbers."""
         return all(self.numbers.knows(abs(float(number)), OF_LENGTH) for number in numbers.ravel())
 
     def flag(self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False) -> None:
-        """A node that decides otherwise."""
-        self.found.findings.append(Finding(node.name or node.output[0], node.op_type, text, certain, point))
+        """Records a node that decides by other numbers.
+
+        Args:
+            node: the node.
+            text: the decision, in words.
+            certain: as in `ForeignDecision`.
+            point: as in `ForeignDecision`.
+        """
+        self.found.findings.append(ForeignDecision(node.name or node.output[0], node.op_type, text, certain, point))
 
 
-def said(form: Form) -> str:
-    """`position`, `length and mask`."""
+def sources_text(form: AffineForm) -> str:
+    """The sources of a form in words, such as `length and mask`."""
     return " and ".join(sorted(form.sources)) or "a number"
 
 
-def _numbers_told(form: Form, rounded: bool) -> str:
-    """`3817 and multiples of 256`."""
+def _numbers_text(form: AffineForm, rounded: bool) -> str:
+    """The numbers of a form in words, such as `3817 and multiples of 256`."""
     factors = [abs(factor) for factor in form.terms.values()] if rounded else form.factors
-    told = [f"multiples of {factor:g}" for factor in factors if factor != 1]
-    return " and ".join([f"{form.offset:g}", *told[:2]])
+    multiples = [f"multiples of {factor:g}" for factor in factors if factor != 1]
+    return " and ".join([f"{form.offset:g}", *multiples[:2]])

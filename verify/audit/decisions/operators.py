@@ -1,4 +1,4 @@
-"""What operators do to the values that follow from a call, as far as decisions go."""
+"""Classes of ONNX operators for the audit of decisions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import onnx
 from llmconv.verify.audit.decisions.affine_forms import LENGTH, MASK, POSITION, TOKEN
 
 INPUTS = {"input_ids": TOKEN, "attention_mask": MASK, "position_ids": POSITION, "write_indices": LENGTH}
-"""Inputs of a graph, and what of a call they are."""
+"""Inputs of a graph, and the property of a call that each contains."""
 
 SAME = {"Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Tile", "Flatten", "Split", "Dropout"}
-"""Other layouts of their first input."""
+"""Operators that change only the layout of their first input."""
 
 SUMS = {"Add", "Sub", "Neg", "Mul", "Div", "Sum"}
 COMPARISONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 LOGIC = {"And", "Or", "Xor", "Not"}
-CURVES = {"Cos", "Sin"}
-"""Alike everywhere: where they are wrong at one position, they are at all."""
+PERIODIC = {"Cos", "Sin"}
+"""Periodic functions: an error at one position appears at all."""
 
-BENDS = {"Log", "Sqrt", "Exp", "Pow", "Reciprocal", "Sigmoid", "Tanh"}
-"""What comes of them is no whole number; nothing may be decided by it."""
+NONLINEAR = {"Log", "Sqrt", "Exp", "Pow", "Reciprocal", "Sigmoid", "Tanh"}
+"""Nonlinear functions, whose results must not be compared."""
 
-PICKS = {"Gather", "Slice", "GatherElements", "GatherND"}
-"""They give elements of their first input."""
+SELECTIONS = {"Gather", "Slice", "GatherElements", "GatherND"}
+"""Operators that select elements of their first input."""
 
 BOUNDS = {
     "Slice": (1, 2),
@@ -33,7 +33,7 @@ BOUNDS = {
     "Loop": (0,),
     "TopK": (1,),
 }
-"""Inputs that say from where to where."""
+"""Inputs that are bounds, by operator."""
 
 LAYOUTS = {
     "Reshape": (1,),
@@ -44,7 +44,7 @@ LAYOUTS = {
     "Squeeze": (1,),
     "CumSum": (1,),
 }
-"""Inputs that say in which layout, and give no element of the result."""
+"""Inputs that determine only the layout of the result, by operator."""
 
 INDEXED = {
     "Gather": 1,
@@ -55,29 +55,29 @@ INDEXED = {
     "RotaryEmbedding": 3,
     "GroupQueryAttention": 9,
 }
-"""The input that says where to look."""
+"""The input that is an index, by operator."""
 
 TABLES = {"RotaryEmbedding": (1, 2), "GroupQueryAttention": (7, 8)}
-"""The inputs in which these look."""
+"""The inputs that are lookup tables, by operator."""
 
 LENGTHS_OF_CACHE = {"GroupQueryAttention": (5, 6), "Attention": (6,)}
-"""Inputs that say how much of a cache is filled."""
+"""Inputs that contain the filled length of a cache, by operator."""
 
 LIMITS = {"Clip": (1, 2), "Min": None, "Max": None}
-"""Inputs that are limits of the others; None for all."""
+"""Inputs that limit the others, by operator; None for all inputs."""
 
 ROUNDINGS = {"Floor", "Ceil", "Round"}
 REDUCTIONS = {"ReduceSum", "ReduceMax", "ReduceMin", "ArgMax", "CumSum"}
 SUMMED = {"ReduceSum", "CumSum"}
 STEPS = {"Mod", "Div", "Relu", "Abs", "Sign", "Pad", "Add", "Sub", "ScatterND", "ScatterElements"}
-PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *BENDS, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul"}
-"""Operators of which their inputs' numbers say all."""
+TRANSPARENT = {*COMPARISONS, *LOGIC, *PERIODIC, *NONLINEAR, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul"}
+"""Operators that involve no numbers other than those of their inputs."""
 
 THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}
-"""Operators that decide on what the model computes by numbers of their own."""
+"""Operators that compare model values with built-in numbers."""
 
 RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
-"""Operators that give something else in every run."""
+"""Operators with different results in each run."""
 
 EXACT_BITS: dict[int, int] = {
     onnx.TensorProto.FLOAT16: 11,
@@ -87,13 +87,19 @@ EXACT_BITS: dict[int, int] = {
     onnx.TensorProto.INT16: 15,
     onnx.TensorProto.UINT16: 16,
 }
-"""Integers beyond so many bits change in these types."""
+"""Number of bits up to which integers are exact, by element type."""
 
 HALVES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - HALVES
-"""Types in which what is behind the point is lost."""
+"""Integer types, in which fractions are lost."""
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    """A whole number among a node's attributes."""
+    """The value of an integer attribute.
+
+    Args:
+        node: the node.
+        name: name of the attribute.
+        default: returned if the node lacks it.
+    """
     return next((int(one.i) for one in node.attribute if one.name == name), default)

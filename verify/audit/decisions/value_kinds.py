@@ -1,4 +1,4 @@
-"""What is known of a graph's value: a constant, something that follows from the call alone, or data of the model."""
+"""Kinds of values in a graph: constants, values that depend on the call only, and values that the model computes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.affine_forms import PLACE, Form, atom, made_of
+from llmconv.verify.audit.decisions.affine_forms import INDEX, AffineForm, atom, made_of
 
 LISTED = 64
-"""Elements of a list that are followed one by one."""
+"""Maximum number of elements of a list that are followed one by one."""
 
 
 @dataclass(frozen=True)
-class Known:
+class ConstantValue:
     """A constant of the graph.
 
     Attributes:
-        array: its content.
+        array: its elements.
     """
 
     array: Array
 
     @property
     def number(self) -> float | None:
-        """Its value, where all elements have the same."""
+        """The value of all elements, if they are equal."""
         if not self.array.size or self.array.dtype.kind not in "fiub":
             return None
         first = self.array.ravel()[0]
@@ -34,43 +34,43 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A value that follows from lengths, batch, positions, token ids or mask, and from no weight.
+class InputValue:
+    """A value that depends only on lengths, batch size, positions, token ids or mask, and on no weight.
 
     Attributes:
-        form: of its elements.
-        parts: the form of each element, of a list of lengths; None where they all have `form`.
+        form: the affine form of its elements.
+        parts: the form of each element of a list of lengths; None where all have `form`.
     """
 
-    form: Form
-    parts: tuple[Form, ...] | None = None
+    form: AffineForm
+    parts: tuple[AffineForm, ...] | None = None
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[AffineForm, ...]:
         """All forms of its elements."""
         return self.parts if self.parts is not None else (self.form,)
 
     @classmethod
-    def of_parts(cls, parts: tuple[Form, ...]) -> Call:
-        """A list of lengths; one that is longer than any tensor has axes is not told apart."""
+    def of_parts(cls, parts: tuple[AffineForm, ...]) -> InputValue:
+        """A list of lengths; the elements of a very long list are not distinguished."""
         return cls(parts[0] if len(parts) == 1 else made_of("list", parts), parts if len(parts) <= LISTED else None)
 
 
 @dataclass(frozen=True)
-class Data:
-    """What the model computes, or holds."""
+class ModelValue:
+    """A weight of the model, or a value computed from weights."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A node that decides by a number that is none of the model's.
+class ForeignDecision:
+    """A node that decides by a number that is not one of the model's.
 
     Attributes:
-        node: its name.
+        node: name of the node.
         op: its operator.
-        text: what it decides on, and by what.
-        certain: it decides by that number, as opposed to an operator of which nothing can be said.
-        point: it asks for that number alone, and no field of the config has it.
+        text: the decision, in words.
+        certain: the node decides by that number; False if the operator cannot be analyzed.
+        point: the node tests for that single number, which no field of the config contains.
     """
 
     node: str
@@ -81,57 +81,57 @@ class Finding:
 
 
 @dataclass
-class Found:
-    """What the walk over a graph came upon.
+class AuditFindings:
+    """The result of the walk over a graph.
 
     Attributes:
-        findings: nodes that decide by other numbers.
-        decisions: nodes that decide at all.
-        numbers: by which these decide.
+        findings: nodes that decide by other numbers than the model's.
+        decisions: number of nodes that decide.
+        numbers: the numbers that they decide by.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ForeignDecision] = field(default_factory=list)
     decisions: int = 0
     numbers: set[float] = field(default_factory=set)
 
 
-Value = Known | Call | Data
+Value = ConstantValue | InputValue | ModelValue
 
 
-def as_form(value: Value) -> Form | None:
-    """The form of a value's elements; None of data, and of a constant of several numbers that are no index."""
-    if isinstance(value, Call):
+def as_form(value: Value) -> AffineForm | None:
+    """The form of a value's elements; None for model values and constants that are neither a number nor an index."""
+    if isinstance(value, InputValue):
         return value.form
-    if isinstance(value, Known) and (number := value.number) is not None and np.isfinite(number):
-        return Form(number=number)
-    if isinstance(value, Known) and value.array.dtype.kind in "iu" and value.array.size > 1:
-        row = value.array.ravel()  # a graph of fixed axes has its indices as constants
+    if isinstance(value, ConstantValue) and (number := value.number) is not None and np.isfinite(number):
+        return AffineForm(number=number)
+    if isinstance(value, ConstantValue) and value.array.dtype.kind in "iu" and value.array.size > 1:
+        row = value.array.ravel()  # graphs with fixed axes contain indices as constants
         if (np.diff(row) != 1).any():
             return None
         first = float(row[0])
-        return atom(f"index to {value.array.size}", PLACE) + Form(number=first)
+        return atom(f"index to {value.array.size}", INDEX) + AffineForm(number=first)
     return None
 
 
-def as_parts(value: Value) -> tuple[Form, ...] | None:
-    """The forms of a list's elements, one by one; None where they are not known so."""
-    if isinstance(value, Call):
+def as_parts(value: Value) -> tuple[AffineForm, ...] | None:
+    """The form of each element of a list; None where they are unknown."""
+    if isinstance(value, InputValue):
         return value.parts
     if (
-        isinstance(value, Known)
+        isinstance(value, ConstantValue)
         and value.array.ndim <= 1
         and value.array.size <= LISTED
         and value.array.dtype.kind in "iu"
     ):
-        return tuple(Form(number=float(number)) for number in value.array.ravel())
+        return tuple(AffineForm(number=float(number)) for number in value.array.ravel())
     return None
 
 
-def forms_of(values: Iterable[Value], *, parts: bool = False) -> list[Form]:
-    """The forms of values that have one; with `parts`, those of a list's elements in the place of the list's own."""
-    found: list[Form] = []
+def forms_of(values: Iterable[Value], *, parts: bool = False) -> list[AffineForm]:
+    """The forms of the values that have one; with `parts`, those of the elements instead of that of a list."""
+    found: list[AffineForm] = []
     for value in values:
-        listed = as_parts(value) if parts and isinstance(value, Call) else None
+        listed = as_parts(value) if parts and isinstance(value, InputValue) else None
         form = as_form(value)
         found += listed if listed is not None else [form] if form is not None else []
     return found

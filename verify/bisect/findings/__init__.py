@@ -1,4 +1,4 @@
-"""What a fault is: one row per kind, tried in order; a new kind is one function and one row."""
+"""Describes a fault in words: one function per kind, tried in order; a new kind is one function and one row."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ FINDINGS: tuple[Callable[[Suspect], Finding | None], ...] = (
     wiring.other_cache,
     wiring.missing_term,
     wiring.other_output,
-    wiring.optimised,
+    wiring.optimized,
     wiring.swapped_inputs,
     wiring.other_input,
     wiring.constant,
 )
-"""Each says what it found, or nothing."""
+"""Each returns a finding, or None if the fault is of another kind."""
 
 
 def find(suspect: Suspect) -> Finding | None:
-    """The first finding; None where no row fits."""
+    """The first finding; None if no row fits."""
     return next((found for row in FINDINGS if (found := row(suspect))), None)
 
 

@@ -1,4 +1,4 @@
-"""Finding on the activation: which function the graph computes, and which the model does, by their values."""
+"""Finds another activation function, by comparing values with known functions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,
 }
 CLOSE = 2e-6
-"""Relative distance up to which a float32 graph computes a function."""
+"""Relative tolerance for a function computed in float32."""
 
 
 def activation(suspect: Suspect) -> Finding | None:
-    """The module gives the function of another name, or of none."""
+    """An activation function other than the model's."""
     for node in suspect.nodes:
         scope = suspect.scope(node)
-        ports = {record.op: record.exact for record in suspect.trail.ports if record.scope == scope}
+        ports = {record.op: record.exact for record in suspect.trace.ports if record.scope == scope}
         if IN not in ports or OUT not in ports or ports[IN].shape != ports[OUT].shape:
             continue
         if next(suspect.replay.model.get_submodule(scope).parameters(), None) is not None:
@@ -43,30 +43,30 @@ def activation(suspect: Suspect) -> Finding | None:
 
 
 def _form(suspect: Suspect) -> str:
-    """Of a function that has no name: the number that makes it another."""
+    """Describes an unknown function by its first constant."""
     numbers = (value for name in suspect.nodes[0].input if (value := suspect.constant(name)) is not None)
     number = next((float(value.reshape(())) for value in numbers if value.size == 1), None)
     return "of another form" if number is None else f"of another form (constant {number:.6g})"
 
 
 def _graph_function(suspect: Suspect, scope: str, size: int) -> str:
-    """What the graph makes of the module's input."""
-    trail = suspect.trail
-    nodes = [node for node in trail.wiring.nodes if trail.scopes.of(node) == scope]
+    """Name of the function that the graph computes in the module; empty if it is unknown."""
+    trace = suspect.trace
+    nodes = [node for node in trace.index.nodes if trace.scopes.of(node) == scope]
     made = {name for node in nodes for name in node.output}
     given = [n for node in nodes for n in node.input if n not in made and _size(suspect, n) == size]
-    handed = [n for n in made if any(trail.scopes.of(u) != scope for u in trail.wiring.users[n])]
-    pairs = ((trail.values[a], trail.values[b]) for a in given for b in handed if _size(suspect, b) == size)
+    handed = [n for n in made if any(trace.scopes.of(u) != scope for u in trace.index.users[n])]
+    pairs = ((trace.values[a], trace.values[b]) for a in given for b in handed if _size(suspect, b) == size)
     return next((name for a, b in pairs if (name := _named(a.astype(np.float64), b))), "")
 
 
 def _size(suspect: Suspect, name: str) -> int:
-    value = suspect.trail.values.get(name)
+    value = suspect.trace.values.get(name)
     return -1 if value is None else value.size
 
 
 def _named(given: Array, made: Array) -> str:
-    """The function that turns one into the other; empty for one that is not in the table."""
+    """Name of the function that maps one array to the other; empty if it is not in the table."""
     inputs = torch.from_numpy(np.ascontiguousarray(given, dtype=np.float64)).reshape(-1)
     scale = float(np.sqrt(np.mean(np.square(made, dtype=np.float64)))) or 1.0
     for name, function in FUNCTIONS.items():

@@ -1,4 +1,4 @@
-"""Findings on positions: the rotary table, ALiBi's slopes, the positions themselves."""
+"""Finds wrong positions: rotary frequencies, ALiBi slopes, position ids."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.findings.suspect import Finding, Suspect, told
+from llmconv.verify.bisect.findings.suspect import Finding, Suspect, difference
 
 CLOSE = 1e-6
 FEW = 4
-"""Positions that are shown."""
+"""Number of positions in a text."""
 
 
 def rotary_table(suspect: Suspect) -> Finding | None:
-    """Constants that should be a rotary module's frequencies."""
+    """Constants that differ from a rotary module's frequencies."""
     tables = {
         name.rpartition(".")[0]: buffer.detach().double().numpy().ravel()
         for name, buffer in suspect.replay.model.named_buffers()
@@ -26,7 +26,7 @@ def rotary_table(suspect: Suspect) -> Finding | None:
             found = suspect.constant(name)
             near = [table for table in tables.values() if found is not None and table.size == found.size > 1]
             if found is not None and near and not any(_same(found, table) for table in near):
-                return Finding(_table_told(found.ravel().astype(np.float64), near[0]), node)
+                return Finding(_table_text(found.ravel().astype(np.float64), near[0]), node)
     return None
 
 
@@ -34,7 +34,7 @@ def _same(found: Array, table: Array) -> bool:
     return bool(np.allclose(found.ravel(), table, rtol=CLOSE, atol=0))
 
 
-def _table_told(found: Array, wanted: Array) -> str:
+def _table_text(found: Array, wanted: Array) -> str:
     for name, dtype in (("float16", np.float16), ("bfloat16", None)):
         if np.array_equal(found, _through(wanted, dtype)):
             return f"rotary frequencies rounded to {name} in the graph"
@@ -53,7 +53,7 @@ def _through(table: Array, dtype: Any) -> Array:
 
 
 def _base(table: Array) -> float | None:
-    """The base of frequencies base^(-2i/d); None where they are of another form."""
+    """The base of frequencies base^(-2i/d); None if they have another form."""
     if table.size < 3 or (table <= 0).any():
         return None
     exponents = np.arange(table.size) / table.size
@@ -62,19 +62,19 @@ def _base(table: Array) -> float | None:
 
 
 def alibi_slopes(suspect: Suspect) -> Finding | None:
-    """Constants that should be the slopes of ALiBi, one for each head."""
+    """Constants that differ from the ALiBi slopes, one for each head."""
     heads = getattr(suspect.config, "num_attention_heads", None) or getattr(suspect.config, "n_head", 0)
     for node in suspect.nodes:
         for name in node.input if node.op_type == "Mul" else ():
             found = suspect.constant(name)
             if found is None or found.size != heads or found.dtype.kind != "f":
                 continue
-            wanted = [r.exact.ravel() for r in suspect.trail.by_place[suspect.scope(node), heads] if r.exact.ndim <= 2]
+            wanted = [r.exact.ravel() for r in suspect.trace.by_place[suspect.scope(node), heads] if r.exact.ndim <= 2]
             wanted = [table for table in wanted if table.dtype.kind == "f" and table[0] > table[-1]]
             if wanted and not any(np.allclose(found.ravel(), table, rtol=CLOSE) for table in wanted):
                 near = min(wanted, key=lambda table: float(np.abs(found.ravel() - table).sum()))
                 at = int(np.argmax(np.abs(found.ravel() / near - 1)))
-                return Finding(told(f"ALiBi slope of head {at}", found.ravel()[at], near[at]), node)
+                return Finding(difference(f"ALiBi slope of head {at}", found.ravel()[at], near[at]), node)
     return None
 
 
@@ -85,9 +85,9 @@ def positions(suspect: Suspect) -> Finding | None:
     for node in suspect.nodes:
         reads = {"position_ids"} & set(node.input) or any(
             value is not None and value.dtype.kind == "i" and value.size == wanted.size
-            for value in (suspect.trail.values.get(name) for name in node.input)
+            for value in (suspect.trace.values.get(name) for name in node.input)
         )
-        found = suspect.trail.values.get(node.output[0])
+        found = suspect.trace.values.get(node.output[0])
         if not reads or found is None or found.dtype.kind != "i" or found.size != wanted.size:
             continue
         numbers = found.reshape(wanted.shape)

@@ -1,4 +1,4 @@
-"""Suspect: the nodes that are wrong, and what the model has in their place; every finding is made of it."""
+"""Suspect: the failing nodes with everything known about them, from which findings are derived."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import onnx
 import torch
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement_trace import Trail
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.bisect.smallest_piece import Piece
+from llmconv.verify.bisect.agreement_trace import AgreementTrace
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.bisect.smallest_piece import FailingPiece
 from llmconv.verify.results.report import Check, Where
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """What is known of a fault.
+    """A fault to be described.
 
     Attributes:
-        replay: the call that failed.
-        where: the output that failed.
+        replay: the failed call.
+        where: the failed output.
         checks: of the whole run.
-        trail: which values agree.
-        piece: the nodes that are wrong; None where every node is right.
+        trace: the values that agree.
+        piece: the failing nodes; None if every node is correct.
     """
 
-    replay: Replay
+    replay: ReplayedCall
     where: Where
     checks: Sequence[Check]
-    trail: Trail
-    piece: Piece | None
+    trace: AgreementTrace
+    piece: FailingPiece | None
 
     @property
     def nodes(self) -> Sequence[onnx.NodeProto]:
-        """The nodes of which one is wrong; the fault is most likely the first."""
+        """The failing nodes; the fault is most likely the first."""
         return self.piece.nodes if self.piece else ()
 
     def scope(self, node: onnx.NodeProto) -> str:
         """The module of a node."""
-        return self.trail.scope(node)
+        return self.trace.scope(node)
 
     def module(self, node: onnx.NodeProto) -> torch.nn.Module:
-        """The eager model's module for a node."""
+        """The eager model's module of a node."""
         return self.replay.model.get_submodule(self.scope(node))
 
     @property
@@ -57,26 +57,26 @@ class Suspect:
 
     @cached_property
     def _constants(self) -> dict[str, onnx.TensorProto]:
-        return {t.name: t for t in self.replay.tapped.model.graph.initializer if not t.external_data}
+        return {t.name: t for t in self.replay.probe.model.graph.initializer if not t.external_data}
 
     @cached_property
     def weights(self) -> set[str]:
-        """Initializers that are no small constants of the exporter's: mapped, or named as a parameter of the model."""
+        """Names of the initializers that are weights: external data, or named after a parameter of the model."""
         named = {name for name, _ in self.replay.model.named_parameters()}
-        graph = self.replay.tapped.model.graph
+        graph = self.replay.probe.model.graph
         return {t.name for t in graph.initializer if t.external_data or t.name in named}
 
     def constant(self, name: str) -> Array | None:
-        """The value of an inline constant."""
+        """The value of an inline constant; None for other values."""
         if name in self._constants:
             return onnx.numpy_helper.to_array(self._constants[name])
-        node = self.trail.wiring.maker.get(name)
+        node = self.trace.index.maker.get(name)
         if node is not None and node.op_type == "Constant" and node.attribute[0].HasField("t"):
             return onnx.numpy_helper.to_array(node.attribute[0].t)
         return None
 
     def scalars(self, *ops: str) -> Iterator[tuple[onnx.NodeProto, float]]:
-        """Numbers that nodes of these operators read."""
+        """Single-element constants that nodes of these operators read."""
         for node in self.nodes:
             for name in node.input if node.op_type in ops else ():
                 value = self.constant(name)
@@ -84,7 +84,7 @@ class Suspect:
                     yield node, float(value.reshape(()))
 
     def attributes(self, *names: str) -> Iterator[tuple[onnx.NodeProto, float]]:
-        """Numeric attributes of the nodes."""
+        """Numeric attributes of the nodes, by these names."""
         for node in self.nodes:
             for attribute in node.attribute:
                 if attribute.name in names:
@@ -93,11 +93,11 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, in words.
+    """The description of a fault.
 
     Attributes:
         text: such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
-        node: the node that has it; None where no node is wrong.
+        node: the faulty node; None if no node is wrong.
     """
 
     text: str
@@ -105,10 +105,16 @@ class Finding:
 
 
 def differ(found: float, wanted: float) -> bool:
-    """Not the same number in float32."""
+    """Whether two numbers differ in float32."""
     return not np.isclose(found, wanted, rtol=1e-6, atol=0)
 
 
-def told(what: str, found: float, wanted: float) -> str:
-    """`epsilon 1e-05 in the graph, 1e-06 in the model`."""
+def difference(what: str, found: float, wanted: float) -> str:
+    """A text such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
+
+    Args:
+        what: name of the number.
+        found: its value in the graph.
+        wanted: its value in the model.
+    """
     return f"{what} {found:.6g} in the graph, {wanted:.6g} in the model"

@@ -1,4 +1,4 @@
-"""Findings on weights: another tensor, other values, transposed, a bias that is missing."""
+"""Finds wrong weights: another tensor, other values, a transposed matrix, a missing bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "FusedGemm", "MatMulNBits"}
 
 
 def audited(suspect: Suspect) -> Finding | None:
-    """What the weight audit says of a tensor that the nodes read."""
+    """A failed weight audit of a tensor that the nodes read."""
     problems = [
         problem
         for check in suspect.checks
@@ -28,7 +28,7 @@ def audited(suspect: Suspect) -> Finding | None:
 
 
 def other_weight(suspect: Suspect) -> Finding | None:
-    """A module that reads the weight of another."""
+    """A module that reads the weight of another module."""
     parameters = dict(suspect.replay.model.named_parameters(remove_duplicate=False))
     for node in suspect.nodes:
         own = {name: p for name, p in suspect.module(node).named_parameters(recurse=False)}
@@ -38,12 +38,12 @@ def other_weight(suspect: Suspect) -> Finding | None:
                 continue
             if not any(used is p or (used.shape == p.shape and torch.equal(used, p)) for p in own.values()):
                 wanted = next((key for key, p in own.items() if p.dim() == used.dim()), next(iter(own)))
-                return Finding(f"reads `{name}`, the model has `{suspect.scope(node)}.{wanted}` there", node)
+                return Finding(f"reads `{name}`, the model has `{suspect.scope(node)}.{wanted}` instead", node)
     return None
 
 
 def transposed(suspect: Suspect) -> Finding | None:
-    """A product with a matrix the wrong way round; transformers' Conv1D keeps its matrix as (in, out)."""
+    """A product with a transposed matrix; transformers' Conv1D stores its matrix as (in, out)."""
     for node in suspect.nodes:
         module = suspect.module(node)
         flag = next((a.i for a in node.attribute if a.name == "transB"), 0)
@@ -57,21 +57,21 @@ def transposed(suspect: Suspect) -> Finding | None:
 
 
 def missing_bias(suspect: Suspect) -> Finding | None:
-    """A module with a bias of which no node reads one."""
+    """A module whose bias no node reads."""
     for node in suspect.nodes:
         scope, bias = suspect.scope(node), getattr(suspect.module(node), "bias", None)
         if not scope or not isinstance(bias, torch.Tensor):
             continue
         name = f"{scope}.bias"
-        if not any(_adds(other, name, suspect) for other in suspect.trail.wiring.nodes):
+        if not any(_adds(other, name, suspect) for other in suspect.trace.index.nodes):
             return Finding(f"no bias in the graph, the model adds `{name}`", node)
     return None
 
 
 def _adds(node: onnx.NodeProto, name: str, suspect: Suspect) -> bool:
-    """Whether a node reads the bias, under its name or in its module under another."""
+    """Whether a node reads the bias, by its name or by another name in the same module."""
     if name in node.input:
         return True
-    return suspect.trail.scopes.of(node) == name.rpartition(".")[0] and any(
-        item not in suspect.trail.wiring.maker and "bias" in item for item in node.input
+    return suspect.trace.scopes.of(node) == name.rpartition(".")[0] and any(
+        item not in suspect.trace.index.maker and "bias" in item for item in node.input
     )

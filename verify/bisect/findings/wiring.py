@@ -1,4 +1,4 @@
-"""Findings on wires: the cache or the output of another place, a term that is missing, a constant."""
+"""Finds wrong connections: another layer's cache, a missing term, exchanged inputs or outputs, a constant."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llmconv.verify.bisect.findings.suspect import Finding, Suspect
 from llmconv.verify.bisect.module_scopes import layer_of_scope
 
 ATTEMPTS = 60
-"""Values that are tried in place of another."""
+"""Maximum number of values that are tried in place of an input."""
 
 
 def other_cache(suspect: Suspect) -> Finding | None:
-    """A layer that reads the cache of another."""
+    """A layer that reads the cache of another layer."""
     for node in suspect.nodes:
         own = layer_of_scope(suspect.scope(node))
         for name in node.input:
@@ -28,17 +28,17 @@ def other_cache(suspect: Suspect) -> Finding | None:
 
 
 def missing_term(suspect: Suspect) -> Finding | None:
-    """A node that hands on one of the terms that the model adds."""
+    """A node that passes on one term of a sum in the model."""
     for node in suspect.nodes:
         if node.op_type == "Identity" and _adds(suspect, node):
-            return Finding(f"hands on `{node.input[0]}` alone, the model adds to it", node)
+            return Finding(f"passes on `{node.input[0]}` only, the model adds to it", node)
     return None
 
 
 def _adds(suspect: Suspect, node: onnx.NodeProto) -> bool:
-    """Whether the model adds something in the node's module that is as large, or has the value in it many times."""
-    value = suspect.trail.values.get(node.output[0])
-    places = suspect.trail.by_place.items() if value is not None and value.size else ()
+    """Whether the model has an addition in the node's module with the size of the value or a multiple of it."""
+    value = suspect.trace.values.get(node.output[0])
+    places = suspect.trace.by_place.items() if value is not None and value.size else ()
     return any(
         scope == suspect.scope(node) and value is not None and size % value.size == 0 and "add" in record.op
         for (scope, size), records in places
@@ -47,18 +47,18 @@ def _adds(suspect: Suspect, node: onnx.NodeProto) -> bool:
 
 
 def swapped_inputs(suspect: Suspect) -> Finding | None:
-    """One node that gives the model's value once two of its inputs change places."""
+    """A single node that agrees once two of its inputs are exchanged."""
     node = _alone(suspect)
     for first, second in combinations(range(len(node.input)), 2) if node is not None else ():
         names = [node.input[first], node.input[second]] if node is not None else []
         if node is not None and all(names) and _is_right(suspect, node, {first: names[1], second: names[0]}):
-            return Finding(f"reads `{names[0]}` and `{names[1]}` the wrong way round", node)
+            return Finding(f"reads `{names[0]}` and `{names[1]}` in exchanged order", node)
     return None
 
 
 def other_input(suspect: Suspect) -> Finding | None:
-    """One node that gives the model's value once it reads another value of the same shape, made nearby."""
-    node, values = _alone(suspect), suspect.trail.values
+    """A single node that agrees once it reads another value of the same shape, computed nearby."""
+    node, values = _alone(suspect), suspect.trace.values
     if node is None:
         return None
     near = _values_near(suspect, node)
@@ -70,72 +70,72 @@ def other_input(suspect: Suspect) -> Finding | None:
     ]
     for place, other in pairs[:ATTEMPTS]:
         if _is_right(suspect, node, {place: other}, near):
-            return Finding(f"reads `{node.input[place]}`, with `{other}` in its place it agrees", node)
+            return Finding(f"reads `{node.input[place]}`, but agrees with `{other}` instead", node)
     return None
 
 
 def _values_near(suspect: Suspect, node: onnx.NodeProto) -> dict[str, Array]:
-    """Values that are made before the node in its layer, or outside the layers; the nearest first."""
-    wiring, layer = suspect.trail.wiring, layer_of_scope(suspect.scope(node))
-    before = wiring.nodes[: wiring.order[id(node)]]
-    made = [n for n in reversed(before) if not wiring.is_shape(n) and layer_of_scope(suspect.scope(n)) in (layer, None)]
+    """Values computed before the node in its layer or outside the layers, nearest first."""
+    index, layer = suspect.trace.index, layer_of_scope(suspect.scope(node))
+    before = index.nodes[: index.order[id(node)]]
+    made = [n for n in reversed(before) if not index.is_shape(n) and layer_of_scope(suspect.scope(n)) in (layer, None)]
     made.sort(key=lambda n: layer_of_scope(suspect.scope(n)) is None)
     names = [name for n in made for name in n.output if name][: 2 * ATTEMPTS]
-    return suspect.replay.tapped.read(suspect.replay.feeds, names)
+    return suspect.replay.probe.read(suspect.replay.feeds, names)
 
 
 def _alone(suspect: Suspect) -> onnx.NodeProto | None:
-    """The node of a piece that is no more than one."""
+    """The node of a piece with a single node."""
     return suspect.nodes[0] if len(suspect.nodes) == 1 else None
 
 
 def _is_right(
     suspect: Suspect, node: onnx.NodeProto, inputs: Mapping[int, str], more: Mapping[str, Array] | None = None
 ) -> bool:
-    """Whether the node gives the model's value once it reads others in these places, which may be among `more`."""
+    """Whether the node agrees once it reads these inputs instead, whose values may be in `more`."""
     piece = suspect.piece
     if piece is None or piece.expected is None:
         return False
     changed = onnx.NodeProto.FromString(node.SerializeToString())
     changed.input[:] = [inputs.get(place, name) for place, name in enumerate(node.input)]
-    values = {**(more or {}), **suspect.replay.feeds, **suspect.trail.values}
-    found = suspect.replay.tapped.run_piece([changed], values, piece.output)
-    return found is not None and suspect.trail.comparison.agrees(piece.expected, found)
+    values = {**(more or {}), **suspect.replay.feeds, **suspect.trace.values}
+    found = suspect.replay.probe.run_piece([changed], values, piece.output)
+    return found is not None and suspect.trace.comparison.agrees(piece.expected, found)
 
 
 def other_output(suspect: Suspect) -> Finding | None:
-    """Outputs under each other's names: every node is right, but not what its value is called."""
+    """Exchanged names of outputs, with all nodes correct."""
     name = suspect.where.output
-    found = suspect.trail.values.get(name)
+    found = suspect.trace.values.get(name)
     if suspect.piece or found is None:
         return None
     for other, record in suspect.replay.outputs().items():
-        if other != name and suspect.trail.comparison.agrees(record, found):
-            return Finding(f"`{name}` holds what the model has as `{other}`")
+        if other != name and suspect.trace.comparison.agrees(record, found):
+            return Finding(f"`{name}` contains the model's `{other}`")
     return None
 
 
-def optimised(suspect: Suspect) -> Finding | None:
-    """The graph is right, what onnxruntime makes of it is not."""
+def optimized(suspect: Suspect) -> Finding | None:
+    """A correct graph that onnxruntime's optimization breaks."""
     name = suspect.where.output
-    record, found = suspect.replay.outputs().get(name), suspect.trail.values.get(name)
-    if suspect.piece or record is None or found is None or not suspect.trail.comparison.agrees(record, found):
+    record, found = suspect.replay.outputs().get(name), suspect.trace.values.get(name)
+    if suspect.piece or record is None or found is None or not suspect.trace.comparison.agrees(record, found):
         return None
-    return Finding("the graph agrees while onnxruntime's graph optimisation is off: one of its rewrites is wrong here")
+    return Finding("the graph agrees with onnxruntime's graph optimization off: one of its rewrites is wrong here")
 
 
 def constant(suspect: Suspect) -> Finding | None:
-    """The numbers that the first node works with, unless other nodes of its kind work with the same."""
+    """The constants of the first node, if other nodes of its operator have different ones."""
     for node in suspect.nodes[:1]:
         numbers = _numbers(suspect, node)
-        others = (one for one in suspect.trail.wiring.nodes if one.op_type == node.op_type and one is not node)
+        others = (one for one in suspect.trace.index.nodes if one.op_type == node.op_type and one is not node)
         if numbers and not any(_numbers(suspect, other) == numbers for other in others):
-            said = " and ".join(f"{number:.8g}" for number in numbers)
-            return Finding(f"`{node.name}` has the constant{'s' * (len(numbers) > 1)} {said}", node)
+            listed = " and ".join(f"{number:.8g}" for number in numbers)
+            return Finding(f"`{node.name}` has the constant{'s' * (len(numbers) > 1)} {listed}", node)
     return None
 
 
 def _numbers(suspect: Suspect, node: onnx.NodeProto) -> list[float]:
-    """Constants of a node that are single floats."""
+    """The single-element float constants of a node."""
     values = [suspect.constant(name) for name in node.input]
     return [float(v.reshape(())) for v in values if v is not None and v.size == 1 and v.dtype.kind == "f"]

@@ -1,8 +1,8 @@
-"""Constants of half-precision graphs: which number of the model one is the rounding of.
+"""KnownConstants: numbers of the model that the constants of a half-precision graph may be roundings of.
 
-The eager model multiplies a float16 tensor by the number 0.044715 and rounds the product; a graph has to hold that
-number as float16 and rounds it too. In half precision nobody sees it, in a float32 copy of the graph it would be a
-difference. So the copy takes the number that was rounded, where it is one that the model knows.
+The eager model multiplies a float16 tensor by 0.044715 and rounds the product; a graph stores that number as float16
+and so rounds it, too. This is invisible in half precision, but a difference in a float32 copy of the graph. So the copy
+uses the exact number if it is one of the model's.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from llmconv.tensors import Array
 from llmconv.verify.results.measure import ULPS
 
 FEW = 8
-"""Elements up to which an initializer is taken for numbers of a formula."""
+"""Maximum number of elements of an initializer that is treated as constants of a formula."""
 
 EQUAL = 0.99
-"""Share of a table that must be equal, up to one unit in the last place of 1; what is not stays as it is."""
+"""Minimum share of equal elements of a table, up to one unit in the last place of 1; others are not replaced."""
 
 PLAIN_BITS = 4
-"""A number of so few significant bits stands for itself: 0.5, 3, 10."""
+"""Numbers with at most this many significant bits are exact: 0.5, 3, 10."""
 
 OF_FORMULAS = (
     *(0.044715, sqrt(2 / pi), sqrt(2), 1 / sqrt(2), 1.702, 0.7978845608, 0.3989422804, 1 / log2(np.e), log2(np.e)),
     *(0.7978845608 * 0.044715, 1 / 3, 2 / 3, 1 / 6),
 )
-"""What activations are made of."""
+"""Constants of activation functions."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a model computes with, beside its weights.
+class KnownConstants:
+    """Numbers with which a model computes, other than its weights.
 
     Attributes:
-        numbers: those of its activations, and those of its config with their roots and reciprocals.
-        frequencies: of its rotary embeddings, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
+        numbers: constants of activation functions, and numbers of its config with their roots and reciprocals.
+        frequencies: rotary frequencies, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
     """
 
     numbers: Sequence[float] = ()
     frequencies: Sequence[tuple[Array, float]] = ()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], frequencies: Sequence[tuple[Array, float]]) -> Known:
-        """Of the model with that `config.json`."""
+    def of(cls, config: Mapping[str, Any], frequencies: Sequence[tuple[Array, float]]) -> KnownConstants:
+        """The constants of a model with the given `config.json` and rotary frequencies."""
         return cls(_known_numbers(config), frequencies)
 
     def restored(self, values: Array) -> Array:
-        """Half-precision numbers in float32, each as the known number that it is the rounding of.
+        """Half-precision values in float32, replaced by the known numbers that they are roundings of.
 
         Args:
-            values: float16 or bfloat16, any shape: a few numbers, a rotary table, or what is widened as it is.
+            values: float16 or bfloat16, any shape: a few numbers, a rotary table, or other values, which are only cast.
         """
         if values.size <= FEW:
             return _restored(values, self.numbers)
@@ -66,12 +66,12 @@ class Known:
         return wide
 
     def is_rotary(self, shape: tuple[int, ...]) -> bool:
-        """Whether a table of that shape may be cosines or sines by position."""
+        """Whether a table of that shape may contain cosines or sines by position."""
         widths = {len(frequencies) * times for frequencies, _ in self.frequencies for times in (1, 2)}
         return len(shape) == 2 and shape[1] in widths
 
     def _tables(self, shape: tuple[int, ...]) -> Iterator[Array]:
-        """Cosines and sines by position, float32, that such a table may be."""
+        """Possible tables of that shape: cosines and sines by position, float32."""
         for frequencies, factor in self.frequencies if self.is_rotary(shape) else ():
             if shape[1] % len(frequencies) == 0:
                 times = shape[1] // len(frequencies)
@@ -80,11 +80,11 @@ class Known:
 
 
 def _known_numbers(config: Mapping[str, Any]) -> list[float]:
-    """See `Known.numbers`."""
-    given = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
+    """See `KnownConstants.numbers`."""
+    numbers = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
     per_head = _head_size(config)
     found = list(OF_FORMULAS)
-    for value in [*given, *([per_head] if per_head else [])]:
+    for value in [*numbers, *([per_head] if per_head else [])]:
         size = abs(value)
         found += [value, -value, 1 / value, sqrt(size), 1 / sqrt(size), size**0.25, size**-0.25]
     return found
@@ -97,7 +97,7 @@ def _head_size(config: Mapping[str, Any]) -> float | None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All numbers inside."""
+    """All numbers in a JSON value."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
         yield float(value)
     inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
@@ -106,17 +106,17 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _restored(values: Array, known: Sequence[float]) -> Array:
-    """Of several numbers that a value may be the rounding of the first; one that stands for itself stays."""
+    """The first known number with each value as its rounding; exact values are not replaced."""
     wide = values.astype(np.float32)
     candidates = np.array(known, dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = candidates.astype(values.dtype).astype(np.float32)
     for at, value in enumerate(wide.flat):
         matching = candidates[rounded == value]
-        if matching.size and not _is_plain(float(value)) and float(value) not in matching:
+        if matching.size and not _is_exact(float(value)) and float(value) not in matching:
             wide.flat[at] = np.float32(matching[0])
     return wide
 
 
-def _is_plain(value: float) -> bool:
+def _is_exact(value: float) -> bool:
     return float(frexp(value)[0] * 2**PLAIN_BITS).is_integer()

@@ -1,7 +1,7 @@
-"""How exporters name a decoder's inputs and outputs: one file per exporter in this folder, found by listing it.
+"""Names of a decoder's inputs and outputs by exporter: one file per exporter in this folder, found by listing it.
 
-A row from outside the package is one call of `register_port_map`, an entry point in the group `llmconv.port_maps` whose
-object is a `PortMap`, or a JSON file with the same fields that `--input-map` names.
+Other packages add a map with `register_port_map`, or with an entry point in the group `llmconv.port_maps` whose object
+is a `PortMap`; `--input-map` also accepts a JSON file with the same fields.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _registered: dict[str, PortMap] = {}
 
 @checked
 def register_port_map(port_map: PortMap) -> None:
-    """Adds a row, or replaces the one of that name."""
+    """Adds a map, or replaces the map with the same name."""
     _registered[port_map.name] = port_map
 
 
 @cache
 def _built_in() -> dict[str, PortMap]:
-    """The rows of this folder, then those of installed packages."""
+    """The maps of this folder and of installed packages, by name."""
     maps = list(plugins(__name__, "MAP", PortMap).values())
     maps += [entry.load() for entry in entry_points(group=ENTRY_POINTS)]
     return {port_map.name: port_map for port_map in maps}
 
 
 def port_maps() -> dict[str, PortMap]:
-    """All rows by name."""
+    """All maps by name."""
     return {**_built_in(), **_registered}
 
 
 def find_port_maps(name: str) -> list[PortMap]:
-    """The rows to try: all of them for `auto`, else the one of that name or of that JSON file.
+    """The maps to try: all maps for `auto`, else the map with that name or from that JSON file.
 
     Raises:
-        UsageProblem: there is no such row and no such file.
-        MalformedInput: the file does not describe one.
+        UsageProblem: there is no such map and no such file.
+        MalformedInput: the file is not an input map.
     """
     table = port_maps()
     if name == AUTO:
@@ -57,13 +57,13 @@ def find_port_maps(name: str) -> list[PortMap]:
         return [table[name]]
     if not Path(name).is_file():
         raise UsageProblem(
-            f"there is no input map `{name}`", hint=f"give {AUTO}, {', '.join(sorted(table))}, or a JSON file"
+            f"unknown input map `{name}`", hint=f"give {AUTO}, {', '.join(sorted(table))}, or a JSON file"
         )
     return [_from_json(Path(name))]
 
 
 def _from_json(path: Path) -> PortMap:
-    """A row whose lists of names may be one name."""
+    """The map in a JSON file, in which a list of names may be a single name."""
     given = {"name": path.stem, "title": path.name, **read_json(path, by_hand=True)}
     several = {field.name for field in fields(PortMap) if not isinstance(field.default, str)} - {"name", "title"}
     row: dict[str, Any] = {
@@ -74,5 +74,5 @@ def _from_json(path: Path) -> PortMap:
         return PortMap(**row)
     except (TypeError, ValueError) as error:
         raise MalformedInput(
-            f"`{path.name}` is no input map: {error}", hint="docs/verification.md shows the fields of one"
+            f"`{path.name}` is not an input map: {error}", hint="docs/verification.md shows the fields of one"
         ) from error

@@ -1,4 +1,4 @@
-"""The model builder of onnxruntime-genai: `python -m onnxruntime_genai.models.builder`; keys come before all values."""
+"""The model builder of onnxruntime-genai, `python -m onnxruntime_genai.models.builder`; keys come before all values."""
 
 from llmconv.verify.other_exporters.port_map import PortMap
 

@@ -1,4 +1,4 @@
-"""llmconv's own graphs of keys and values, where they lie without their folder's manifest."""
+"""llmconv's own graphs without the manifest of their folder."""
 
 from llmconv.verify.other_exporters.port_map import PortMap
 

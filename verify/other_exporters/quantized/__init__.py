@@ -1,1 +1,1 @@
-"""Graphs with quantised weights: what they store in place of the model's matrices, and what that costs."""
+"""Graphs with quantized weights: how they store matrices, their rounding errors, and the loss of accuracy."""

@@ -1,7 +1,7 @@
-"""What quantisation cost: the graph as it is shipped against the model at full precision, token by token.
+"""The loss of accuracy by quantization: the unchanged graph and the model at full precision, token by token.
 
-Divergence is KL(model || graph) of the next token, in nats; a perplexity is exp of the mean negative log-likelihood of
-a text's tokens, in pieces that do not overlap, of which the first token is given.
+Divergence is KL(model || graph) of the next token, in nats; perplexity is exp of the mean negative log-likelihood of a
+text's tokens, without the first token of each of its non-overlapping pieces.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from llmconv.runtime.runner import Cache, Runner, default_positions
 from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.tensors import Array
 from llmconv.verify.results.measure import divergence_of, log_probabilities
-from llmconv.verify.results.quantization import Cost
+from llmconv.verify.results.quantization import AccuracyCost
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.calls import Facts
+from llmconv.verify.scenarios.calls import ModelFacts
 
 CHECK = "cost of quantisation"
 PIECE = {"quick": 256, "full": 1024}
-"""Tokens of a piece at most."""
+"""Maximum number of tokens per piece."""
 TOKENS = {"quick": 1024, "full": 16384}
-"""Tokens in all at most."""
+"""Maximum total number of tokens."""
 PERCENTILES = {"median": 50.0, "p99": 99.0, "p99_9": 99.9}
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a user demands; None where nothing.
+class AccuracyLimits:
+    """Limits of the loss of accuracy; None for no limit.
 
     Attributes:
-        divergence: nats per token, of the mean.
-        agreement: share of tokens whose likeliest next one is the model's.
+        divergence: maximum mean divergence in nats per token.
+        agreement: minimum share of tokens with the same most likely next token.
     """
 
     divergence: float | None = None
@@ -45,37 +45,48 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What the two are compared on.
+class TokenSample:
+    """The tokens of a comparison.
 
     Attributes:
-        pieces: token ids, `[1, tokens]` each.
-        is_text: they are a text, so they have a perplexity.
+        pieces: token ids, int64 `[1, tokens]` each.
+        is_text: whether they are a text, which has a perplexity.
     """
 
     pieces: Sequence[Array]
     is_text: bool
 
 
-def sample_of(text: Path | None, folder: Path, facts: Facts, suite: str, trust_remote_code: bool = False) -> Sample:
-    """The beginning of a text file as tokens of the model, or as many random tokens, always the same.
+def token_sample(
+    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
+) -> TokenSample:
+    """The tokens of the beginning of a text, or the same number of random tokens with a fixed seed.
+
+    Args:
+        text: a text file; None for random tokens.
+        folder: folder of the model with its tokenizer.
+        facts: sizes of the model.
+        suite: `quick` or `full`.
+        trust_remote_code: whether custom code of the tokenizer may run.
 
     Raises:
-        InputRefused: the file is no text, or too short; or the model's folder has no tokenizer.
+        InputRefused: the file is not a text or too short, or the folder has no matching tokenizer.
     """
     length = min(PIECE[suite], facts.max_positions or PIECE[suite])
     if text is None:
         rng = np.random.default_rng(zlib.crc32(CHECK.encode()))
         count = TOKENS[suite] // length
-        return Sample([rng.integers(0, facts.vocab_size, (1, length)) for _ in range(count)], is_text=False)
+        return TokenSample([rng.integers(0, facts.vocab_size, (1, length)) for _ in range(count)], is_text=False)
     ids = _tokens(text, folder, trust_remote_code)[: TOKENS[suite]]
     pieces = [np.array([ids[start : start + length]], dtype=np.int64) for start in range(0, len(ids), length)]
     pieces = [piece for piece in pieces if piece.shape[1] > 1]
     if not pieces:
         raise InputRefused(f"`{text}` has {len(ids)} tokens", hint="give a text of some pages")
     if int(max(piece.max() for piece in pieces)) >= facts.vocab_size:
-        raise InputRefused(f"the tokenizer of `{folder}` has tokens that the model has not", hint="copy the right one")
-    return Sample(pieces, is_text=True)
+        raise InputRefused(
+            f"the tokenizer of `{folder}` has more tokens than the model", hint="copy the model's tokenizer"
+        )
+    return TokenSample(pieces, is_text=True)
 
 
 def _tokens(text: Path, folder: Path, trust_remote_code: bool) -> list[int]:
@@ -84,19 +95,20 @@ def _tokens(text: Path, folder: Path, trust_remote_code: bool) -> list[int]:
     except OSError as error:
         raise InputRefused(f"cannot read `{text}`: {error.strerror}", hint="`--text` takes a file") from error
     except UnicodeDecodeError as error:
-        raise InputRefused(f"`{text}` is no text in UTF-8", hint="`--text` takes a plain text file") from error
+        raise InputRefused(f"`{text}` is not UTF-8 text", hint="`--text` takes a plain text file") from error
     tokenizer = load_tokenizer(folder, trust_remote_code)
     ids: list[int] = tokenizer(content, verbose=False)["input_ids"]
     return ids
 
 
-def measure_cost(graph: str, shipped: Runner, model: Runner, sample: Sample) -> Cost:
-    """Runs both on every piece.
+def measure_cost(graph: str, shipped: Runner, model: Runner, sample: TokenSample) -> AccuracyCost:
+    """Runs the graph and the model on every piece and compares their logits.
 
     Args:
-        graph: its name.
-        shipped: the graph.
-        model: at full precision.
+        graph: name of the graph.
+        shipped: the unchanged graph.
+        model: the model at full precision.
+        sample: the tokens.
     """
     nats: list[Array] = []
     agreed: list[Array] = []
@@ -109,7 +121,7 @@ def measure_cost(graph: str, shipped: Runner, model: Runner, sample: Sample) -> 
         losses.append([-np.take_along_axis(one[:-1], following, -1)[:, 0] for one in (wanted, found)])
     each = np.concatenate(nats)
     perplexities = [float(np.exp(np.concatenate(one).mean())) for one in zip(*losses, strict=True)]
-    return Cost(
+    return AccuracyCost(
         graph=graph,
         tokens=len(each),
         divergence={
@@ -122,22 +134,22 @@ def measure_cost(graph: str, shipped: Runner, model: Runner, sample: Sample) -> 
     )
 
 
-def check_cost(cost: Cost, limits: Limits) -> list[Check]:
-    """One check where a limit was given."""
+def check_cost(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:
+    """One check if there are limits, else none."""
     problems = []
     mean = cost.divergence["mean"]
     if limits.divergence is not None and not mean <= limits.divergence:
-        problems.append(f"mean divergence {mean:.3g} nats, more than {limits.divergence:g}")
+        problems.append(f"mean divergence {mean:.3g} nats, limit {limits.divergence:g}")
     if limits.agreement is not None and not cost.agreement >= limits.agreement:
-        problems.append(f"agreement {cost.agreement:.4f}, less than {limits.agreement:g}")
-    if limits == Limits():
+        problems.append(f"agreement {cost.agreement:.4f}, limit {limits.agreement:g}")
+    if limits == AccuracyLimits():
         return []
     verdict, detail = ("fail", "; ".join(problems)) if problems else ("pass", cost.text)
     return [Check(CHECK, cost.graph, "", verdict=verdict, detail=detail, agreement=cost.agreement, divergence=mean)]
 
 
 def _logits(runner: Runner, ids: Array) -> Array:
-    """Logits of every token, `[tokens, vocabulary]` in float64; one by one where only the last one's are given."""
+    """Logits of every token, float64 `[tokens, vocabulary]`; one step per token if a graph returns the last only."""
     mask = np.ones_like(ids)
     step = runner.prefill(ids, mask, default_positions(mask, ids.shape[1]))
     if step.logits.shape[1] == ids.shape[1]:

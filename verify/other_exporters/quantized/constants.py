@@ -1,4 +1,4 @@
-"""Constants: the values in a graph that are known without running it, integers of less than a byte unpacked."""
+"""Constants: the constant values of a graph; integers of less than a byte are unpacked."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from llmconv.runtime.onnxruntime.guard import external_fields, nodes
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
 
-SMALL = {
+SUB_BYTE = {
     name: (bits, name.startswith("INT"))
     for name, bits in (("UINT4", 4), ("INT4", 4), ("UINT2", 2), ("INT2", 2))
     if hasattr(TensorProto, name)
 }
-"""Element types that share bytes: bits, and whether they have a sign."""
+"""Element types of less than a byte: number of bits, and whether they are signed."""
 
-UNCHANGED = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
-"""What moves no element."""
+RESHAPING = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
+"""Operators that keep the order of elements."""
 DEPTH = 8
 
 
 class Constants:
-    """Initializers and `Constant` nodes of a graph, also behind operators that move no element.
+    """Initializers and `Constant` nodes of a graph, possibly reshaped.
+
+    Attributes:
+        makers: the node that computes each value.
+        users: the nodes that read each value.
 
     Args:
-        model: without its weights.
-        folder: that external data lies in.
+        model: the graph without its weights.
+        folder: folder of its external data.
     """
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
@@ -45,21 +49,21 @@ class Constants:
             for name in node.input:
                 self.users[name].append(node)
 
-    def home(self, name: str) -> str:
-        """The initializer that a value is, in another shape perhaps; empty where it is none."""
+    def initializer(self, name: str) -> str:
+        """The initializer of a value, possibly in another shape; empty if there is none."""
         for _ in range(DEPTH):
             if name in self._tensors:
                 return name
             maker = self.makers.get(name)
-            if maker is None or maker.op_type not in UNCHANGED:
+            if maker is None or maker.op_type not in RESHAPING:
                 return ""
             name = maker.input[0]
         return ""
 
     def array(self, name: str) -> Array | None:
-        """The values in their stored shape, integers of four or two bits as int8 or uint8; None if not constant."""
-        if home := self.home(name):
-            return self._read(self._tensors[home])
+        """A constant in its stored shape, integers of 4 or 2 bits as int8 or uint8; None if it is not constant."""
+        if initializer := self.initializer(name):
+            return self._read(self._tensors[initializer])
         maker = self.makers.get(name)
         if maker is not None and maker.op_type == "Constant":
             value = next((attribute.t for attribute in maker.attribute if attribute.name == "value"), None)
@@ -67,22 +71,22 @@ class Constants:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the initializer that a value is."""
-        return tuple(self._tensors[self.home(name)].dims)
+        """Shape of the initializer of a value."""
+        return tuple(self._tensors[self.initializer(name)].dims)
 
     def after(self, name: str) -> Iterator[onnx.NodeProto]:
-        """What uses a value, looked for behind operators that only move its elements or cast them."""
+        """The nodes that use a value, directly or after it was reshaped, transposed or cast."""
         waiting, seen = [name], set()
         while waiting:
             for node in self.users.get(waiting.pop(), []):
-                if node.op_type in {*UNCHANGED, "Transpose", "Cast"} and node.output[0] not in seen:
+                if node.op_type in {*RESHAPING, "Transpose", "Cast"} and node.output[0] not in seen:
                     seen.add(node.output[0])
                     waiting.append(node.output[0])
                 else:
                     yield node
 
     def _read(self, tensor: onnx.TensorProto) -> Array | None:
-        bits, signed = SMALL.get(TensorProto.DataType.Name(tensor.data_type), (0, False))
+        bits, signed = SUB_BYTE.get(TensorProto.DataType.Name(tensor.data_type), (0, False))
         if not bits:
             return initializer_values(tensor, self._folder)
         dtype, fields = np.int8 if signed else np.uint8, external_fields(tensor)
@@ -98,7 +102,7 @@ class Constants:
 
 
 def unpacked(raw: Array, bits: int) -> Array:
-    """Codes of `bits` bits from bytes, along the last axis, those of the low bits first (onnx.proto, `UINT4`)."""
+    """Codes of `bits` bits from bytes, along the last axis, low bits first (onnx.proto, `UINT4`)."""
     if bits == 8:
         return raw
     places = np.arange(0, 8, bits, dtype=np.uint8)

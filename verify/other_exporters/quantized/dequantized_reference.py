@@ -1,4 +1,4 @@
-"""The shadow of a model: a temporary folder whose tensors are what a graph's quantised weights stand for."""
+"""The dequantized reference: a temporary folder of the model with the dequantized weights of a graph."""
 
 from __future__ import annotations
 
@@ -17,75 +17,77 @@ from llmconv.output.plan import Shard, json_bytes
 from llmconv.output.streaming import stream_shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.quantized.tensor_matching import Found, Placement
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
 TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
-class Tie:
-    """A head that is the embedding: the embedding's name in the checkpoint, and the head's."""
+class TiedHead:
+    """The names, in the checkpoint, of an embedding and of the head that shares its weights."""
 
     embedding: str
     head: str
 
 
-def tie_of(model: Any, reference: Mapping[str, LazyTensor]) -> Tie | None:
-    """How a transformers model ties its head; None where it has one of its own."""
+def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | None:
+    """The tied embedding and head of a transformers model; None if the head has its own weights."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: f"{name}.weight" for name, module in model.named_modules() if module in (head, embedding)}
-    return Tie(reference_name(names[embedding], reference) or names[embedding], names[head])
+    return TiedHead(reference_name(names[embedding], reference) or names[embedding], names[head])
 
 
-Pieces = dict[str, list[tuple[Found, Placement]]]
+Replacements = dict[str, list[tuple[MatchedMatrix, TensorMatch]]]
 
 
-def _pieces(found: Sequence[Found], tie: Tie | None) -> Pieces:
-    """What replaces which tensor; of a tied one, lookups the embedding and products the head."""
-    pieces: Pieces = {}
+def _replacements(found: Sequence[MatchedMatrix], tie: TiedHead | None) -> Replacements:
+    """The matrices that replace each tensor; with a tied head, lookups replace the embedding and products the head."""
+    replacements: Replacements = {}
     for one in found:
-        for placement in one.placements:
-            names = {placement.name}
+        for match in one.matches:
+            names = {match.name}
             if tie and names & {tie.embedding, tie.head}:
                 names = {tie.embedding} if one.stored.looked_up else set()
                 names |= {tie.head} if one.stored.multiplied else set()
             for name in names:
-                pieces.setdefault(name, []).append((one, placement))
-    return pieces
+                replacements.setdefault(name, []).append((one, match))
+    return replacements
 
 
 @contextmanager
-def shadow_of(
-    folder: Path, reference: Mapping[str, LazyTensor], found: Sequence[Found], tie: Tie | None
+def dequantized_reference(
+    folder: Path, reference: Mapping[str, LazyTensor], found: Sequence[MatchedMatrix], tie: TiedHead | None
 ) -> Iterator[Path]:
-    """A copy of a model's config and weights in which quantised matrices have their places; streamed to the disk.
+    """Context with a temporary folder of the model, with quantized matrices in place of its tensors.
+
+    The weights are streamed to the disk.
 
     Args:
-        folder: of the model.
-        reference: its tensors.
-        found: the matrices, and where they belong.
-        tie: the head gets values of its own where the model ties it.
+        folder: folder of the model.
+        reference: its tensors by name.
+        found: the quantized matrices and the matching tensors.
+        tie: its tied embedding and head, if any; the head is then stored separately.
     """
-    pieces = _pieces(found, tie)
+    replacements = _replacements(found, tie)
     tensors = dict(reference)
-    if tie and {tie.embedding, tie.head} & pieces.keys():
+    if tie and {tie.embedding, tie.head} & replacements.keys():
         tensors[tie.head] = tensors[tie.embedding]
-    for name, several in pieces.items():
-        tensors[name] = _replaced(tensors[name], several)
-    with TemporaryDirectory(prefix="llmconv-shadow-") as place:
-        shadow = Path(place)
+    for name, windows in replacements.items():
+        tensors[name] = _replaced(tensors[name], windows)
+    with TemporaryDirectory(prefix="llmconv-dequantized-") as name:
+        copy = Path(name)
         config = read_json(folder / "config.json")
         untied = _untied(config) if tie and tie.head in tensors else config
-        (shadow / "config.json").write_bytes(json_bytes(untied))
-        with open(shadow / SINGLE, "xb", buffering=0) as file:
+        (copy / "config.json").write_bytes(json_bytes(untied))
+        with open(copy / SINGLE, "xb", buffering=0) as file:
             stream_shard(file, Shard(SINGLE, tensors), lambda count: None)
-        yield shadow
+        yield copy
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    """The same with a head of its own, also where a nested config says otherwise."""
+    """The config with untied embeddings, also in nested configs."""
     nested = {
         key: {**value, TIED: False} if isinstance(value, dict) and (key == "text_config" or TIED in value) else value
         for key, value in config.items()
@@ -93,8 +95,8 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
     return {**nested, TIED: False}
 
 
-def _replaced(tensor: LazyTensor, pieces: Sequence[tuple[Found, Placement]]) -> LazyTensor:
-    """A tensor in float32 with windows of quantised matrices laid over it."""
+def _replaced(tensor: LazyTensor, replacements: Sequence[tuple[MatchedMatrix, TensorMatch]]) -> LazyTensor:
+    """A tensor in float32 in which windows are replaced by quantized matrices."""
 
     def load(start: int, stop: int) -> Array:
         rows = np.array(tensor.rows(start, stop), dtype=np.float32)
@@ -103,34 +105,34 @@ def _replaced(tensor: LazyTensor, pieces: Sequence[tuple[Found, Placement]]) -> 
         return rows
 
     windows = [
-        _Turned(found, placement) if placement.turned else partial(_lay, found, placement)
-        for found, placement in pieces
+        _TransposedWindow(found, match) if match.transposed else partial(_overwrite, found, match)
+        for found, match in replacements
     ]
     return LazyTensor(BY_NAME["float32"], tensor.shape, load)
 
 
-def _lay(found: Found, placement: Placement, rows: Array, start: int, stop: int) -> None:
-    """Lays those of a matrix's rows over rows `start:stop` of a tensor that belong there."""
-    shift = placement.rows.start - placement.first_row
-    first, last = max(start, placement.first_row), min(stop, placement.first_row + len(placement.rows))
+def _overwrite(found: MatchedMatrix, match: TensorMatch, rows: Array, start: int, stop: int) -> None:
+    """Overwrites rows `start:stop` of a tensor with those rows of a matrix that match them."""
+    shift = match.rows.start - match.first_row
+    first, last = max(start, match.first_row), min(stop, match.first_row + len(match.rows))
     if first < last:
-        across = slice(placement.first_column, placement.first_column + len(placement.columns))
+        across = slice(match.first_column, match.first_column + len(match.columns))
         values = found.stored.rows(first + shift, last + shift)
-        rows[first - start : last - start, across] = values[:, placement.columns.start : placement.columns.stop]
+        rows[first - start : last - start, across] = values[:, match.columns.start : match.columns.stop]
 
 
-class _Turned:
-    """The same for a transposed matrix, which is dequantised once."""
+class _TransposedWindow:
+    """As `_overwrite`, for a transposed matrix, which is dequantized once."""
 
-    def __init__(self, found: Found, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, found: MatchedMatrix, match: TensorMatch) -> None:
+        self._match = match
         self._read = lru_cache(maxsize=1)(found.stored.read)
 
     def __call__(self, rows: Array, start: int, stop: int) -> None:
-        place = self._placement
-        first, last = max(start, place.first_column), min(stop, place.first_column + len(place.columns))
+        match = self._match
+        first, last = max(start, match.first_column), min(stop, match.first_column + len(match.columns))
         if first >= last:
             return
-        shift = place.columns.start - place.first_column
-        values = self._read()[place.rows.start : place.rows.stop, first + shift : last + shift].T
-        rows[first - start : last - start, place.first_row : place.first_row + len(place.rows)] = values
+        shift = match.columns.start - match.first_column
+        values = self._read()[match.rows.start : match.rows.stop, first + shift : last + shift].T
+        rows[first - start : last - start, match.first_row : match.first_row + len(match.rows)] = values

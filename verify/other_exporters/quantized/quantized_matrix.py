@@ -1,4 +1,4 @@
-"""Stored: a matrix as a graph keeps it quantised, read by rows; Kind: how some operators keep one."""
+"""QuantizedMatrix: a quantized matrix of a graph, read by rows; QuantizationScheme: how operators store them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from llmconv.verify.other_exporters.quantized.constants import Constants
 
 
 @dataclass(frozen=True)
-class Stored:
-    """`(code - zero point) * scale`, in float32, of a matrix `[rows, columns]`.
+class QuantizedMatrix:
+    """A matrix `[rows, columns]` with the values `(code - zero point) * scale` in float32.
 
     Attributes:
-        name: of the initializer with the codes.
-        kind: how it is kept, for people.
-        shape: rows and columns, as the graph has them.
-        codes: `codes(start, stop)` gives rows of integers.
+        name: name of the initializer with the codes.
+        kind: description of its format.
+        shape: rows and columns in the graph.
+        codes: `codes(start, stop)` returns rows of integers.
         scale, zero: grids of floats; element `(i, j)` has those at `(i // repeat[0], j // repeat[1])`.
+        repeat: see `scale`.
         scales: name of the initializer with the scales.
-        looked_up, multiplied: it is an embedding; it is a factor of a product.
+        looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Stored:
     multiplied: bool = True
 
     def rows(self, start: int, stop: int) -> Array:
-        """Rows in float32."""
+        """Rows `start:stop` in float32."""
         codes = self.codes(start, stop).astype(np.float32)
         values: Array = (codes - self._spread(self.zero, start, stop)) * self._spread(self.scale, start, stop).astype(
             np.float32
@@ -47,7 +48,7 @@ class Stored:
         return values
 
     def steps(self, start: int, stop: int) -> Array:
-        """By how much neighbouring codes of those rows differ; the usual step where it is 0."""
+        """Absolute scales of rows `start:stop`; the median scale replaces 0."""
         steps = np.abs(self._spread(self.scale, start, stop).astype(np.float32))
         return np.where(steps > 0, steps, max(float(np.median(np.abs(self.scale))), 1e-30)).astype(np.float32)
 
@@ -61,18 +62,18 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How some operators keep their weights: a row of the table in `kinds`.
+class QuantizationScheme:
+    """How some operators store quantized weights; one file in `schemes` each.
 
     Attributes:
-        operators: that have quantised weights.
-        stored: reads the matrix of a node; None where the node has no constant one.
-        plain: by operator, what stands in the place of a node that rounds activations at run time: the same without.
+        operators: the operators with quantized weights.
+        matrix: returns the matrix of a node; None if it has no constant one.
+        unrounded: functions by operator that return nodes without the rounding of activations at run time.
     """
 
     operators: frozenset[str]
-    stored: Callable[[onnx.NodeProto, Constants], Stored | None]
-    plain: Mapping[str, Callable[[onnx.NodeProto, Constants], Sequence[onnx.NodeProto] | None]]
+    matrix: Callable[[onnx.NodeProto, Constants], QuantizedMatrix | None]
+    unrounded: Mapping[str, Callable[[onnx.NodeProto, Constants], Sequence[onnx.NodeProto] | None]]
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, int]:
@@ -80,20 +81,20 @@ def attributes(node: onnx.NodeProto) -> dict[str, int]:
     return {found.name: found.i for found in node.attribute if found.type == onnx.AttributeProto.INT}
 
 
-def given(node: onnx.NodeProto, index: int) -> str:
-    """The name of an input; empty where it is left out."""
+def input_name(node: onnx.NodeProto, index: int) -> str:
+    """The name of an input; empty if it is omitted."""
     return node.input[index] if index < len(node.input) else ""
 
 
 def rows_of(codes: Array, shape: Sequence[int]) -> Callable[[int, int], Array]:
-    """`Stored.codes` of a matrix that is there, one element per code."""
+    """`QuantizedMatrix.codes` of an array with one element per code."""
     matrix = codes.reshape(shape)
     return lambda start, stop: matrix[start:stop]
 
 
-def unknown(node: onnx.NodeProto, what: str) -> UnsupportedInput:
-    """A matrix that nobody here can read."""
-    return UnsupportedInput(f"`{node.op_type}` {what}", hint="verify the graph from before it was quantised")
+def unreadable(node: onnx.NodeProto, what: str) -> UnsupportedInput:
+    """The error for a matrix in an unknown format."""
+    return UnsupportedInput(f"`{node.op_type}` {what}", hint="verify the graph without quantization")
 
 
 def grids(
@@ -105,16 +106,19 @@ def grids(
     axis: int,
     block: int,
 ) -> tuple[Array, Array, tuple[int, int]]:
-    """Scale and zero point as grids over a matrix, and how often each of their elements is repeated.
+    """Scale and zero point as grids over a matrix, and the repetition of their elements along both axes.
 
     Args:
-        shape: of the matrix.
-        axis: that a vector of scales runs along, or that blocks are cut along.
-        block: elements of a block; 0 without blocks.
+        node: the node, for errors.
+        constants: constants of the graph.
+        scale, zero: names of the scales and of the zero points; the latter may be empty.
+        shape: shape of the matrix.
+        axis: axis of a vector of scales, or axis along which blocks are cut.
+        block: size of a block; 0 without blocks.
     """
     scales, zeros = constants.array(scale), constants.array(zero) if zero else None
     if scales is None or (zero and zeros is None) or len(shape) != 2:
-        raise unknown(node, "has scales that are no constants, or weights that are no matrix")
+        raise unreadable(node, "has scales that are not constant, or weights that are not a matrix")
     rows, columns = shape
     axis %= 2
     if scales.size == 1:
@@ -125,6 +129,6 @@ def grids(
     else:
         size, repeat = ((1, columns), (rows, 1)) if axis else ((rows, 1), (1, columns))
     if scales.size != size[0] * size[1] or (zeros is not None and zeros.size != scales.size):
-        raise unknown(node, f"has {scales.size} scales for a matrix of {rows} x {columns}")
+        raise unreadable(node, f"has {scales.size} scales for a matrix of {rows} x {columns}")
     zeros = np.zeros(size) if zeros is None else zeros
     return scales.reshape(size), zeros.astype(np.float32).reshape(size), repeat

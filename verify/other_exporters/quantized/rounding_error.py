@@ -1,8 +1,8 @@
-"""Whether quantised weights are the model's up to rounding: the error of every element, in steps of its own scale.
+"""Whether quantized weights equal the model's up to rounding, by the error of every element in steps of its scale.
 
-Rounding to the nearest code leaves at most half a step, and what GPTQ moves about stays near it. A wrong zero point is
-off by whole steps, a wrong packing or row by several. A wrong scale leaves errors that grow with the code, which those
-of rounding never do.
+Rounding to the nearest code has an error of at most half a step, and errors of GPTQ are close to it. A wrong zero point
+causes errors of whole steps, a wrong packing or row of several steps. A wrong scale causes errors that grow with the
+code, unlike rounding.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.other_exporters.quantized.tensor_matching import Found, Placement
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
 NEAR, NEAR_SHARE = 0.6, 1 / 8
-"""Where rounding is to the nearest, no stretch has more than that share further off than those steps: clipped ones."""
+"""With rounding to the nearest code, the maximum share of elements of a stretch with an error above this many steps."""
 FAR, FAR_SHARE = 2.0, 1 / 2
-"""The same elsewhere."""
+"""The same for other rounding."""
 NEAREST = 0.02
-"""Rounding is to the nearest where no larger share of all elements is further off than `NEAR`."""
+"""Maximum share of all elements with an error above `NEAR` with which rounding counts as to the nearest code."""
 SHIFTED, SHIFTED_SHARE = 0.75, 0.6
-"""More than that share of all elements further off than those steps is no rounding of any kind."""
+"""A larger share of all elements with an error above this many steps is not rounding."""
 GROWING = 12.0
-"""Median over stretches of t squared, of errors regressed on codes: 0.5 where neither depends on the other."""
+"""Maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent."""
 IMPLAUSIBLE = 0.5
-"""Relative error beyond which a matrix is not the tensor that it is alike."""
+"""Maximum relative error of a matrix to its tensor."""
 STRETCH, LEAST = 64, 16
-"""Elements of a stretch along a row or column, and of the last one at least."""
-LINES = 512
+"""Elements of a stretch along a row or column, and minimum for the last one."""
+MAX_ROWS = 512
 """Rows in memory at a time."""
 
 
 @dataclass(frozen=True)
-class Fidelity:
-    """How far a quantised matrix is from the tensor that it is.
+class RoundingError:
+    """The difference between a quantized matrix and its tensor.
 
     Attributes:
-        name: of the tensor.
-        relative_error: RMS(quantised - original) / RMS(original).
-        problem: what is no rounding, in words; empty where all is.
+        name: name of the tensor.
+        relative_error: RMS(quantized - original) / RMS(original).
+        problem: description of errors that are not rounding; else empty.
     """
 
     name: str
@@ -50,12 +50,13 @@ class Fidelity:
 
 @dataclass
 class _Tally:
-    """What is added up over the rows of one placement.
+    """Sums over the rows of one match.
 
     Attributes:
-        error, size: sums of squares, of errors and of the original.
-        beyond: elements further off than `NEAR` and than `SHIFTED`; of `count`.
-        odd: the first stretch that is odd by the rule of either kind of rounding, in words.
+        error, size: sums of squares of errors and of original values.
+        count: number of elements.
+        beyond: number of elements with an error above `NEAR` and above `SHIFTED`.
+        odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
         growth: t squared of stretches, along rows and along columns.
     """
 
@@ -66,14 +67,14 @@ class _Tally:
     odd: dict[float, str] = field(default_factory=dict)
     growth: dict[int, list[Array]] = field(default_factory=lambda: {1: [], 0: []})
 
-    def see(self, steps: Array, codes: Array, first: int) -> None:
-        """Errors in steps, and codes without their zero point, of rows from `first` on."""
+    def add(self, steps: Array, codes: Array, first: int) -> None:
+        """Adds the errors in steps, and the codes minus their zero point, of rows from `first` on."""
         far = np.abs(steps)
         self.beyond += [(far > NEAR).sum(), (far > SHIFTED).sum()]
         self.count += far.size
         for limit, share in ((NEAR, NEAR_SHARE), (FAR, FAR_SHARE)):
-            if limit not in self.odd and (said := _stretch(far > limit, share, steps, first)):
-                self.odd[limit] = said
+            if limit not in self.odd and (problem := _stretch(far > limit, share, steps, first)):
+                self.odd[limit] = problem
         for along, kept in self.growth.items():
             kept.append(_growth(steps, codes, along))
 
@@ -84,51 +85,51 @@ class _Tally:
         return max(medians, default=0.0) > GROWING
 
 
-def fidelities(found: Found, reference: Mapping[str, LazyTensor]) -> list[Fidelity]:
-    """One for every tensor in a matrix."""
-    return [_fidelity(found, placement, reference[placement.name]) for placement in found.placements]
+def rounding_errors(found: MatchedMatrix, reference: Mapping[str, LazyTensor]) -> list[RoundingError]:
+    """The rounding errors of every tensor in a matrix; `reference` has the tensors by name."""
+    return [_rounding_error(found, match, reference[match.name]) for match in found.matches]
 
 
-def _fidelity(found: Found, placement: Placement, tensor: LazyTensor) -> Fidelity:
+def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor) -> RoundingError:
     tally = _Tally()
-    columns = slice(placement.columns.start, placement.columns.stop)
-    for start, original in _originals(placement, tensor):
+    columns = slice(match.columns.start, match.columns.stop)
+    for start, original in _originals(match, tensor):
         stop = start + len(original)
         values, steps = (part(start, stop)[:, columns] for part in (found.stored.rows, found.stored.steps))
         error = values - original
         tally.error += float((error.astype(np.float64) ** 2).sum())
         tally.size += float((original.astype(np.float64) ** 2).sum())
-        tally.see(error / steps, values / steps, start)
+        tally.add(error / steps, values / steps, start)
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
-    return Fidelity(placement.name, relative, _problem(tally, relative))
+    return RoundingError(match.name, relative, _problem(tally, relative))
 
 
 def _problem(tally: _Tally, relative: float) -> str:
     near, shifted = tally.beyond / max(1, tally.count)
     if shifted > SHIFTED_SHARE:
-        return tally.odd.get(NEAR) or f"{shifted:.0%} of its elements are off by more than rounding"
+        return tally.odd.get(NEAR) or f"{shifted:.0%} of its elements have errors beyond rounding"
     if not relative <= IMPLAUSIBLE:
         return f"its relative error is {relative:.2f}"
     if near <= NEAREST and tally.odd.get(NEAR):
         return tally.odd[NEAR]
     if tally.grows:
-        return "its errors grow with its codes, so its scales are others"
+        return "its errors grow with its codes, so its scales are wrong"
     return tally.odd.get(FAR, "")
 
 
-def _originals(placement: Placement, tensor: LazyTensor) -> Iterator[tuple[int, Array]]:
-    """The model's values in the orientation of the matrix: the row of it that they begin at, and some rows."""
-    whole = tensor.read().T if placement.turned else None
-    across = slice(placement.first_column, placement.first_column + len(placement.columns))
-    for start in range(0, len(placement.rows), LINES):
-        first = placement.first_row + start
-        last = placement.first_row + min(start + LINES, len(placement.rows))
+def _originals(match: TensorMatch, tensor: LazyTensor) -> Iterator[tuple[int, Array]]:
+    """Blocks of the model's values in the orientation of the matrix, each with its first row there."""
+    whole = tensor.read().T if match.transposed else None
+    across = slice(match.first_column, match.first_column + len(match.columns))
+    for start in range(0, len(match.rows), MAX_ROWS):
+        first = match.first_row + start
+        last = match.first_row + min(start + MAX_ROWS, len(match.rows))
         rows = whole[first:last] if whole is not None else tensor.rows(first, last)
-        yield placement.rows.start + start, rows[:, across].astype(np.float32)
+        yield match.rows.start + start, rows[:, across].astype(np.float32)
 
 
 def _sums(values: Array, along: int) -> tuple[Array, Array, Array]:
-    """Sums over stretches, `[lines, stretches]`; where they begin, and how long they are; without short ones."""
+    """Sums over stretches, `[lines, stretches]`, with their starts and lengths; without short ones."""
     edges = np.arange(0, values.shape[along], STRETCH)
     sizes = np.diff([*edges, values.shape[along]])
     sums = np.add.reduceat(values, edges, axis=along)
@@ -137,7 +138,7 @@ def _sums(values: Array, along: int) -> tuple[Array, Array, Array]:
 
 
 def _growth(steps: Array, codes: Array, along: int) -> Array:
-    """t squared of the slope of errors over codes, of every stretch."""
+    """t squared of the slope of errors over codes, for every stretch."""
     (products, _, sizes), (squares, _, _), (errors, _, _) = (
         _sums(values, along) for values in (steps * codes, codes**2, steps**2)
     )
@@ -147,7 +148,7 @@ def _growth(steps: Array, codes: Array, along: int) -> Array:
 
 
 def _stretch(far: Array, share: float, steps: Array, first: int) -> str:
-    """The first stretch of a row or a column of which too many elements are off; empty where there is none."""
+    """Describes the first stretch of a row or column with too many large errors; empty if there is none."""
     for along in (1, 0):
         counts, edges, sizes = _sums(far.astype(np.int32), along)
         odd = counts > share * sizes
@@ -156,16 +157,14 @@ def _stretch(far: Array, share: float, steps: Array, first: int) -> str:
             part = slice(int(edges[at]), int(edges[at]) + int(sizes[at]))
             off = steps[line, part] if along else steps[part, line]
             lines = int(odd.any(axis=1).sum())
-            return _said("row" if along else "column", line + (first if along else 0), lines, off)
+            return _description("row" if along else "column", line + (first if along else 0), lines, off)
     return ""
 
 
-def _said(what: str, line: int, lines: int, off: Array) -> str:
+def _description(what: str, line: int, lines: int, off: Array) -> str:
     shift = round(float(np.median(off)))
     zero = (
-        f", as if its zero point were off by {-shift:+d}"
-        if shift and np.mean(np.abs(off - shift) <= NEAR) > 0.9
-        else ""
+        f"; its zero point may be wrong by {-shift:+d}" if shift and np.mean(np.abs(off - shift) <= NEAR) > 0.9 else ""
     )
     more = f" and {lines - 1} more" if lines > 1 else ""
-    return f"{what} {line}{more} is off by up to {float(np.abs(off).max()):.1f} steps of its scale, no rounding{zero}"
+    return f"{what} {line}{more} has errors of up to {np.abs(off).max():.1f} steps of its scale, not rounding{zero}"

@@ -1,7 +1,7 @@
-"""Which of the model's tensors a quantised matrix is, by content: a few of its rows point where the tensor's do.
+"""Matches quantized matrices with the model's tensors by content: by the cosine similarity of some of their rows.
 
-Names say nothing, as for weights that are not quantised, and matrices may be transposed, laid side by side, or cut.
-What rounding leaves of a row has a cosine near 1 with it (0.99 at four bits, 0.9 at two), another row one near 0.
+Names differ, as for other weights, and matrices may be transposed, concatenated or split. A row and its rounded values
+have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.other_exporters.content_matching import FLOATS
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Stored
+from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
 
 ROWS = 8
-"""Rows that are looked at."""
+"""Number of compared rows."""
 ALIKE = 0.7
-"""Median cosine of rows that are the same but for rounding."""
+"""Minimum median cosine of rows that are equal up to rounding."""
 MATRIX = 2
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A window of a quantised matrix that is a window of the tensor `name`, or of its transpose where `turned`.
+class TensorMatch:
+    """A window of a quantized matrix that equals a window of a tensor, or of its transpose.
 
     Attributes:
-        rows, columns: of the quantised matrix.
-        first_row, first_column: where the window begins in the tensor, or in its transpose.
+        name: name of the tensor.
+        transposed: whether it is the transpose of the tensor.
+        rows, columns: the window in the quantized matrix.
+        first_row, first_column: start of the window in the tensor, or in its transpose.
     """
 
     name: str
-    turned: bool
+    transposed: bool
     rows: range
     columns: range
     first_row: int = 0
@@ -40,127 +42,130 @@ class Placement:
 
 
 @dataclass
-class Found:
-    """A quantised matrix and where the model has it.
+class MatchedMatrix:
+    """A quantized matrix and the matching tensors of the model.
 
     Attributes:
-        placements: of one tensor or several; empty where none was found.
-        said: what is odd about it.
+        stored: the matrix.
+        matches: windows of one tensor or several; empty if none was found.
+        problem: a probable cause if none was found.
     """
 
-    stored: Stored
-    placements: list[Placement] = field(default_factory=list)
-    said: str = ""
+    stored: QuantizedMatrix
+    matches: list[TensorMatch] = field(default_factory=list)
+    problem: str = ""
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors in it."""
-        return {placement.name for placement in self.placements}
+        """Names of the matching tensors."""
+        return {match.name for match in self.matches}
 
     @property
     def whole(self) -> bool:
-        """Whether all of it was found."""
-        covered = sum(len(placement.rows) * len(placement.columns) for placement in self.placements)
+        """Whether the matches cover the whole matrix."""
+        covered = sum(len(match.rows) * len(match.columns) for match in self.matches)
         return covered >= self.stored.shape[0] * self.stored.shape[1]
 
 
 @dataclass(frozen=True)
-class _Probe:
-    """Some rows of a tensor or of its transpose, of length 1."""
+class _SampledRows:
+    """Some rows of a tensor or of its transpose, normalized to length 1."""
 
     name: str
-    turned: bool
+    transposed: bool
     shape: tuple[int, int]
     at: Array
     rows: Array
 
 
-def find_tensors(stored: Sequence[Stored], reference: Mapping[str, LazyTensor]) -> list[Found]:
-    """Looks every matrix up among the model's tensors, one of which is in memory at a time."""
-    probes = [probe for name in reference for probe in _probes(name, reference[name])]
-    return [_find(one, probes, reference) for one in stored]
+def match_matrices(stored: Sequence[QuantizedMatrix], reference: Mapping[str, LazyTensor]) -> list[MatchedMatrix]:
+    """Matches every matrix with the model's tensors, of which one is in memory at a time."""
+    samples = [sample for name in reference for sample in _sampled(name, reference[name])]
+    return [_find(one, samples, reference) for one in stored]
 
 
-def _probes(name: str, tensor: LazyTensor) -> list[_Probe]:
+def _sampled(name: str, tensor: LazyTensor) -> list[_SampledRows]:
     if len(tensor.shape) != MATRIX or tensor.dtype.name not in FLOATS or not tensor.nbytes:
         return []
     values = tensor.read()
     found = []
-    for turned, rows in ((False, values), (True, values.T)):
-        at = _spread(len(rows))
-        found.append(_Probe(name, turned, (rows.shape[0], rows.shape[1]), at, _directions(rows[at])))
+    for transposed, rows in ((False, values), (True, values.T)):
+        at = _sample_indices(len(rows))
+        found.append(_SampledRows(name, transposed, (rows.shape[0], rows.shape[1]), at, _normalized(rows[at])))
     return found
 
 
-def _find(stored: Stored, probes: list[_Probe], reference: Mapping[str, LazyTensor]) -> Found:
-    whole = _whole(stored, probes)
+def _find(stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mapping[str, LazyTensor]) -> MatchedMatrix:
+    whole = _whole(stored, samples)
     if whole:
-        return Found(stored, [whole])
-    parts = _parts(stored, probes, reference)
+        return MatchedMatrix(stored, [whole])
+    parts = _parts(stored, samples, reference)
     if parts:
-        return Found(stored, parts)
-    swapped = _whole(stored, probes, neighbours=True)
-    said = f"looks like `{swapped.name}` with every two codes exchanged" if swapped else ""
-    return Found(stored, [], said)
+        return MatchedMatrix(stored, parts)
+    swapped = _whole(stored, samples, swapped_pairs=True)
+    problem = f"looks like `{swapped.name}` with each pair of codes swapped" if swapped else ""
+    return MatchedMatrix(stored, [], problem)
 
 
-def _whole(stored: Stored, probes: list[_Probe], neighbours: bool = False) -> Placement | None:
-    """The tensor of that shape that it is most alike."""
-    at = _spread(stored.shape[0])
+def _whole(stored: QuantizedMatrix, samples: list[_SampledRows], swapped_pairs: bool = False) -> TensorMatch | None:
+    """The match with the most similar tensor of the same shape."""
+    at = _sample_indices(stored.shape[0])
     mine = np.concatenate([stored.rows(row, row + 1) for row in at])
-    if neighbours:
+    if swapped_pairs:
         pairs = np.arange(mine.shape[1]) ^ 1
         mine = mine[:, np.minimum(pairs, mine.shape[1] - 1)]
-    mine = _directions(mine)
-    same = [probe for probe in probes if probe.shape == stored.shape]
-    scores = [_alike(probe.rows, mine) for probe in same]
+    mine = _normalized(mine)
+    same = [sample for sample in samples if sample.shape == stored.shape]
+    scores = [_similarity(sample.rows, mine) for sample in same]
     if not scores or max(scores) < ALIKE:
         return None
     best = same[int(np.argmax(scores))]
-    return Placement(best.name, best.turned, range(stored.shape[0]), range(stored.shape[1]))
+    return TensorMatch(best.name, best.transposed, range(stored.shape[0]), range(stored.shape[1]))
 
 
-def _parts(stored: Stored, probes: list[_Probe], reference: Mapping[str, LazyTensor]) -> list[Placement]:
-    """Tensors that lie below or beside each other in a matrix, or the tensor that it was cut out of."""
+def _parts(
+    stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mapping[str, LazyTensor]
+) -> list[TensorMatch]:
+    """Tensors that are concatenated in a matrix, or the tensor that it is a part of."""
     values = stored.read()
-    found: list[Placement] = []
-    for side in (False, True):
-        lines = _directions(values.T if side else values)
-        at = _spread(len(lines))
-        for probe in probes:
-            if probe.shape[1] != lines.shape[1]:
+    found: list[TensorMatch] = []
+    for by_columns in (False, True):
+        lines = _normalized(values.T if by_columns else values)
+        at = _sample_indices(len(lines))
+        for sample in samples:
+            if sample.shape[1] != lines.shape[1]:
                 continue
-            if probe.shape[0] <= len(lines):
-                first = _offset(probe.rows, probe.at, lines)
-                rows, start = range(first, first + probe.shape[0]), 0
+            if sample.shape[0] <= len(lines):
+                first = _offset(sample.rows, sample.at, lines)
+                rows, start = range(first, first + sample.shape[0]), 0
             else:
-                whole = reference[probe.name].read()
-                start = _offset(lines[at], at, _directions(whole.T if probe.turned else whole))
+                whole = reference[sample.name].read()
+                start = _offset(lines[at], at, _normalized(whole.T if sample.transposed else whole))
                 rows, first = range(len(lines)), start
             if first >= 0:
-                found.append(_placement(probe, side, rows, range(lines.shape[1]), start))
-    return _apart(found)
+                found.append(_as_match(sample, by_columns, rows, range(lines.shape[1]), start))
+    return _disjoint(found)
 
 
-def _placement(probe: _Probe, side: bool, lines: range, across: range, start: int) -> Placement:
-    """In the orientation of the quantised matrix."""
-    if side:
-        return Placement(probe.name, not probe.turned, across, lines, 0, start)
-    return Placement(probe.name, probe.turned, lines, across, start, 0)
+def _as_match(sample: _SampledRows, by_columns: bool, lines: range, across: range, start: int) -> TensorMatch:
+    """The match in the orientation of the quantized matrix."""
+    if by_columns:
+        return TensorMatch(sample.name, not sample.transposed, across, lines, 0, start)
+    return TensorMatch(sample.name, sample.transposed, lines, across, start, 0)
 
 
 def _offset(rows: Array, at: Array, lines: Array) -> int:
-    """Where among `lines` those begin of which `rows` are the ones `at`; -1 where they are not there."""
+    """The index in `lines` at which a matrix with the rows `rows` at indices `at` starts; -1 if it is not there."""
     likely = int(np.argmax(lines @ rows[0]))
     there = likely - int(at[0]) + at
-    if there.min() < 0 or there.max() >= len(lines) or _alike(rows, lines[there]) < ALIKE:
+    if there.min() < 0 or there.max() >= len(lines) or _similarity(rows, lines[there]) < ALIKE:
         return -1
     return likely - int(at[0])
 
 
-def _apart(found: list[Placement]) -> list[Placement]:
-    """Those that do not overlap another."""
-    kept: list[Placement] = []
+def _disjoint(found: list[TensorMatch]) -> list[TensorMatch]:
+    """The matches that do not overlap an earlier one."""
+    kept: list[TensorMatch] = []
     for one in found:
         if not any(_overlap(one.rows, other.rows) and _overlap(one.columns, other.columns) for other in kept):
             kept.append(one)
@@ -171,19 +176,19 @@ def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _spread(count: int) -> Array:
+def _sample_indices(count: int) -> Array:
     return np.unique(np.linspace(0, count - 1, min(ROWS, count)).astype(np.int64))
 
 
-def _directions(rows: Array) -> Array:
+def _normalized(rows: Array) -> Array:
     rows = rows.astype(np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     directions: Array = rows / np.where(lengths > 0, lengths, 1)
     return directions
 
 
-def _alike(rows: Array, others: Array) -> float:
-    """Median cosine, where there is a direction at all."""
+def _similarity(rows: Array, others: Array) -> float:
+    """Median cosine of the rows, without zero rows."""
     cosines = (rows * others).sum(axis=1)
     some = rows.any(axis=1)
     return float(np.median(cosines[some])) if some.any() else 0.0

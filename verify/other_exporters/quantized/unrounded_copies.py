@@ -1,4 +1,4 @@
-"""Copies of graphs that round no activation: what they compute is then the model's own up to rounding noise."""
+"""Copies of graphs without the rounding of activations, which then equal the model up to rounding noise."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import onnx
 
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.kinds import kinds
+from llmconv.verify.other_exporters.quantized.schemes import schemes
 
 
-def without_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
-    """Takes the rounding of activations off, in place; the operators that did it, each once.
+def remove_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
+    """Removes the rounding of activations in place; returns the operators that did it, each once.
 
     Raises:
-        UnsupportedInput: it cannot be taken off.
+        UnsupportedInput: the rounding cannot be removed.
     """
-    plain = {operator: make for kind in kinds().values() for operator, make in kind.plain.items()}
+    unrounded = {name: make for scheme in schemes().values() for name, make in scheme.unrounded.items()}
     changed: dict[str, None] = {}
     made: set[str] = set()
     for graph in graphs(model.graph):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
-            others = plain[node.op_type](node, constants) if node.op_type in plain else None
-            nodes += [node] if others is None else others
-            if others is not None:
+            replacement = unrounded[node.op_type](node, constants) if node.op_type in unrounded else None
+            nodes += [node] if replacement is None else replacement
+            if replacement is not None:
                 changed[node.op_type] = None
                 made |= set(node.output)
         del graph.node[:]
@@ -41,23 +41,23 @@ def without_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
 
 
 @contextmanager
-def plain_copy(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """A graph that rounds no activation, and the operators that do in the one at `path`.
+def unrounded_copy(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Context with a copy of a graph without the rounding of activations, and the operators that round.
 
-    Where none does it is the file itself, else a temporary copy with its external data beside it.
+    If there are none, the result is the file itself, else a temporary copy with its external data.
 
     Raises:
-        UnsupportedInput: the rounding cannot be taken off.
+        UnsupportedInput: the rounding cannot be removed.
     """
     model = load_guarded(path)
-    changed = without_rounding(model, Constants(model, path.parent))
+    changed = remove_rounding(model, Constants(model, path.parent))
     if not changed:
         yield path, changed
         return
-    with TemporaryDirectory(prefix="llmconv-plain-") as place:
+    with TemporaryDirectory(prefix="llmconv-unrounded-") as folder:
         for name in {external_fields(tensor)["location"] for tensor in external_tensors(model)}:
-            shutil.copyfile(path.parent / name, Path(place) / name)
-        copy = Path(place) / path.name
+            shutil.copyfile(path.parent / name, Path(folder) / name)
+        copy = Path(folder) / path.name
         onnx.save(model, copy)
         load_guarded(copy)
         yield copy, changed

@@ -1,1 +1,1 @@
-"""TODO."""
+"""How external graphs in half precision and with quantized weights are compared."""

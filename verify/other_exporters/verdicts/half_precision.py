@@ -1,67 +1,79 @@
-"""The verdicts on graphs in half precision: as they are, and as float32 copies, which show what it hides."""
+"""Compares half-precision graphs: unchanged, and as float32 copies, which show faults that its rounding hides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from llmconv.checkpoint import read_json
-from llmconv.verify.other_exporters.comparison import ForeignComparison
+from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.half_precision.float32_copy import (
-    EMULATED,
-    HALVES,
+    HALF_PRECISION,
     IN_FLOAT32,
     ROUNDED,
-    emulated,
-    half_notes,
+    WITHOUT_KERNELS,
+    float32_copy,
+    half_precision_notes,
+    rounding_copy,
     unknown_tables,
-    widened,
 )
-from llmconv.verify.other_exporters.half_precision.known_constants import Known
-from llmconv.verify.other_exporters.replay import Graphs
-from llmconv.verify.other_exporters.session import ForeignGraph
+from llmconv.verify.other_exporters.half_precision.known_constants import KnownConstants
+from llmconv.verify.other_exporters.replay import ExternalGraphs
+from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
+from llmconv.verify.results.report import Check, Checks
 
 
-def compare_halves(
-    verified: Graphs, graphs: Sequence[ForeignGraph], eager: Eager, by: ForeignComparison, stack: ExitStack
-) -> tuple[Eager, Graphs]:
-    """All scenarios as they are, a few with every value rounded, and all on float32 copies.
+def compare_half_precision(
+    verified: ExternalGraphs,
+    graphs: Sequence[ExternalGraph],
+    eager: Eager,
+    comparison: ExternalComparison,
+    stack: ExitStack,
+) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
+    """Runs all scenarios on the graphs, a few with every value rounded, and all on float32 copies.
 
     Args:
-        graphs: the same, opened.
-        eager: the model with its weights as the graphs hold them.
-        stack: keeps the copies.
+        verified: the graphs.
+        graphs: the same graphs, opened.
+        eager: the model with weights as in the graphs.
+        comparison: runs the comparison and collects the checks.
+        stack: keeps temporary copies.
 
     Returns:
-        The copies with their reference, for the search for a node; the graphs where there can be no copies.
+        The reference and the graphs in which a faulty node is searched: the copies, if they are possible.
     """
-    by.compare(eager, graphs)
-    _compare_rounding(verified, eager, by)
-    known = Known.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
-    by.report.notes += [note for file in verified.files for note in half_notes(file)]
+    yield from comparison.compare(eager, graphs)
+    yield from _compare_rounding(verified, eager, comparison)
+    known = KnownConstants.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
+    comparison.report.notes += [note for file in verified.files for note in half_precision_notes(file)]
     if unknown := [check for file in verified.files for check in unknown_tables(file, known, verified.tensors)]:
-        by.add(unknown)
+        yield unknown
         return eager, verified
-    wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in verified.files]
+    wide = [
+        stack.enter_context(float32_copy(file, known)) if file.dtype in HALF_PRECISION else file
+        for file in verified.files
+    ]
     eager = eager.in_dtype("float32")
-    by.run(eager, wide, IN_FLOAT32)
+    yield from comparison.run(eager, wide, IN_FLOAT32)
     return eager, replace(verified, files=wide, named=IN_FLOAT32)
 
 
-def _compare_rounding(verified: Graphs, eager: Eager, by: ForeignComparison) -> None:
-    """A few scenarios with every value rounded, where onnxruntime's CPU runs half precision without doing so."""
-    if all(file.dtype in {EMULATED, "float32"} for file in verified.files):
+def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: ExternalComparison) -> Checks:
+    """Runs a few scenarios with every value rounded, if onnxruntime's CPU provider does not round every value."""
+    if all(file.dtype in {WITHOUT_KERNELS, "float32"} for file in verified.files):
         return
     with ExitStack() as stack:
-        copies = [stack.enter_context(emulated(file)) if file.dtype in HALVES else file for file in verified.files]
-        if graphs := by.opened(copies):
-            by.compare(eager, graphs, named=ROUNDED, few=True)
+        copies = [
+            stack.enter_context(rounding_copy(file)) if file.dtype in HALF_PRECISION else file
+            for file in verified.files
+        ]
+        if graphs := (yield from comparison.opened(copies)):
+            yield from comparison.compare(eager, graphs, named=ROUNDED, few=True)
 
 
-def sharpest(checks: list[Check]) -> list[Check]:
-    """The checks of the float32 copy, where those found something: half precision would place it too late."""
-    sharp = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
-    return sharp if any(check.verdict == "fail" and check.output for check in sharp) else checks
+def most_precise(checks: list[Check]) -> list[Check]:
+    """The checks of the float32 copy if any of them failed; half precision would locate a fault too late."""
+    precise = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
+    return precise if any(check.verdict == "fail" and check.output for check in precise) else checks

@@ -1,104 +1,119 @@
-"""The two verdicts on a graph with quantised weights: whether it is right with those, and what they cost.
+"""Compares graphs with quantized weights in two ways: correctness with these weights, and loss of accuracy.
 
-Whether it is right is asked of an eager model with the same quantised weights, and of the graph without the rounding of
-activations; what they cost of the graph as it is shipped, against the model at full precision.
+For correctness, an eager model with the same quantized weights is compared with the graph without its rounding of
+activations. For accuracy, the unchanged graph is compared with the model at full precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.verify.other_exporters.candidates import foreign_candidates
-from llmconv.verify.other_exporters.comparison import ForeignComparison
-from llmconv.verify.other_exporters.quantized.accuracy_cost import Limits, check_cost, measure_cost, sample_of
-from llmconv.verify.other_exporters.quantized.dequantized_reference import shadow_of, tie_of
-from llmconv.verify.other_exporters.quantized.unrounded_copies import plain_copy
-from llmconv.verify.other_exporters.replay import Graphs
-from llmconv.verify.other_exporters.session import ForeignGraph
+from llmconv.verify.other_exporters.candidates import external_candidates
+from llmconv.verify.other_exporters.comparison import ExternalComparison
+from llmconv.verify.other_exporters.quantized.accuracy_cost import (
+    CHECK,
+    AccuracyLimits,
+    check_cost,
+    measure_cost,
+    token_sample,
+)
+from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
+from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_copy
+from llmconv.verify.other_exporters.replay import ExternalGraphs
+from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check
+from llmconv.verify.results.report import Check, Checks
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user asks of quantised graphs.
+class QuantizationOptions:
+    """Options for graphs with quantized weights.
 
     Attributes:
-        text: a file that their perplexity is taken of; None for random tokens.
-        limits: of the cost.
-        code: the model's folder where its own code is trusted.
+        text: text file for the perplexity; None for random tokens.
+        limits: limits of the loss of accuracy.
+        code: the model's folder if its custom code is trusted.
     """
 
     text: Path | None = None
-    limits: Limits = Limits()
+    limits: AccuracyLimits = AccuracyLimits()
     code: Path | None = None
 
 
 def compare_quantized(
-    verified: Graphs,
-    graphs: Sequence[ForeignGraph],
+    verified: ExternalGraphs,
+    graphs: Sequence[ExternalGraph],
     eager: Eager,
-    by: ForeignComparison,
-    asked: Asked,
+    comparison: ExternalComparison,
+    options: QuantizationOptions,
     stack: ExitStack,
-) -> tuple[Eager, Graphs]:
-    """Both verdicts; the first one only where all weights are known.
+) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
+    """Measures the loss of accuracy, and checks correctness if all weights are known.
 
     Args:
-        graphs: the files as they are shipped, opened.
+        verified: the graphs.
+        graphs: the same graphs, opened unchanged.
         eager: the model at full precision.
-        stack: keeps the copies and the reference of the first verdict.
+        comparison: runs the comparison and collects the checks.
+        options: options of the user.
+        stack: keeps temporary copies and the dequantized reference.
 
     Returns:
-        What the first verdict is about, for the search for a node; what was given where there is none.
+        The reference and the graphs of the check of correctness, or the given ones without it.
     """
-    section, files = by.report.quantization, verified.files
+    report, tensors, files = comparison.report, comparison.tensors, verified.files
+    section = report.quantization
     assert section is not None
-    section.max_divergence, section.min_agreement = asked.limits.divergence, asked.limits.agreement
-    _measure(graphs, eager, by, asked, section)
-    unknown = next((one.stored.name for file in files for one in file.found if not one.placements), "")
-    if unknown or any(file.unread for file in files):
-        by.report.notes += [f"whether the graph is right is not known: what is `{unknown}`?"] if unknown else []
+    section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
+    yield from _measure(graphs, eager, comparison, options, section)
+    unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
+    if unknown or any(file.unreadable for file in files):
+        report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
         return eager, verified
     try:
-        copies = [stack.enter_context(plain_copy(file.path)) for file in files]
+        copies = [stack.enter_context(unrounded_copy(file.path)) for file in files]
     except UnsupportedInput as error:
-        by.add([Check("structure", files[0].name, "", verdict="skip", detail=error.message)])
+        yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
-    by.report.notes += _notes(section)
-    found = [one for file in files for one in file.found]
-    tie = tie_of(eager.runners[0].model, by.tensors)  # type: ignore[attr-defined]
-    shadow = stack.enter_context(shadow_of(eager.folder, by.tensors, found, tie))
-    same, settings = Eager(shadow, eager.dtype, code=asked.code), replace(by.settings, float_activations=True)
-    plain = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
-    replace(by, settings=settings).run(same, plain)
-    return same, replace(verified, files=plain, settings=settings)
+    report.notes += _notes(section)
+    found = [one for file in files for one in file.quantized_weights]
+    tie = tied_head(eager.models[0], tensors)
+    reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie))
+    settings = replace(comparison.settings, float_activations=True)
+    dequantized = Eager(reference, eager.dtype, code=options.code)
+    unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
+    yield from replace(comparison, settings=settings).run(dequantized, unrounded)
+    return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
 def _measure(
-    graphs: Sequence[ForeignGraph], eager: Eager, by: ForeignComparison, asked: Asked, section: Quantization
-) -> None:
-    """The cost, of the two graphs together where there are two."""
-    trusted = asked.code is not None
-    sample = sample_of(asked.text, eager.folder, eager.facts(), by.report.suite, trusted)
-    candidate = foreign_candidates(graphs)[-1]
+    graphs: Sequence[ExternalGraph],
+    eager: Eager,
+    comparison: ExternalComparison,
+    options: QuantizationOptions,
+    section: Quantization,
+) -> Checks:
+    """Measures the loss of accuracy, of the pair if there are two graphs."""
+    trusted = options.code is not None
+    sample = token_sample(options.text, eager.folder, eager.facts(), comparison.selection.suite, trusted)
+    candidate = external_candidates(graphs)[-1]
     try:
         section.cost = measure_cost(candidate.name, candidate.runner, eager.runners[0], sample)
     except LlmconvError as error:
-        by.add([Check("cost of quantisation", candidate.name, "", verdict="fail", detail=error.message)])
+        yield [Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)]
         return
-    by.add(check_cost(section.cost, asked.limits))
+    yield check_cost(section.cost, options.limits)
 
 
 def _notes(section: Quantization) -> list[str]:
-    notes = ["quantised: the scenarios are compared with a model of the same quantised weights"]
+    notes = ["quantized: the scenarios are compared with a model that has the same quantized weights"]
     if section.rounded:
-        taken = ", ".join(section.rounded)
-        notes.append(f"the scenarios are run without the rounding of activations ({taken}); its cost is with it")
+        operators = ", ".join(section.rounded)
+        notes.append(f"the scenarios run without the rounding of activations ({operators}); the cost includes it")
     return notes

@@ -1,1 +1,1 @@
-"""One file for each of PEFT's tuners beside LoRA."""
+"""One file for each of PEFT's tuners other than LoRA."""

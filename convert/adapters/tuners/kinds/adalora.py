@@ -1,17 +1,17 @@
 """AdaLoRA: W + alpha/(ranknum + 1e-5) · B·diag(E)·A (Zhang et al., arXiv 2303.10512; PEFT `tuners/adalora/layer.py`).
 
-ranknum is the rank before any was pruned: `init_r`, or a tensor in files of older PEFT.
+ranknum is the rank before pruning: `init_r`, or a tensor in files of older PEFT.
 """
 
 from __future__ import annotations
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """out×in of B·A; the three ranks must agree (0 is a module that was pruned away)."""
     (rank, columns), (rows, other) = learned.shape("lora_A", 2), learned.shape("lora_B", 2)
     learned.same("the rank", rank, other, learned.shape("lora_E", 2)[0])
@@ -20,8 +20,8 @@ def fit(learned: Learned) -> Fit:
     return rows, columns
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change: a product of two thin matrices."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update: a product of two thin matrices."""
     scale = learned.settings.positive("lora_alpha", 8) / (_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
@@ -31,7 +31,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     return rows
 
 
-def _rank_before(learned: Learned) -> float:
+def _rank_before(learned: ModuleTensors) -> float:
     if "ranknum" not in learned.tensors:
         return learned.settings.positive("init_r", 12)
     learned.same("the length of `ranknum`", *learned.shape("ranknum", 1), 1)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
 from llmconv.convert.adapters.tuners.kinds.oft import cayley, rotate
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
-    """out of the scale, in of the blocks side by side."""
+def fit(learned: ModuleTensors) -> FittingShape:
+    """out of the scale, in of the blocks."""
     (factors, blocks, size, other), scale = learned.shape("boft_R", 4), learned.shape("boft_s", 2)
     learned.same("the side of a block", size, other)
     learned.same("the short side of `boft_s`", min(scale), 1)
@@ -24,8 +24,8 @@ def fit(learned: Learned) -> Fit:
     return max(scale), blocks * size
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change; a permutation and a rotation per factor."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update; a permutation and a rotation per factor."""
     stored, scale = learned.read("boft_R"), learned.read("boft_s").reshape(-1, 1)
     skew = 0.5 * (stored - stored.swapaxes(2, 3))
     turned = [cayley(blocks).transpose(0, 2, 1) for blocks in skew]

@@ -1,21 +1,21 @@
 """FourierFT: W + scaling · Re(inverse FFT of a sparse spectrum) (arXiv 2405.03003; PEFT `tuners/fourierft/layer.py`).
 
-The file holds the values of the spectrum; their places are the first of a permutation that torch draws from
-`random_loc_seed`. Needs the tensor's whole change at once: one inverse FFT, 8 bytes an element and as much to make it.
+The file contains the values of the spectrum; their positions are the first of a permutation that torch draws from
+`random_loc_seed`. The whole update of a tensor is computed at once by an inverse FFT: 16 bytes per element.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.convert.adapters.tuners.torch_random import first_of_permutation
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """Any size; the number of frequencies must be the config's."""
     (count,), settings = learned.shape("fourierft_spectrum", 1), learned.settings
     expected = settings.of_module("n_frequency_pattern", learned.module, settings.positive("n_frequency", 1000))
@@ -23,20 +23,20 @@ def fit(learned: Learned) -> Fit:
     settings.number("scaling", 150)
     if not isinstance(seed := settings.fields.get("random_loc_seed", 777), int):
         raise MalformedInput(
-            f"the adapter config has {seed!r} for `random_loc_seed`, so the places of its frequencies are not known",
+            f"the adapter config has {seed!r} for `random_loc_seed`, so the positions of its frequencies are unknown",
             hint="ask the adapter's author for the seed it was trained with",
         )
     return None, None
 
 
-def require(learned: Learned, shape: Shape) -> None:
-    """There are as many places as frequencies."""
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
+    """The weight has at least as many elements as there are frequencies."""
     if (count := learned.shape("fourierft_spectrum")[0]) > shape[0] * shape[1]:
         raise learned.misfit(f"{count} frequencies for {shape[0]}×{shape[1]} weights")
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change.
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update.
 
     The real part of a transform is the transform of the spectrum's Hermitian part, whose half is enough.
     """

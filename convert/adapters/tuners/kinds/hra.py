@@ -1,18 +1,18 @@
 """HRA: W·Π(I - 2·uᵢ·uᵢᵀ), Householder reflections of the inputs (arXiv 2405.17484; PEFT `tuners/hra/layer.py`).
 
-hra_u is in×r, its columns are normalised; with `apply_GS` they are made orthogonal first.
+hra_u is in×r; its columns are normalized, with `apply_GS` after Gram-Schmidt orthogonalization.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """in; the rank must be the config's."""
     columns, rank = learned.shape("hra_u", 2)
     learned.same("the rank", rank, int(learned.settings.positive("r", 8)))
@@ -20,14 +20,14 @@ def fit(learned: Learned) -> Fit:
     return None, columns
 
 
-def require(learned: Learned, shape: Shape) -> None:
-    """Every column has a direction, also after it was made orthogonal."""
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
+    """Every column is nonzero, also after orthogonalization."""
     if not np.isfinite(_directions(learned)).all():
-        raise learned.misfit("a column of `hra_u` is zero, or what the ones before it leave of it is")
+        raise learned.misfit("a column of `hra_u` is zero, or linearly dependent on those before it")
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change, one reflection after the other."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update, one reflection after the other."""
     vectors = _directions(learned)
 
     def rows(weight: Array, start: int) -> Array:
@@ -39,7 +39,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     return rows
 
 
-def _directions(learned: Learned) -> Array:
+def _directions(learned: ModuleTensors) -> Array:
     """u, one in each row."""
     vectors = learned.read("hra_u").T
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -50,7 +50,7 @@ def _directions(learned: Learned) -> Array:
 
 
 def _orthogonal(vectors: Array) -> Array:
-    """Gram and Schmidt's, each made orthogonal to those before it."""
+    """Gram-Schmidt: each vector made orthogonal to those before it."""
     done: list[Array] = []
     for vector in vectors:
         for other in done:

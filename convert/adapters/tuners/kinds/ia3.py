@@ -5,14 +5,14 @@ l is out×1, or 1×in in a feed-forward module; the bias is scaled with the rows
 
 from __future__ import annotations
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
-    """The side that the vector lies along."""
+def fit(learned: ModuleTensors) -> FittingShape:
+    """out or in, by the direction of the vector."""
     if len(learned.shape("ia3_l")) > 2:
         raise UnsupportedInput(
             f"`{learned.module}` is a convolution scaled by IA3", hint="merge it with PEFT's `merge_and_unload`"
@@ -22,8 +22,8 @@ def fit(learned: Learned) -> Fit:
     return (None, columns) if rows == 1 else (rows, None)
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change: W ∘ l - W."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update: W ∘ l - W."""
     excess = learned.read("ia3_l") - 1
 
     def rows(weight: Array, start: int) -> Array:

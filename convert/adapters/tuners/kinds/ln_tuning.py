@@ -1,6 +1,6 @@
-"""LN tuning: norms that were trained themselves and replace the base's (arXiv 2312.11420; PEFT `tuners/ln_tuning`).
+"""LN tuning: trained norms that replace the base's (arXiv 2312.11420; PEFT `tuners/ln_tuning`).
 
-The file holds `<module>.ln_tuning_layers.weight` and `.bias`, which are whole tensors; there is no formula.
+The file contains `<module>.ln_tuning_layers.weight` and `.bias`, which are whole tensors; there is no formula.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoHa: W + alpha/r · (w1_a·w1_b) ∘ (w2_a·w2_b) (FedPara, arXiv 2108.06098; PEFT `tuners/loha/layer.py`).
 
-Convolutions may have a core t (r×r×k×k) besides: then `a` is r×out, `b` is r×in, and the factor is Σᵢⱼ tᵢⱼ aᵢ bⱼ.
+Convolutions may also have a core t (r×r×k×k): then `a` is r×out, `b` is r×in, and the factor is Σᵢⱼ tᵢⱼ aᵢ bⱼ.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from math import prod
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """out×in of the two factors, which must agree."""
     first, second = _factor(learned, "1"), _factor(learned, "2")
     learned.scale()
     return learned.same("out", first[0], second[0]), learned.same("in", first[1], second[1])
 
 
-def _factor(learned: Learned, number: str) -> Shape:
+def _factor(learned: ModuleTensors, number: str) -> WeightShape:
     """out×in of one factor."""
     a, b = learned.shape(f"hada_w{number}_a", 2), learned.shape(f"hada_w{number}_b", 2)
     if f"hada_t{number}" not in learned.tensors:
@@ -33,8 +33,8 @@ def _factor(learned: Learned, number: str) -> Shape:
     return a[1], b[1] * prod(core[2:])
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change: two thin products, multiplied element by element."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update: two thin products, multiplied element by element."""
     (left1, right1), (left2, right2) = (_thin(learned, number) for number in "12")
     scale = learned.scale()
 
@@ -48,7 +48,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     return rows
 
 
-def _thin(learned: Learned, number: str) -> tuple[Array, Array]:
+def _thin(learned: ModuleTensors, number: str) -> tuple[Array, Array]:
     """Two matrices out×r and r×in whose product is the factor."""
     a, b = learned.read(f"hada_w{number}_a"), learned.read(f"hada_w{number}_b")
     if f"hada_t{number}" not in learned.tensors:

@@ -9,12 +9,12 @@ from math import prod
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """out×in of the Kronecker product; kernel sizes count as columns."""
     first, second = _shape(learned, "1"), _shape(learned, "2")
     learned.same("the dimensions of `lokr_w1`", len(first), 2)
@@ -22,7 +22,7 @@ def fit(learned: Learned) -> Fit:
     return first[0] * second[0], first[1] * prod(second[1:])
 
 
-def _shape(learned: Learned, number: str) -> tuple[int, ...]:
+def _shape(learned: ModuleTensors, number: str) -> tuple[int, ...]:
     if (whole := f"lokr_w{number}") in learned.tensors:
         shape = learned.shape(whole)
         return shape if len(shape) > 1 else learned.shape(whole, 2)
@@ -35,10 +35,10 @@ def _shape(learned: Learned, number: str) -> tuple[int, ...]:
     return a[0], b[1]
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change: row p of it is the product of row p // c of w1 and row p % c of w2, which has c rows.
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update: row p is the product of row p // c of w1 and row p % c of w2, which has c rows.
 
-    A whole w2 of three dimensions (`Conv1d`) PEFT multiplies before it flattens, so that w1 counts kernels: as it is.
+    PEFT multiplies a whole w2 of three dimensions (`Conv1d`) before flattening, so w1 applies to the kernel dimension.
     """
     left, right = _read(learned, "1") * learned.scale(), _read(learned, "2")
     if right.ndim == 3:
@@ -54,7 +54,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     return rows
 
 
-def _read(learned: Learned, number: str) -> Array:
+def _read(learned: ModuleTensors, number: str) -> Array:
     if (whole := f"lokr_w{number}") in learned.tensors:
         return learned.read(whole)
     a, b = learned.read(f"lokr_w{number}_a"), learned.read(f"lokr_w{number}_b")

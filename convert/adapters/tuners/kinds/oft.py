@@ -10,47 +10,47 @@ from math import isqrt
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.config_fields import odd
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.config_fields import invalid_field
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.tensors import Array
 
 MOST_TERMS = 1000
-"""A series as long as this says nothing new, and takes its time."""
+"""Limit of the length of the series, which has converged long before."""
 
 
-def fit(learned: Learned) -> Fit:
-    """in: all blocks side by side; one block alone is repeated when `block_share` is set."""
+def fit(learned: ModuleTensors) -> FittingShape:
+    """in: the size of all blocks; with `block_share` a single block is repeated, so any size."""
     name = _name(learned)
     (blocks, elements), settings = learned.shape(name, 2), learned.settings
     size = _size(elements)
     learned.same(f"the width of `{name}`", elements, size * (size - 1) // 2)
     _ = settings.number("eps", 6e-5), settings.flag("use_cayley_neumann"), settings.flag("coft")
     if (terms := settings.positive("num_cayley_neumann_terms", 5)) not in range(1, MOST_TERMS):
-        raise odd("num_cayley_neumann_terms", terms)
+        raise invalid_field("num_cayley_neumann_terms", terms)
     if settings.flag("block_share"):
         learned.same("the number of shared blocks", blocks, 1)
         return None, None
     return None, blocks * size
 
 
-def _name(learned: Learned) -> str:
+def _name(learned: ModuleTensors) -> str:
     return "oft_embedding_R" if "oft_embedding_R" in learned.tensors else "oft_R"
 
 
 def _size(elements: int) -> int:
-    """The side of a square matrix whose upper triangle has so many elements."""
+    """The side of a square matrix with this number of elements above the diagonal."""
     return (1 + isqrt(1 + 8 * elements)) // 2
 
 
-def require(learned: Learned, shape: Shape) -> None:
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
     """Shared blocks fill the inputs."""
     if shape[1] % (size := _size(learned.shape(_name(learned))[1])):
         raise learned.misfit(f"blocks of {size} do not fill {shape[1]} inputs")
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change; each block of columns is rotated by itself."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update; each block of columns is rotated separately."""
     blocks = rotations(learned)
     turned = blocks if _name(learned) == "oft_embedding_R" else blocks.transpose(0, 2, 1)
 
@@ -67,7 +67,7 @@ def rotate(weight: Array, blocks: Array) -> Array:
     return turned.transpose(1, 0, 2).reshape(weight.shape)
 
 
-def rotations(learned: Learned) -> Array:
+def rotations(learned: ModuleTensors) -> Array:
     """The blocks of R: b×k×k."""
     triangles, settings = learned.read(_name(learned)), learned.settings
     size = _size(triangles.shape[1])
@@ -97,7 +97,7 @@ def cayley(skew: Array) -> Array:
 
 
 def neumann(skew: Array, terms: int) -> Array:
-    """The series with so many terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT counts I + 2Q + 2Q² + Q³."""
+    """The series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³."""
     identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
     if terms < 2:
         return identity

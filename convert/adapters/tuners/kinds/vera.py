@@ -1,4 +1,4 @@
-"""VeRA: W + diag(λ_b)·B·diag(λ_d)·A with random A and B that all modules share (arXiv 2310.11454; PEFT `tuners/vera`).
+"""VeRA: W + diag(λ_b)·B·diag(λ_d)·A with random A and B shared by all modules (arXiv 2310.11454; PEFT `tuners/vera`).
 
 A is r×(largest in), B (largest out)×r; a module takes the first columns and rows. Files saved with
 `save_projection=False` lack both: they are drawn again as PEFT draws them.
@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.config_fields import Settings, odd
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
-from llmconv.convert.adapters.tuners.torch_random import Draws
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.config_fields import AdapterFields, invalid_field
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
+from llmconv.convert.adapters.tuners.torch_random import TorchRandom
 from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """out; A and B are as wide as the widest module."""
     (rows,), (rank,) = learned.shape("vera_lambda_b", 1), learned.shape("vera_lambda_d", 1)
     learned.same("the rank", rank, learned.rank(256))
     return rows, None
 
 
-def require(learned: Learned, shape: Shape) -> None:
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
     """A and B are large enough and of the rank of λ_d."""
     (rank, columns), (rows, other) = learned.shape("vera_A", 2), learned.shape("vera_B", 2)
     learned.same("the rank", learned.shape("vera_lambda_d")[0], rank, other)
@@ -32,11 +32,11 @@ def require(learned: Learned, shape: Shape) -> None:
         raise learned.misfit(f"`vera_B` and `vera_A` are for {rows}×{columns} weights, one has {shape[0]}×{shape[1]}")
 
 
-def drawn(settings: Settings, shapes: Sequence[Shape]) -> Mapping[str, LazyTensor]:
+def drawn(settings: AdapterFields, shapes: Sequence[WeightShape]) -> Mapping[str, LazyTensor]:
     """A and B as PEFT draws them (`VeraModel._init_vera_A_vera_B`): uniform in ±√(6/columns), one after the other."""
     if not isinstance(seed := settings.fields.get("projection_prng_key", 0), int):
-        raise odd("projection_prng_key", seed)
-    draws, rank = Draws(seed), int(settings.positive("r", 256))
+        raise invalid_field("projection_prng_key", seed)
+    draws, rank = TorchRandom(seed), int(settings.positive("r", 256))
     sizes = {"vera_A": (rank, max(columns for _, columns in shapes)), "vera_B": (max(rows for rows, _ in shapes), rank)}
     bounds = {name: math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns)) for name, (_, columns) in sizes.items()}
     return {
@@ -45,8 +45,8 @@ def drawn(settings: Settings, shapes: Sequence[Shape]) -> Mapping[str, LazyTenso
     }
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
-    """Rows of the change: a product of two thin matrices."""
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
+    """Rows of the update: a product of two thin matrices."""
     left = learned.read("vera_lambda_b")[:, None] * learned.read("vera_B")[: shape[0]]
     right = learned.read("vera_lambda_d")[:, None] * learned.read("vera_A")[:, : shape[1]]
 

@@ -196,7 +196,7 @@ def test_the_manifest_says_how_adapters_were_combined(adapted: Any, tmp_path: Pa
     [
         ({"combine": "ties"}, "has 0 `--density`"),
         ({"combine": "ties", "densities": [0.5, 0.5]}, "has 2 `--density`"),
-        ({"densities": [0.5]}, "means nothing"),
+        ({"densities": [0.5]}, "does not apply"),
         ({"combine": "ties", "densities": [0.0]}, "density"),
         ({"combine": "ties", "densities": [1.5]}, "density"),
         ({"combine": "ties", "densities": [float("nan")]}, "density"),

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.lora.dora import Dora
+from llmconv.convert.adapters.lora.dora import DoraUpdate
 from llmconv.convert.adapters.placement.weight_updates import add_changes
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.lora_models import assert_equal, train
 
@@ -85,8 +85,8 @@ def test_outputs_of_zeros_stay_zero_and_blocks_make_no_difference() -> None:
     base, a = generator.standard_normal((6, 5)), generator.standard_normal((2, 5))
     b = generator.standard_normal((6, 2))
     base[3] = b[3] = 0
-    pair = LowRank(in_memory(a, f64), in_memory(b, f64), 0.5)
-    result = add_changes(in_memory(base, f64), [Dora([pair], in_memory(np.ones(6), f64), 1.0)], f32)
+    pair = LoraProduct(in_memory(a, f64), in_memory(b, f64), 0.5)
+    result = add_changes(in_memory(base, f64), [DoraUpdate([pair], in_memory(np.ones(6), f64), 1.0)], f32)
     assert not result.read()[3].any()
     assert np.array_equal(np.concatenate([result.rows(0, 1), result.rows(1, 6)]), result.read())
     assert np.allclose(np.linalg.norm(result.read()[[0, 1, 2, 4, 5]], axis=1), 1)

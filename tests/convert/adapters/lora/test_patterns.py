@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llmconv.convert.adapters.lora.patterns import matches, require_few
+from llmconv.convert.adapters.lora.patterns import TOTAL_SECONDS, MatchTime, matches, require_few
 from llmconv.errors import MalformedInput
 
 PARTS = [
@@ -37,7 +38,12 @@ NAMES = st.text("ab1.", max_size=9)
 LONG = "model.layers.10.self_attn.q_proj" * 3
 
 
-@given(st.lists(st.sampled_from([*PARTS, "*?", r"\w", ".*"]), max_size=8).map("".join), NAMES)
+READ_DIFFERENTLY = [*"{}[]", "{,}", "{e}", "{e<=1}", "[[", "[]a]", "[[:a:]]", "[a&&b]", "[a--b]", r"\b", "(?P<n>"]
+"""Syntax that has another meaning to `regex` than to `re`, or might have."""
+
+
+@pytest.mark.filterwarnings("ignore:Possible")
+@given(st.lists(st.sampled_from([*PARTS, *READ_DIFFERENTLY, "*?", r"\w", ".*"]), max_size=8).map("".join), NAMES)
 def test_what_matches_is_what_python_matches(pattern: str, name: str) -> None:
     try:
         expression = re.compile(rf"(.*\.)?({pattern})$")
@@ -53,14 +59,33 @@ def test_what_matches_is_what_python_matches(pattern: str, name: str) -> None:
 )
 def test_no_pattern_takes_long(pattern: str) -> None:
     began = time.process_time()
-    matches(pattern, LONG)
+    with suppress(MalformedInput):
+        matches(pattern, LONG)
     assert time.process_time() - began < 2
 
 
+def test_a_pattern_that_takes_too_long_is_refused_by_name() -> None:
+    with pytest.raises(MalformedInput, match="takes too long"):
+        matches("(.*|.*)+.*?" * 40 + "[^j]", LONG)
+
+
+def test_all_patterns_of_an_adapter_share_one_limit_of_time() -> None:
+    shared = MatchTime()
+    assert not matches(".*x", LONG, shared)
+    assert shared.left < TOTAL_SECONDS
+    shared.left = 0
+    with pytest.raises(MalformedInput, match="takes too long"):
+        matches(".*x", LONG, shared)
+
+
 @pytest.mark.parametrize(
-    "pattern", ["((", "x{1099511627776}", "(" * 400, "a" * 501, r"(a)\1+", "(?=a+)a", "a++b", "(?i:a)+"]
+    "pattern",
+    [
+        *("((", "x{1099511627776}", "(" * 400, "a" * 501, r"(a)\1+", "(?=a+)a", "a++b", "(?i:a)+"),
+        *("((.?){65000}){65000}", "(" * 60 + "." + "+)" * 60),
+    ],
 )
-def test_what_is_no_expression_or_is_not_read_is_refused_by_name(pattern: str) -> None:
+def test_invalid_and_unsupported_and_huge_expressions_are_refused_by_name(pattern: str) -> None:
     with pytest.raises(MalformedInput, match="the regular expression"):
         matches(pattern, LONG)
 

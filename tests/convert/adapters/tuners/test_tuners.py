@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.tuners.torch_random import LONG, Draws, first_of_permutation
+from llmconv.convert.adapters.tuners.torch_random import LONG, TorchRandom, first_of_permutation
 from llmconv.errors import UnsupportedInput
 from tests.builders.tuned_models import OPT, train_causal, train_layers, wrong
 from tests.conftest import save_tiny
@@ -141,7 +141,7 @@ def test_what_torch_draws_from_a_seed_is_drawn_without_it() -> None:
     for size, count, seed in [(10, 10, 0), (1000, 77, 777), (10**6, 500, 2**33 + 1)]:
         permutation = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
         assert np.array_equal(first_of_permutation(size, count, seed), permutation[:count].numpy())
-    generator, draws = torch.Generator().manual_seed(3), Draws(3)
+    generator, draws = torch.Generator().manual_seed(3), TorchRandom(3)
     for shape in [(4, 17), (24, 4), (33, 65)]:
         expected = torch.empty(shape).uniform_(-0.7, 0.7, generator=generator)
         assert np.array_equal(draws.uniform(shape, -0.7, 0.7), expected.numpy())

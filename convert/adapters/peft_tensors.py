@@ -1,0 +1,152 @@
+"""The tensors of a LoRA adapter under PEFT's names, sorted into pairs A and B, whole tensors and trained rows.
+
+Names (PEFT `utils/save_and_load.py`): `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
+`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
+convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole tensors as
+`<module>.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from llmconv.convert.adapters.adapter import Adapter, Pair, check
+from llmconv.convert.adapters.lora.block_diagonal import dense
+from llmconv.convert.adapters.lora.config import LoraConfig
+from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
+from llmconv.convert.adapters.lora.trainable_tokens import pair_tokens
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+CONFIG = "adapter_config.json"
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+"""Path components that trainers place_once around modules."""
+
+MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
+TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")
+TRAINING_ONLY = re.compile(r"\.lora_(?:velora_\w+|monteclora_\w+|mcsampler\w*)(?:\.|$)")
+"""Training state of VeLoRA and MonteCLoRA, which PEFT's merge does not use."""
+
+FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
+
+
+def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
+    """The adapter of `tensors`, in the names that PEFT saves or has at run time.
+
+    Args:
+        path: folder of the adapter, for messages.
+        weights: the files with the tensors.
+        config: parsed `adapter_config.json`.
+        tensors: all tensors of the files.
+
+    Raises:
+        MalformedInput, UnsupportedInput: see `open_adapter`.
+    """
+    found = _sort(tensors, weights[0].name)
+    pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
+    tokens = pair_tokens(found.tokens, config)
+    whole, originals = found.wholes.all(), found.wholes.untrained(config.modules_to_save)
+    adapter = Adapter(path, weights, path / CONFIG, config, pairs, whole, originals, tokens)
+    check(adapter)
+    return adapter
+
+
+def plain_name(name: str) -> str:
+    """The name without PEFT's `base_model.model.` and without the wrappers of trainers."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts).removeprefix("base_model.model.")
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The tensors of a file: factors by module and part, whole tensors, trained rows by module."""
+
+    factors: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    wholes: WholeTensors = field(default_factory=WholeTensors)
+    tokens: dict[str, LazyTensor] = field(default_factory=dict)
+
+    def place(self, plain: str) -> tuple[dict[str, LazyTensor], str] | None:
+        """The dictionary and the key for a tensor of this name; None for an unknown name."""
+        if match := FACTOR.fullmatch(plain):
+            key = (match["kind"] or "") + match["part"]
+            key = "bias" if (key, match["leaf"]) == ("B", "bias") else key
+            return self.factors.setdefault(match["module"], {}), key
+        if match := MAGNITUDE.fullmatch(plain):
+            return self.factors.setdefault(match["module"], {}), "magnitude"
+        if match := TOKENS.fullmatch(plain):
+            return self.tokens, match["module"]
+        return None if "lora_" in plain else self.wholes.place(plain)
+
+
+def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
+    """Puts every tensor in exactly one place."""
+    result = _Sorted()
+    for name, tensor in tensors.items():
+        plain = plain_name(name)
+        if TRAINING_ONLY.search(plain):
+            continue
+        if (home := result.place(plain)) is None:
+            raise UnsupportedInput(
+                f"`{file}` contains the unexpected key `{name}`, which plain LoRA does not have",
+                hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+            )
+        place_once(*home, tensor, f"`{file}` contains `{name}`", may_repeat=home[0] is result.wholes.trained)
+    return result
+
+
+def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair:
+    embedding = any(key.startswith("embedding_") for key in parts)
+    prefix = "embedding_" if embedding else ""
+    a, b, bias = parts.pop(f"{prefix}A", None), parts.pop(f"{prefix}B", None), parts.pop("bias", None)
+    magnitude = parts.pop("magnitude", None)
+    if a is None or b is None or parts:
+        absent = "A" if a is None else "B" if b is None else "half of a second pair"
+        raise MalformedInput(
+            f"the adapter lacks {absent} of `{module}` (missing key)",
+            hint="the file is incomplete; save or copy the adapter again",
+        )
+    if (magnitude is not None) != config.dora:
+        raise UnsupportedInput(
+            f"the adapter {'has' if magnitude else 'lacks'} `lora_magnitude_vector` of `{module}`, and its config has "
+            f"`use_dora` {str(config.dora).lower()}",
+            hint="config and tensors belong to different adapters; copy the adapter again",
+        )
+    a, b = dense(a, b, module, config.blocks)
+    _check_shapes(module, a, b)
+    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
+
+
+def flat(tensor: LazyTensor) -> LazyTensor:
+    """The tensor as a matrix: all dimensions after the first as one, as for the product of a convolution's factors."""
+    shape = (tensor.shape[0], prod(tensor.shape[1:]))
+    if tensor.shape == shape:
+        return tensor
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
+
+
+def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
+    if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
+        raise MalformedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
+            hint="gather the parameters (ZeRO-3, FSDP) before saving the adapter",
+        )
+    if len(a.shape) != len(b.shape) or set(b.shape[2:]) - {1}:
+        raise UnsupportedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: unsupported kind of layer",
+            hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+        )
+    if len(a.shape) > 2 and a.shape[0] % b.shape[1] == 0 and a.shape[0] > b.shape[1]:
+        raise UnsupportedInput(
+            f"`{module}` is a convolution with groups: A has shape {list(a.shape)}, B {list(b.shape)}",
+            hint="its update has no groups, so no merged weight equals it; serve the adapter",
+        )
+    if a.shape[0] != b.shape[1]:
+        raise MalformedInput(
+            f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
+        )

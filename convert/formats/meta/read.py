@@ -1,0 +1,173 @@
+"""Reads Meta's shards and joins the parts of all ranks, with rows in Hugging Face's order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.algebra.operations import (
+    concat,
+    first_missing,
+    listing,
+    permute_rows,
+    replicated,
+    rope_order,
+)
+from llmconv.convert.formats.meta.config import kv_heads_of
+from llmconv.convert.formats.meta.names import split_dim
+from llmconv.errors import MalformedInput
+from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.torch.reader import open_torch_file
+from llmconv.tensors import LazyTensor
+
+SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+
+
+def open_shards(path: Path) -> list[Mapping[str, LazyTensor]]:
+    """The shards in order: name to tensor of each rank.
+
+    Raises:
+        MalformedInput: a shard is missing, or two differ in names, shapes or dtypes.
+    """
+    found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
+    missing = first_missing(found, max(found) + 1)
+    if missing is not None:
+        raise MalformedInput(
+            f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
+            hint="copy the missing shard; all shards are needed",
+        )
+    shards = [open_shard(found[number]) for number in sorted(found)]
+    layout = _layout(shards[0])
+    for number, shard in enumerate(shards):
+        if _layout(shard) != layout:
+            names = sorted({name for name, _ in _layout(shard).items() ^ layout.items()})
+            raise MalformedInput(
+                f"`{found[number].name}` differs from the first shard in {len(names)} tensors: {listing(names)}",
+                hint="the shards are of different models or splits; copy the folder again",
+            )
+    return shards
+
+
+def _layout(shard: Mapping[str, LazyTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items()}
+
+
+def open_shard(path: Path, inside: str = "") -> Mapping[str, LazyTensor]:
+    """The tensors of one torch file, which may nest them under the key `inside`.
+
+    Raises:
+        MalformedInput: there is anything but tensors.
+    """
+    file = open_torch_file(path)
+    content = file.content
+    if inside and isinstance(content, dict) and isinstance(content.get(inside), dict):
+        content = content[inside]
+    if not isinstance(content, dict) or not all(isinstance(ref, TensorRef) for ref in content.values()):
+        raise MalformedInput(f"`{path.name}` is not a plain state dict", hint="it should hold tensors and nothing else")
+    return {str(name): file.tensor(str(name), ref) for name, ref in content.items()}
+
+
+def file_order(target: str) -> tuple[int, int]:
+    """Sort key of a Hugging Face name: embedding, layers by number, final norm, head, as a loader needs them."""
+    number = re.search(r"\.(\d+)\.", target)
+    group = 0 if "embed" in target else 1 if number else 2 if "norm" in target or "ln_f" in target else 3
+    return group, int(number[1]) if number else 0
+
+
+def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any]) -> int:
+    """Compares the shapes of the first layer with `params.json`.
+
+    Args:
+        path: the folder, for error messages.
+        shards: from `open_shards`.
+        params: the fields of `params.json`.
+
+    Returns:
+        The number of key/value heads of the model, without copies.
+
+    Raises:
+        MalformedInput: the number of shards or of key/value heads contradicts `params.json`.
+    """
+    dim, count = int(params["dim"]), len(shards)
+    head_dim = dim // int(params["n_heads"])
+    queries = shards[0]["layers.0.attention.wq.weight"].shape
+    if len(queries) != 2 or queries[1] != dim or queries[0] * count != dim:
+        need = f"expected {dim // queries[0]} shards" if queries[0] and not dim % queries[0] else "which is impossible"
+        raise MalformedInput(
+            f"`{path.name}` has {count} shards with query rows {list(queries)} for `dim` {dim}; {need}",
+            hint="a shard is missing or superfluous, or `params.json` belongs to another model",
+        )
+    keys = shards[0]["layers.0.attention.wk.weight"].shape[0]
+    stored, declared = keys * count // head_dim, kv_heads_of(params)
+    if stored == declared:
+        return declared // _copies(shards, keys, head_dim)
+    if keys != head_dim or stored % declared:
+        raise MalformedInput(
+            f"`{path.name}` has {stored} key/value heads, `params.json` declares {declared}",
+            hint="the heads in the shards must be a multiple of `n_kv_heads`; is `params.json` of another model?",
+        )
+    return declared
+
+
+def _copies(shards: Sequence[Mapping[str, LazyTensor]], keys: int, head_dim: int) -> int:
+    """Number of neighboring ranks with the same head: with more ranks than heads, Meta copies and counts them."""
+    if keys != head_dim or len(shards) == 1:
+        return 1
+    names = ("layers.0.attention.wk.weight", "layers.0.attention.wv.weight")
+    heads = [b"".join(shard[name].read().tobytes() for name in names) for shard in shards]
+    run = next((number for number, head in enumerate(heads) if head != heads[0]), len(heads))
+    repeats = len(heads) % run == 0 and all(head == heads[number // run * run] for number, head in enumerate(heads))
+    return run if repeats else 1
+
+
+def join(
+    path: Path, name: str, shards: Sequence[Mapping[str, LazyTensor]], params: Mapping[str, Any], kv_heads: int
+) -> LazyTensor:
+    """One tensor, joined from all shards and in Hugging Face's row order.
+
+    Args:
+        path: the folder, for error messages.
+        name: Meta's name of the tensor.
+        shards: from `open_shards`.
+        params: the fields of `params.json`.
+        kv_heads: from `check_shapes`.
+
+    Raises:
+        MalformedInput: the parts cannot be joined.
+    """
+    parts = [shard[name] for shard in shards]
+    head_dim = int(params["dim"]) // int(params["n_heads"])
+    dim = split_dim(name)
+    if dim is None:
+        return parts[0]
+    if name.endswith((".wk.weight", ".wv.weight")):
+        repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))
+        groups = [parts[start : start + repeat] for start in range(0, len(parts), repeat)]
+        parts = [replicated(group, _different_copies(path)) for group in groups]
+    if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
+        dim = 0  # Llama 3 splits the embedding by rows
+    try:
+        whole = concat(parts, dim)
+        return permute_rows(whole, rope_order(head_dim)) if name.endswith((".wq.weight", ".wk.weight")) else whole
+    except ValueError as error:
+        raise MalformedInput(
+            f"the parts of `{name}` in `{path.name}` cannot be joined: {error}",
+            hint="`params.json` belongs to another model",
+        ) from error
+
+
+def differing_norms(shards: Sequence[Mapping[str, LazyTensor]]) -> list[str]:
+    """A warning if the final norm differs between shards; shard 0's is used, as by rank 0 of Meta's code."""
+    norms = [shard["norm.weight"].read().tobytes() for shard in shards]
+    if len(set(norms)) == 1:
+        return []
+    return ["the norms differ between shards (as in Llama 3 70B); those of shard 0 are used"]
+
+
+def _different_copies(path: Path) -> MalformedInput:
+    return MalformedInput(
+        f"the shards of `{path.name}` contain different copies of one key/value head",
+        hint="`n_kv_heads` of `params.json` does not match the shards; does it belong to another model?",
+    )

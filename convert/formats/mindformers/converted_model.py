@@ -1,0 +1,163 @@
+"""Types and checks that all model families of MindFormers share: head sizes, the converted model, its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmconv.convert.algebra.operations import listing, require
+from llmconv.convert.formats.mindformers.config import RunConfig
+from llmconv.convert.models.model_config import ModelSettings
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Number of query heads and of key/value heads, and the elements of each head."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model in Hugging Face names: tensors, content of `config.json`, and warnings for the user."""
+
+    tensors: dict[str, LazyTensor]
+    config: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MindFormersModel:
+    """A model in MindFormers' names: tensors, class of the model, and the fields of its `model_config`."""
+
+    tensors: dict[str, LazyTensor]
+    arch: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MindFormersFamily:
+    """The conversion of one model family in both directions.
+
+    Attributes:
+        sign: matches a tensor name that only this family has.
+        build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
+        store: the way back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
+    """
+
+    sign: re.Pattern[str]
+    build: Callable[[RunConfig, dict[str, LazyTensor]], ConvertedModel]
+    store: Mapping[str, Callable[[ModelSettings, dict[str, LazyTensor], str], MindFormersModel]] = field(
+        default_factory=dict
+    )
+
+
+def heads_of(run: RunConfig, hidden: int) -> Heads:
+    """The head sizes in the configuration.
+
+    Raises:
+        MalformedInput: they contradict the hidden size.
+    """
+    queries = run.integer("num_heads", "num_attention_heads")
+    keys = run.integer(
+        "n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries
+    )
+    dim = run.integer("head_dim", "kv_channels", default=max(1, hidden // queries))
+    if queries % keys or ("head_dim" not in run.fields and "kv_channels" not in run.fields and queries * dim != hidden):
+        raise MalformedInput(
+            f"{queries} heads and {keys} key/value heads do not match the hidden size {hidden} of `{run.source}`",
+            hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
+        )
+    return Heads(queries, keys, dim)
+
+
+def finish(
+    run: RunConfig,
+    tensors: dict[str, LazyTensor],
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    head: str,
+) -> ConvertedModel:
+    """Compares the tensors with the expected shapes, and records whether the output head is tied.
+
+    Args:
+        run: its `tie_word_embeddings` allows a missing output head; its source is named in messages.
+        tensors: Hugging Face name to tensor.
+        shapes: every tensor of the model with its shape, in the order in which they are written.
+        config: the content of `config.json`; `tie_word_embeddings` is added.
+        head: name of the output head.
+
+    Raises:
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
+    """
+    tied = head not in tensors
+    if tied and not run.flag("tie_word_embeddings"):
+        raise MalformedInput(
+            f"`{run.source}` has no output head, and its configuration does not tie it to the embedding",
+            hint="if it was trained this way, give a configuration with `tie_word_embeddings: True`",
+        )
+    expected = {name: shape for name, shape in shapes.items() if name != head or not tied}
+    require(expected, tensors, run.source)
+    unexpected = [name for name in tensors if name not in expected]
+    mismatched = [name for name, shape in expected.items() if tensors[name].shape != shape]
+    if unexpected or mismatched:
+        raise MalformedInput(
+            f"{len(unexpected + mismatched)} tensors of `{run.source}` contradict its configuration: "
+            + _contradiction(tensors, expected, unexpected, mismatched),
+            hint="the configuration belongs to another model, or these are the shards of one rank",
+        )
+    settings = {**config, "tie_word_embeddings": tied or None}  # a head may be a second copy: its values decide
+    return ConvertedModel({name: tensors[name] for name in expected}, settings)
+
+
+def _contradiction(
+    tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], unexpected: list[str], wrong: list[str]
+) -> str:
+    if not wrong:
+        return f"unexpected keys: {listing(unexpected)}"
+    name = wrong[0]
+    return f"shape mismatch for `{name}`: expected {list(expected[name])}, got {list(tensors[name].shape)}"
+
+
+def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
+    """The error for a model that transformers cannot express exactly."""
+    return UnsupportedInput(
+        f"`{run.source}` is {what}, which has no exact equal in transformers: {reason}",
+        hint="convert it with MindFormers' own `convert_weight.py --reversed` and run it with the model's own code",
+    )
+
+
+def require_embedding(run: RunConfig, embedding: LazyTensor | None) -> LazyTensor:
+    """The word embedding, [vocabulary, hidden].
+
+    Raises:
+        MalformedInput: there is none, or it is not a matrix.
+    """
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is partial, or of one pipeline stage"
+        )
+    return embedding
+
+
+def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, int]:
+    """`vocab_size` and `hidden_size` from the shape of the embedding.
+
+    Raises:
+        MalformedInput: the configuration declares other sizes.
+    """
+    sizes = dict(zip(("vocab_size", "hidden_size"), embedding.shape, strict=True))
+    for name, size in sizes.items():
+        if run.integer(name, default=size) != size:
+            raise MalformedInput(
+                f"shape mismatch for the embedding of `{run.source}`: it is {list(embedding.shape)}, the configuration "
+                f"declares `{name}` {run.integer(name)}",
+                hint="the configuration belongs to another model, or these are the shards of one rank",
+            )
+    return sizes

@@ -1,0 +1,159 @@
+"""The group of commands: exit codes, error messages, signals and closed standard streams, the same for all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from llmconv.cli.options import VERBOSE, refuse_empty_paths
+from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
+from llmconv.memory import is_out_of_memory
+from llmconv.requirements import require_platform, require_transformers
+from llmconv.version import __version__
+
+BUG_EXIT_CODE = 70
+"""Exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h."""
+
+MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
+INTERRUPTED_HINT = "run the same command again, with `--resume` if it has that option, to keep the finished files"
+
+PRINT_ONLY = ("inspect", "formats", "families")
+"""Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
+
+READER_LEFT = 141
+"""Exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells."""
+
+GC_THRESHOLDS = (100_000, 50, 100)
+"""Imports and traces make millions of long-lived objects: by default, garbage collection took 6 % of an export."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers send before SIGKILL."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+class CommandGroup(click.Group):
+    """The group of all commands: what they share in errors, signals and standard streams."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """As click's; the command also refuses empty paths."""
+        super().add_command(refuse_empty_paths(cmd), name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of the work, not of the alphabet."""
+        return list(self.commands)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click's; wrong options of the group itself are reported like those of its commands."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except BrokenPipeError as error:  # of `--version` and `--help`
+            _discard_stdout()
+            raise click.exceptions.Exit(0) from error
+        except click.UsageError as error:
+            self._fail_usage(error)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click's; closed standard streams go to the null device, and a failed write is reported."""
+        _open_closed_streams()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # of `--version` and `--help`, which print before a command is invoked
+            _print_error(
+                f"writing failed: {error.strerror or error} (stdout)", "make sure that there is space on the disk"
+            )
+            sys.exit(OutputFailed.exit_code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; an error is printed as message, blank line and hint, and gives its exit code."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads busy-wait for a while
+        gc.set_threshold(*GC_THRESHOLDS)
+        signal.signal(signal.SIGTERM, _terminated)
+        asks_help = bool({*ctx.args} & {"-h", "--help"})
+        try:
+            require_platform()
+            if not asks_help:
+                require_transformers()
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except LlmconvError as error:
+            self._fail(ctx, error.message, error.hint, error.exit_code)
+        except KeyboardInterrupt as interrupt:
+            code = 143 if isinstance(interrupt, Terminated) else 130
+            self._fail(ctx, "interrupted", INTERRUPTED_HINT, code)
+        except BrokenPipeError:
+            _discard_stdout()
+            ctx.exit(0 if asks_help or ctx.invoked_subcommand in PRINT_ONLY else READER_LEFT)
+        except click.UsageError as error:
+            self._fail_usage(error)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except OSError as error:
+            problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
+            self._fail(ctx, problem, "check the free disk space, and that the files are readable and writable", 4)
+        except Exception as error:  # a bug: never exit code 1, which means a difference
+            if is_out_of_memory(error):
+                self._fail(ctx, "out of memory", MEMORY_HINT, OutputFailed.exit_code)
+            self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
+
+    def _fail_usage(self, error: click.UsageError) -> NoReturn:
+        """Reports click's errors of arguments like every other error; without any argument click shows the help."""
+        if error.ctx is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
+            raise error
+        message = re.sub(r"'([^']+)'", r"`\1`", " ".join(error.format_message().split()).replace(". (", " ("))
+        problem = UsageProblem(message[:1].lower() + message[1:], hint=f"see `{error.ctx.command_path} --help`")
+        self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
+
+    def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:
+        if ctx.meta.get(VERBOSE):
+            traceback.print_exc()
+        _print_error(message, hint)
+        ctx.exit(exit_code)
+
+
+def _print_error(message: str, hint: str) -> None:
+    """Prints to stderr. If that fails, the exit code alone reports the error: it must not become 1, a difference."""
+    with suppress(OSError):
+        click.echo(f"error: {message}\n\nhint: {hint}", err=True)
+
+
+def _discard_stdout() -> None:
+    """Sends the rest of the buffer to the null device, or Python reports the closed pipe again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed_streams() -> None:
+    """Opens closed standard streams on the null device: an output file would get their number, and so messages."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - it stays open
+
+
+def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
+    """The message of a bug (version, command, error and where it was raised) and its hint."""
+    command = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" ({Path(frame[0].filename).name}:{frame[0].lineno})" if frame else ""
+    line = f"llmconv {__version__} has a bug: {command}: {type(error).__name__}: {first_line(error)}{place}"
+    return printable(line), "report this line and the command that you ran; `-v` shows the traceback"

@@ -1,0 +1,98 @@
+"""LoopEngine: llmconv's own loop over the graphs or the eager model; `genai` has the engine of ONNX Runtime GenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmconv.generation.chat.conversation import PrefixCache
+from llmconv.generation.loop import Batch, grow
+from llmconv.generation.positions import PositionRule
+from llmconv.generation.row import Row, TextPiece
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.runner import Runner
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens to text."""
+
+
+@dataclass(frozen=True)
+class LoopEngine:
+    """llmconv's own loop: a prefill, then one step of the model per token.
+
+    Attributes:
+        runner: the graphs or the eager model.
+        positions: the model's rule for position ids.
+        folder: has `config.json`, read for the size of the logits in a beam search.
+        runs_last_token: whether the last new token also needs room in the context.
+    """
+
+    runner: Runner
+    positions: PositionRule
+    folder: Path
+    runs_last_token = False
+
+    def grow(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        decode: Decode,
+        cache: PrefixCache | None = None,
+        most: int = 0,
+    ) -> Generator[TextPiece]:
+        """Continues a batch by greedy search or sampling.
+
+        Args:
+            prompts: token ids of each prompt.
+            limits: maximum number of new tokens of each prompt.
+            settings: how tokens are picked.
+            decode: tokens to text.
+            cache: tokens that have run before, see `TextModel.stream`.
+            most: maximum number of prompt tokens per step; 0 for all.
+        """
+        given = enumerate(zip(prompts, limits, strict=True))
+        rows = [self._row(index, prompt, limit, settings, decode) for index, (prompt, limit) in given]
+        yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
+        batch = Batch(self.runner, rows, self.positions)
+        if not batch.rows:
+            return
+        is_whole = False
+        try:
+            past = cache.past([row.prompt for row in batch.rows], self.runner) if cache else None
+            for piece in grow(batch, past, most):
+                is_whole = True
+                yield piece
+                is_whole = False
+            is_whole = True
+        finally:  # an interrupted step may have left the cache half written
+            if cache and len(rows) == 1:
+                cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
+
+    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+        """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
+
+        Args:
+            prompt: token ids.
+            limit: maximum number of new tokens.
+            settings: include the number of beams.
+            count: number of continuations.
+        """
+        if not limit:
+            return [[]] * count
+        from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and only beams need it
+
+        from llmconv.generation.sampling.logits_processors import GraphModel, search  # noqa: PLC0415 - imports torch
+
+        config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
+
+    @staticmethod
+    def _row(index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings, decode: Decode) -> Row:
+        if not settings.needs_processors:
+            return Row(index, prompt, limit, settings, decode)
+        from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
+
+        return Row(index, prompt, limit, settings, decode, processor(settings, len(prompt), limit))

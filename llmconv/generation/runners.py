@@ -1,0 +1,89 @@
+"""Opening what runs a model: the graphs, the eager model, or ONNX Runtime GenAI."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from llmconv.errors import UsageProblem
+from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.model_files import ModelFiles
+from llmconv.runtime.context_length import context_length
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.runner import Runner
+
+
+def load_runner(
+    files: ModelFiles,
+    backend: str,
+    settings: SessionSettings | None = None,
+    *,
+    adapter: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Runner:
+    """The graphs, or the eager model (torch is imported only for that).
+
+    Args:
+        files: where the graphs and the configuration are.
+        backend: `onnx` or `torch`.
+        settings: session settings of onnxruntime; `torch` takes the number of threads from them.
+        adapter: PEFT adapter folder, for `torch`.
+        trust_remote_code: run the model code in the folder, for `torch`.
+
+    Raises:
+        InputRefused: the folder has no graphs, or transformers cannot load it.
+        UsageProblem: an unknown backend, or an adapter for the graphs.
+    """
+    if backend == "onnx":
+        _refuse_adapter(adapter)
+        if files.prefill:
+            return OrtRunner.from_files(files.prefill, files.decode, settings)
+        return OrtRunner.from_folder(files.folder, settings)
+    if backend != "torch":
+        raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
+    _refuse_session(settings)
+    from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
+
+    return TorchRunner(
+        files.folder,
+        code=files.folder if trust_remote_code else None,
+        adapter=Path(adapter) if adapter else None,
+        threads=settings.threads if settings else 0,
+    )
+
+
+def load_genai(files: ModelFiles, settings: SessionSettings | None, adapter: str | Path | None) -> GenaiEngine:
+    """The folder's graphs in ONNX Runtime GenAI, an optional package.
+
+    Args:
+        files: found from a folder, not from single graphs.
+        settings: session settings of onnxruntime.
+        adapter: must be None.
+
+    Raises:
+        InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.
+        UsageProblem: an adapter, a single graph, or settings that GenAI does not have.
+    """
+    _refuse_adapter(adapter)
+    if files.prefill:
+        raise UsageProblem("GenAI opens folders, not single graphs", hint="give the folder that has genai_config.json")
+    return GenaiEngine.load(files.folder, settings, context_length(files.folder))
+
+
+def _refuse_adapter(adapter: str | Path | None) -> None:
+    if adapter is not None:
+        raise UsageProblem(
+            "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
+        )
+
+
+def _refuse_session(settings: SessionSettings | None) -> None:
+    """Refuses settings of onnxruntime, which the eager model does not use."""
+    names = [field.name for field in fields(SessionSettings) if field.name != "threads"]
+    odd = [name for name in names if settings and getattr(settings, name) != getattr(SessionSettings(), name)]
+    if odd:
+        raise UsageProblem(
+            f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use",
+            hint="leave it out, the eager model runs on the CPU; or leave out `backend`",
+        )

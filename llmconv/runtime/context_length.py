@@ -1,0 +1,38 @@
+"""The context length of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import read_json
+
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")
+"""Fields of `config.json`; families with ALiBi or states have no limit."""
+
+LONGEST = 1 << 40
+"""Maximum in tokens; larger numbers are not context lengths."""
+
+
+def language_config(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`, with the fields of its `text_config` on top; empty if there is no such file."""
+    path = folder / "config.json"
+    config: dict[str, Any] = read_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def context_length(folder: Path) -> int | None:
+    """Maximum number of tokens from a folder's `config.json`; None if it declares none."""
+    config = language_config(folder)
+    length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
+    return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
+
+
+def _stretch(config: dict[str, Any]) -> float:
+    """Factor of the length: with dynamic rotary frequencies the config declares the original length."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
+        return 1.0
+    factor = rope.get("factor", 1.0)
+    return float(factor) if isinstance(factor, int | float) and 1 < factor <= LONGEST else 1.0

@@ -1,0 +1,117 @@
+"""Internals of transformers that running a model depends on, each with the versions it was checked with.
+
+transformers promises none of these names; `tests/runtime/test_library_patches.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch 2.2 to 2.13
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+KERNEL_LOGGER = "transformers.integrations.hub_kernels"
+"""Recommends to install compiled kernels (transformers 5.16 to 5.23)."""
+
+CONTINUED_SCAN = "mamba2_chunk_scan"
+"""Function of those modeling files whose scan continues a recurrent state (5.23; absent before)."""
+
+SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable: weights are loaded in the calling thread (5.16 to 5.23)."""
+
+
+def silence_kernel_hints() -> None:
+    """Hides the recommendation of compiled kernels, which would not be a reference."""
+    logging.getLogger(KERNEL_LOGGER).setLevel(logging.ERROR)
+
+
+def continues_recurrent_state(model: Any) -> bool:
+    """Whether several new tokens continue a recurrent state; else their scan starts from zeros."""
+    return hasattr(sys.modules[type(model).__module__], CONTINUED_SCAN)
+
+
+def use_eager_experts(model: Any) -> None:
+    """Replaces fused experts, which do not support float64 (5.16 to 5.23)."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
+def reset_dynamic_rope(model: Any) -> None:
+    """Restores the original frequencies of `dynamic` rotary embeddings, which follow the longest sequence so far.
+
+    transformers 5.16 to 5.23 keeps them in buffers of the module, per layer type where `rope_type` is a dict.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if isinstance(kind, str) and "dynamic" in kind:
+                prefix = f"{layer_type}_" if layer_type else ""
+                setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def load_tensors(model: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Loads some tensors of a checkpoint into a model, as `from_pretrained` would (5.16 to 5.23).
+
+    Args:
+        model: a transformers model, possibly on the meta device.
+        tensors: tensors by the names of the checkpoint; each is read by `[...]`.
+        dtype: dtype requested for the model.
+    """
+    config = LoadStateDictConfig(
+        dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=get_model_conversion_mapping(model)
+    )
+    with _synchronous_loading():
+        convert_and_load_state_dict_in_model(model, tensors, config)
+
+
+def loaded_names(model: Any, stored: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """How `load_tensors` maps names of a checkpoint to names of the model (5.16 to 5.23).
+
+    Args:
+        model: a transformers model.
+        stored: names of the tensors of its checkpoint.
+
+    Returns:
+        The stored names by each name of the model (for a converter with several results, only the first), and the
+        stored name by each name of the model that is only a renaming.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    sources: dict[str, list[str]] = defaultdict(list)
+    renamed: dict[str, str] = {}
+    for source in stored:
+        name, pattern = rename_source_key(source, renamings, converters, prefix, known)
+        if name not in known and source in known:
+            name, pattern = rename_source_key(source, [], [], prefix, known)
+        sources[name].append(source)
+        if pattern is None:
+            renamed[name] = source
+    return sources, renamed
+
+
+@contextmanager
+def _synchronous_loading() -> Iterator[None]:
+    """Loads in the calling thread: new pool threads for every layer would each leave a heap behind."""
+    before = os.environ.get(SYNCHRONOUS_LOADING)
+    os.environ[SYNCHRONOUS_LOADING] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SYNCHRONOUS_LOADING) if before is None else os.environ.update({SYNCHRONOUS_LOADING: before})

@@ -1,0 +1,187 @@
+"""ServedModel: turns a request into the steps of its answers; runs in the scheduler's thread."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.chat_session import ANSWER_TOKENS
+from llmconv.serve.api_errors import ApiError
+from llmconv.serve.cache_pool import ConversationPool
+from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+"""llmconv's reasons why a text ends to OpenAI's."""
+
+PROMPT_STEP = 256
+"""Prompt tokens per step; after each step the next answer has its turn."""
+
+
+@dataclass(frozen=True)
+class CompletionChoice:
+    """One answer to generate, a "choice" in OpenAI's API.
+
+    Attributes:
+        ids: tokens of the prompt.
+        settings: how tokens are picked.
+        echo: text at the start of the answer.
+    """
+
+    ids: tuple[int, ...]
+    settings: GenerationSettings
+    echo: str = ""
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What one step adds to an answer.
+
+    Attributes:
+        choice: index of the answer.
+        text: new text; may be empty.
+        tokens: number of new tokens, 0 or 1.
+        finish: empty, `stop` or `length`.
+        cached: tokens of the prompt that were in a cache.
+    """
+
+    choice: int
+    text: str
+    tokens: int
+    finish: str
+    cached: int = 0
+
+
+class ServedModel:
+    """A model with its public name and the server's limits.
+
+    Args:
+        model: generates the answers.
+        name: model name that clients send.
+        template: chat template, see `TextModel.encode_chat`.
+        system: system message of chats that have none.
+        max_new_tokens: limit for requests that set none; default: the model's own, else 2048.
+        kept: number of caches of earlier answers to keep.
+
+    Raises:
+        UsageProblem: an unknown template.
+    """
+
+    def __init__(
+        self,
+        model: TextModel,
+        name: str,
+        *,
+        template: str = TOKENIZER,
+        system: str = "",
+        max_new_tokens: int | None = None,
+        kept: int = 4,
+    ) -> None:
+        self.model, self.name = model, name
+        self._template, self._system = template, system
+        self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
+        self._conversations = ConversationPool(kept, model.runner)
+        self._stops = find_template(template).stops
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template; without one the model only continues texts."""
+        return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
+
+    def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
+        """The answers to generate: for every prompt, as many as the request asks for.
+
+        Raises:
+            ApiError: an unknown model name, or the context is too short.
+            InputRefused: the chat template fails on the messages, or a prompt has no tokens.
+        """
+        if request.model not in (None, self.name):
+            raise ApiError(
+                f"the model `{str(request.model)[:80]}` does not exist; this server has `{self.name}`",
+                status=404,
+                parameter="model",
+                code="model_not_found",
+            )
+        prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+        return [
+            CompletionChoice(tuple(ids), self._settings(request, len(ids), number), self._echo(request, ids))
+            for ids in prompts
+            for number in range(request.sampling.choices)
+        ]
+
+    def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
+        """Generates the answers in sequence, so that a request uses one cache at a time."""
+        for index, choice in enumerate(choices):
+            conversation = self._conversations.take(choice.ids)
+            past = conversation.past([choice.ids], self.model.runner)
+            cached = past.tokens if past else 0
+            pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP)
+            try:
+                if choice.echo:
+                    yield ChoiceDelta(index, choice.echo, 0, "")
+                for piece in pieces:
+                    finish = FINISH[piece.finish] if piece.finish else ""
+                    yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, cached)
+                    cached = 0
+            finally:
+                pieces.close()  # keeps its cache
+                self._conversations.give_back(conversation)
+
+    def _chat(self, request: CompletionRequest) -> list[int]:
+        is_missing = self._system and request.messages[0]["role"] != "system"
+        system = [{"role": "system", "content": self._system}] if is_missing else []
+        return self.model.encode_chat([*system, *request.messages], self._template)
+
+    def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.model.encode(prompt)
+        most = len(self.model.tokenizer)
+        if any(not 0 <= token < most for token in prompt):
+            raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
+        return list(prompt)
+
+    def _echo(self, request: CompletionRequest, ids: Sequence[int]) -> str:
+        return self.model.decode(ids) if request.echo else ""
+
+    def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
+        wanted = request.sampling
+        sampled = wanted.temperature is not None or wanted.top_p is not None
+        return self.model.defaults.but(
+            max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt"),
+            do_sample=True if sampled else None,
+            temperature=wanted.temperature,
+            top_p=None if wanted.top_p is None else max(wanted.top_p, 1e-9),
+            top_k=wanted.top_k,
+            min_p=wanted.min_p,
+            repetition_penalty=wanted.repetition_penalty,
+            num_beams=1,  # the text of a beam search is known only at its end
+            stop_strings=self._stop_strings(request) or None,
+            seed=_seed(wanted, number),
+        )
+
+    def _stop_strings(self, request: CompletionRequest) -> tuple[str, ...]:
+        stops = (*self.model.defaults.stop_strings, *request.sampling.stop, *(self._stops if request.is_chat else ()))
+        return tuple(dict.fromkeys(stops))
+
+    def _room(self, prompt_tokens: int, wanted: int | None, parameter: str) -> int:
+        context = self.model.context_length
+        if context is None:
+            return self._max_new_tokens if wanted is None else wanted
+        room = context - prompt_tokens
+        if room < (wanted or 1):
+            requested = f" and the request asks for {wanted} more" if wanted else ""
+            raise ApiError(
+                f"the prompt has {prompt_tokens} tokens{requested}, but the model's context is {context} tokens",
+                parameter=parameter,
+                code="context_length_exceeded",
+            )
+        return min(room, self._max_new_tokens) if wanted is None else wanted
+
+
+def _seed(wanted: SamplingOptions, number: int) -> int:
+    """A different seed for every answer of a request; the same again if the request has a `seed`."""
+    first: Any = secrets.randbits(62) if wanted.seed is None else wanted.seed
+    return int(first + number) % 2**63

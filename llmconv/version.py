@@ -1,0 +1,3 @@
+"""The version of llmconv, below every other module."""
+
+__version__ = "0.1.0"

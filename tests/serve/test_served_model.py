@@ -1,0 +1,61 @@
+"""Answers in turns equal answers alone, for every kind of cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmconv.export.exporter import export
+from llmconv.generation import TextModel
+from llmconv.serve.openai_schema import completion_request
+from llmconv.serve.served_model import ServedModel
+
+PROMPTS = ("Once there was a clever", "The old dragon", "A")
+
+
+def texts(served: ServedModel, in_turns: bool) -> list[str]:
+    """The answers to three prompts, a step each in turn or one after another."""
+    requests = [{"prompt": text, "max_tokens": 16, "temperature": 1, "seed": at} for at, text in enumerate(PROMPTS)]
+    answers = [served.steps(served.choices(completion_request(request))) for request in requests]
+    found = [""] * len(answers)
+    waiting = list(range(len(answers)))
+    while waiting:
+        at = waiting.pop(0)
+        if (delta := next(answers[at], None)) is not None:
+            found[at] += delta.text
+            waiting.insert(len(waiting) if in_turns else 0, at)
+    return found
+
+
+def graphs(chatting: Path, tmp_path: Path, kind: str) -> TextModel:
+    """The tiny model with caches of a kind."""
+    if kind in ("onnx", "torch"):
+        return TextModel.open(chatting, backend=kind)
+    if kind == "static":
+        export(chatting, tmp_path / "out", shapes="static", batch_size=1, max_seq_len=64)
+    else:
+        export(chatting, tmp_path / "out", cache="shared-buffer")
+    return TextModel.open(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "torch", "static", "shared-buffer"])
+def test_answers_in_turns_equal_answers_alone(chatting: Path, tmp_path: Path, kind: str) -> None:
+    model = graphs(chatting, tmp_path, kind)
+    alone = texts(ServedModel(model, "tiny"), in_turns=False)
+    assert texts(ServedModel(model, "tiny"), in_turns=True) == alone
+    again = ServedModel(model, "tiny")
+    assert texts(again, in_turns=True) == texts(again, in_turns=True) == alone  # with the caches of the first round
+    assert len(set(alone)) == 3
+
+
+def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ServedModel(TextModel.open(chatting), "tiny")
+    choices = served.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
+    whole = list(served.steps(choices))
+    monkeypatch.setattr("llmconv.serve.served_model.PROMPT_STEP", 2)
+    found = list(ServedModel(served.model, "tiny").steps(choices))
+    turns = (len(choices[0].ids) - 1) // 2
+    assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns
+    assert found[turns:] == whole

@@ -1,0 +1,58 @@
+"""Selection: the scenarios that a verification runs, from the suite or the names that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from llmconv.argument_checks import require_least
+from llmconv.errors import UsageProblem
+from llmconv.verify.scenarios.calls import Chain, ModelFacts
+from llmconv.verify.scenarios.table import SCENARIOS, Scenario
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The scenarios of a verification.
+
+    Attributes:
+        suite: `quick` or `full`.
+        only: names of scenarios, of any suite; where given, only these are run.
+        repeat: number of runs of each call; all must give the same bits.
+
+    Raises:
+        UsageProblem: the suite or a name is unknown, or `repeat` is below 1.
+    """
+
+    suite: str = "quick"
+    only: Sequence[str] = ()
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.suite not in {"quick", "full"}:
+            raise UsageProblem(f"unknown suite `{self.suite}`", hint="give `quick` or `full`")
+        require_least(self.repeat, 1, "repeat")
+        names = [scenario.name for scenario in SCENARIOS]
+        if unknown := set(self.only).difference(names):
+            near = get_close_matches(min(unknown), names, n=3, cutoff=0.3)
+            hint = f"one of: {', '.join(near)}" if near else "docs/verification.md lists them"
+            raise UsageProblem(f"unknown scenario `{min(unknown)}`", hint=hint)
+
+    def scenarios(self) -> list[Scenario]:
+        """The selected rows of the table, whether or not they apply to a model."""
+        if self.only:
+            return [scenario for scenario in SCENARIOS if scenario.name in self.only]
+        return [scenario for scenario in SCENARIOS if self.suite == "full" or scenario.suite == "quick"]
+
+    def calls(self, facts: ModelFacts) -> list[tuple[Scenario, list[Chain]]]:
+        """The scenarios that apply to a model, with their calls."""
+        facts = replace(facts, thorough=self.suite == "full")
+        built = [(scenario, scenario.build(facts)) for scenario in self.scenarios()]
+        return [(scenario, chains) for scenario, chains in built if chains]
+
+    def left_out(self, facts: ModelFacts) -> list[tuple[Scenario, str]]:
+        """The scenarios that apply to the model and are not run in full, with the reason."""
+        facts = replace(facts, thorough=self.suite == "full")
+        reasons = [(scenario, scenario.left_out(facts)) for scenario in self.scenarios()]
+        return [(scenario, reason) for scenario, reason in reasons if reason]
