@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.errors import listing as listing
+from llmconv.errors import LlmconvError, MalformedInput, listing
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
 

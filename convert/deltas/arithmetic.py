@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
 from llmconv.convert.deltas.alpaca import WeightSum, begins_at_mean, checksum_of, with_mean_rows
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
@@ -25,7 +24,7 @@ from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied, set_everywhere
 from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 NORM = ("norm.weight", "ln_f.weight")

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from llmconv.background import prefetch
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact_file import BaseTensor, DeltaTensor, open_frames
 from llmconv.convert.deltas.exact_format import NEW_ROW_LIMIT, TENSORS_LIMIT, PredictedTensor, frame_pieces
 from llmconv.convert.deltas.ulp_difference import can_predict
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.tied_head import HEAD, find_embedding
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.tensors import LazyTensor, as_bytes
 

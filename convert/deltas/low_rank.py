@@ -14,14 +14,14 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import equal
 from llmconv.convert.deltas.low_rank_factors import CapturedNorm, FactoredChanges
 from llmconv.convert.deltas.singular_vectors import MatrixChange
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 

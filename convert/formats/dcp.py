@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import listing, permute_rows, rename, rope_order
+from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.sharded import is_sharded
 from llmconv.convert.formats.meta.names import LLAMA
@@ -29,7 +29,7 @@ from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, outside, prefix_of, roots
 from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 INNER = "pytorch_model_fsdp_*"

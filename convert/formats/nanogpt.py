@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import listing, rename, require
+from llmconv.convert.algebra.operations import rename, require
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -22,7 +22,7 @@ from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import DType, LazyTensor
 
 FILE = "ckpt.pt"

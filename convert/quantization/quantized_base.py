@@ -9,12 +9,11 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.quantization.methods import QuantizationMethod, methods
 from llmconv.convert.quantization.packed_weight import PackedWeight, with_recent_rows
 from llmconv.convert.quantization.transposed import transposed_weight
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 FIELD = "quantization_config"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
@@ -16,7 +15,7 @@ from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_quantized
 from llmconv.convert.state_dicts.prefixes import NameMapping, map_names
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, listing
 
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
 """Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)."""

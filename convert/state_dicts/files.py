@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.algebra.operations import listing
-from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
 from llmconv.files.torch.reader import is_torch_file, open_torch_file

@@ -10,10 +10,9 @@ import re
 from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.state_dicts.files import StateFile, open_state, union
 from llmconv.convert.state_dicts.shard_index import indexed_shards, require_listed
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, listing
 
 BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
 """The whole model; a Trainer with FSDP writes the second."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.blueprint.names import ModelNames
 from llmconv.convert.state_dicts.signs import EMBEDDING
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, open_shards
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.state_dicts.files import StateFile, without_duplicates
 from llmconv.convert.state_dicts.training_files import training_file_kind
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, listing
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.tensors import LazyTensor
 

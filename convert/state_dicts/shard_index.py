@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.algebra.operations import listing
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmconv.convert.algebra.operations import listing
+from llmconv.errors import listing
 
 KINDS = {
     "the optimizer's state": re.compile(

@@ -15,8 +15,8 @@ from typing import Any
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.peft_tensors import to_adapter
-from llmconv.convert.algebra.operations import LAYER_NUMBER, listing
-from llmconv.errors import LISTED, InputRefused, MalformedInput
+from llmconv.convert.algebra.operations import LAYER_NUMBER
+from llmconv.errors import LISTED, InputRefused, MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
 RowTransform = Callable[[LazyTensor], LazyTensor]

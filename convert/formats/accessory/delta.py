@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.additive import added, all_rounded, wider
 from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
@@ -24,7 +23,7 @@ from llmconv.convert.formats.accessory.write import whole_tensors
 from llmconv.convert.formats.accessory.write_config import args_of
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import settle_head
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import DType, LazyTensor
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.accessory.config import AccessoryParams, is_field, read_params, to_config
 from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
@@ -26,7 +25,7 @@ from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.ids import special_ids
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 

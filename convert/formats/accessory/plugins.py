@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.algebra.operations import listing
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 LLAMAS = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.accessory.config import AccessoryParams
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
 

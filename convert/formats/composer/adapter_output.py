@@ -14,11 +14,10 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.tied_head import is_tied, settled
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.model_kinds import require_model_type
 from llmconv.tensors import LazyTensor
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.adapter_output import (
     OPTIONS,
@@ -30,7 +29,7 @@ from llmconv.convert.models.mpt_tensors import native_tensors
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, listing
 from llmconv.tensors import LazyTensor
 
 

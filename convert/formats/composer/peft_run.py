@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.lora.config import FORMULA
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.read import ComposerRun, branch
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.tokenizers.embedded_files import plain
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 PREFIX = "base_model.model."

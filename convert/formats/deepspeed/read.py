@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.deepspeed.model_states import ModelStates
 from llmconv.convert.formats.deepspeed.save_folder import Save
 from llmconv.convert.formats.deepspeed.universal import open_universal
 from llmconv.convert.formats.deepspeed.zero_stages import open_frozen, open_masters
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 HALF_DTYPES = ("bfloat16", "float16")

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.deepspeed.flat_tensor import FlatSlice, joined
 from llmconv.convert.formats.deepspeed.model_states import refuse
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickles.reader import TensorRef
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import LazyTensor

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.deepspeed.flat_tensor import FlatSlice, first_elements, joined, slices_of
 from llmconv.convert.formats.deepspeed.model_states import ModelStates
 from llmconv.convert.formats.deepspeed.optimizer_states import RankStates, check_ranks, open_ranks
 from llmconv.convert.formats.deepspeed.save_folder import Save
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmconv.convert.algebra.operations import concat, listing, rename, require, slice_rows
+from llmconv.convert.algebra.operations import concat, rename, require, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.formats.litgpt.model_config import LitConfig
 from llmconv.convert.formats.litgpt.names import table_of
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
 FUSED = ("gpt_neox", "falcon")

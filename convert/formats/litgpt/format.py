@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import reconcile, to_config
 from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
@@ -23,7 +22,7 @@ from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 FILE = "lit_model.pth"
 WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")

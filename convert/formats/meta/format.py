@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra.operations import (
-    listing,
-    rename,
-    require,
-)
+from llmconv.convert.algebra.operations import rename, require
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.meta.config import PARAMS, WeightSizes, is_scaled, read_params, to_config
 from llmconv.convert.formats.meta.names import LLAMA
@@ -25,6 +21,7 @@ from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer
 from llmconv.convert.formats.meta.write import save
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.state_dicts.training_files import training_files_in
+from llmconv.errors import listing
 
 
 def _detect(path: Path) -> bool:

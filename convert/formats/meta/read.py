@@ -7,17 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.algebra.operations import (
-    concat,
-    first_missing,
-    listing,
-    permute_rows,
-    replicated,
-    rope_order,
-)
+from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, rope_order
 from llmconv.convert.formats.meta.config import kv_heads_of
 from llmconv.convert.formats.meta.names import split_dim
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickles.reader import TensorRef
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import LazyTensor

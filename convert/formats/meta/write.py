@@ -10,7 +10,6 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import (
     inverse_order,
     inverted,
-    listing,
     permute_rows,
     rename,
     require,
@@ -25,7 +24,7 @@ from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.files.torch.writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor

@@ -21,7 +21,7 @@ from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.adapters.other_tools.layer_sizes import LayerSizes, sizes_of
 from llmconv.convert.adapters.peft_tensors import CONFIG
-from llmconv.convert.algebra.operations import listing, permute_rows
+from llmconv.convert.algebra.operations import permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
 from llmconv.convert.formats.mindformers.converted_model import Heads
@@ -29,7 +29,7 @@ from llmconv.convert.formats.mindformers.fused_weights import FUSED, layout_of, 
 from llmconv.convert.formats.mindformers.lora_pairs import LORA
 from llmconv.convert.formats.mindformers.names import BLOOM, CORE, DENSE, GLM, GPT2, LLAMA, QWEN
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?:mindpet_delta_|tk_delta_)?(?P<part>lora_[ab])(?:\.weight)?", re.IGNORECASE)

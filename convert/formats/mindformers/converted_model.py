@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.convert.algebra.operations import listing, require
+from llmconv.convert.algebra.operations import require
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.models.model_config import ModelSettings
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.mindformers.converted_model import MindFormersFamily
 from llmconv.convert.formats.mindformers.glm import build_glm, store_glm
 from llmconv.convert.formats.mindformers.gpt import build_bloom, build_gpt2, store_bloom, store_gpt2
 from llmconv.convert.formats.mindformers.llama import build_core, build_llama, build_qwen, store_core, store_llama
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 FAMILIES = (

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import OPTIONS, read_run_config
 from llmconv.convert.formats.mindformers.families import family_of
@@ -19,6 +18,7 @@ from llmconv.convert.formats.mindformers.read import is_mindspore, open_paramete
 from llmconv.convert.formats.mindformers.write import save
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import listing
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from llmconv.convert.algebra.operations import concat, listing
+from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.mindformers.strategy import ParallelLayout
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmconv.convert.algebra.operations import listing, split
+from llmconv.convert.algebra.operations import split
 from llmconv.convert.formats.mindformers.ckpt_writer import WHOLE
 from llmconv.convert.formats.mindformers.strategy import ParallelLayout
-from llmconv.errors import UsageProblem
+from llmconv.errors import UsageProblem, listing
 from llmconv.tensors import LazyTensor
 
 SPLIT_AXES = (

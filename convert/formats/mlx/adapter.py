@@ -16,10 +16,9 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.paddle.apply_rules import apply_rules
 from llmconv.convert.formats.paddle.config import number, to_config
@@ -31,7 +30,7 @@ from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")

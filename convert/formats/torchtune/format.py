@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import concat, listing, permute_rows, rename, require, rope_order
+from llmconv.convert.algebra.operations import concat, permute_rows, rename, require, rope_order
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
 from llmconv.convert.state_dicts.signs import Sign
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
 NAMES: dict[str, str | None] = {
