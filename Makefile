@@ -40,9 +40,10 @@ test test-slow: export HF_HUB_OFFLINE = 1
 clients: $(READY) ## environments of genai, optimum and transformers.js for test-slow, kept in build/
 	$(BIN)/python -m tools.clients
 
-check: $(READY) ## look, change nothing: lint, format, types, layers, generated pages
+check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, generated pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell README.md CONTRIBUTING.md docs convert export verify llmconv tests tools benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cli_page --check

@@ -21,7 +21,7 @@ INSTALLED = {name: value for name, value in os.environ.items() if name != "PYTHO
 
 SETTLE = 4
 """Seconds between the removal of an output and the next run. A virtual machine hands freed memory back to its host
-after two; writing into memory that is still warm takes half as long, which would favour whatever runs next."""
+after two; writing into memory that is still warm takes half as long, which would favor whatever runs next."""
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,5 @@
+"""Graphs against the eager model: `verify` for folders of llmconv, `verify_graphs` for other exporters."""
+
 import sys
 
 if __name__ != "llmconv.verify":

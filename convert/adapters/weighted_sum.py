@@ -124,7 +124,14 @@ def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> 
 
 
 def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> None:
-    """target = source + left @ right in numpy, for all floating-point types."""
+    """target = source + left @ right in numpy, for all floating-point types.
+
+    Args:
+        target: [rows, in], gets the sum.
+        source: [rows, in], the weight.
+        left: [rows, r], float64.
+        right: [r, in], float64.
+    """
     height = max(1, TILE_ELEMENTS // source.shape[1] // ROWS) * ROWS
     for first in range(0, len(source), height):
         tile = slice(first, min(first + height, len(source)))

@@ -126,13 +126,13 @@ def _stacked_rows(parts: Sequence[LazyTensor], start: int, stop: int) -> Array:
 
 
 def slice_rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Rows `start:stop` (along the first axis) of a tensor."""
+    """Rows `start:stop` (along the first axis) of `tensor`."""
     shape = (stop - start, *tensor.shape[1:])
     return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
 
 
 def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Columns `start:stop` of a matrix; whole rows are read, a block at a time."""
+    """Columns `start:stop` of `tensor`, a matrix; whole rows are read, a block at a time."""
     rows = max(1, BLOCK_BYTES * tensor.num_rows // max(1, tensor.nbytes))
 
     def load(first: int, last: int) -> Array:
@@ -196,7 +196,7 @@ HEAD_LIMIT = 1 << 16
 def rope_order(head_dim: int) -> tuple[int, ...]:
     """For each row of a head as Hugging Face orders it, the row as Meta orders it.
 
-    Meta rotates neighbours (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
+    Meta rotates neighbors (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
     (transformers `convert_llama_weights_to_hf.py`, `permute`). Four rows: 0, 2, 1, 3.
 
     Raises:

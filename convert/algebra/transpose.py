@@ -51,7 +51,7 @@ class _Panels:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _part(self, number: int, start: int, stop: int) -> Array:
-        with self.lock:  # threads ask for neighbouring blocks: one reads the panel, the others wait for it
+        with self.lock:  # threads ask for neighboring blocks: one reads the panel, the others wait for it
             panel = _panel(self, number)
         first = number * self.width
         return _turned(panel[:, max(start - first, 0) : stop - first])

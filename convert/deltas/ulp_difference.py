@@ -81,7 +81,13 @@ def from_planes(content: bytes, itemsize: int) -> Array:
 
 
 def can_predict(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can be stored as a difference from `base`: rows of one shape, of one dtype or both float."""
+    """Whether a tensor can be stored as a difference from `base`: rows of one shape, of one dtype or both float.
+
+    Args:
+        base: the tensor of the base.
+        dtype: of the tuned tensor.
+        shape: of the tuned tensor.
+    """
     same_rows = len(base.shape) == len(shape) and base.shape[1:] == shape[1:]
     return same_rows and (base.dtype == dtype or (base.dtype.name in FLOATS and dtype.name in FLOATS))
 

@@ -167,7 +167,13 @@ def _may_build(name: str, value: Any) -> bool:
 
 
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
-    """The reason for which `check_complete` refuses these tensors; empty where they are the whole model."""
+    """The reason for which `check_complete` refuses these tensors; empty where they are the whole model.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        source: name of the checkpoint.
+    """
     try:
         check_complete(tensors, config, source)
     except MalformedInput as problem:

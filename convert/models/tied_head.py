@@ -28,7 +28,13 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a field of the config, and of its `text_config` where there is one."""
+    """Sets a field of the config, and of its `text_config` where there is one.
+
+    Args:
+        config: content of `config.json`; changed in place.
+        key: name of the field.
+        value: of the field.
+    """
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part[key] = value

@@ -38,6 +38,12 @@ def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]],
 def refuse_other_values(decoder: LlamaLikeConfig, own: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
     """Refuses a model with values other than those that the format's own code takes.
 
+    Args:
+        decoder: the model.
+        own: values of the format's code by field.
+        other: values of the model by field.
+        what: name of the format.
+
     Raises:
         UnsupportedInput: lists the fields.
     """

@@ -63,6 +63,11 @@ def open_again(
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Refuses options that mean nothing for a format.
 
+    Args:
+        given: names of the options that the user gave.
+        known: names of those that have an effect.
+        what: the format, for the message.
+
     Raises:
         UsageProblem: names the first.
     """

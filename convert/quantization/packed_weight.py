@@ -96,7 +96,12 @@ def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
 
 
 def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
-    """The largest absolute value of every row, float32."""
+    """The largest absolute value of every row, float32.
+
+    Args:
+        weight: [rows, columns].
+        start, stop: rows.
+    """
     rows = np.abs(weight.rows(start, stop).reshape(stop - start, -1))
     largest: Array = rows.max(axis=1, initial=0)
     return largest.astype(np.float32)

@@ -220,7 +220,13 @@ def _decoder(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
-    """One entry of `added_tokens`."""
+    """One entry of `added_tokens`.
+
+    Args:
+        index: id of the token.
+        text: its content.
+        special: whether decoding may skip it.
+    """
     return {
         "id": index,
         "content": text,

@@ -58,7 +58,7 @@ def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
 
 
 def data_names(count: int) -> Sequence[str]:
-    """`model.onnx_data`, `model.onnx_data_1`, …"""
+    """`model.onnx_data`, `model.onnx_data_1` and so on."""
     return ["model.onnx_data" + (f"_{number}" if number else "") for number in range(count)]
 
 

@@ -30,7 +30,13 @@ Run = Callable[[list[list[int]], int], Answer]
 
 
 def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
-    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer."""
+    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer.
+
+    Args:
+        folder: of the graphs.
+        threads: of onnxruntime.
+        prepack: pack the weights when the session opens.
+    """
     from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
     from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
 
@@ -113,6 +119,7 @@ class Genai:
             self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
 
     def __call__(self, prompts: list[list[int]], new: int) -> Answer:
+        """Runs a batch of prompts of one length."""
         started, times = time.perf_counter(), []
         length = len(prompts[0]) + new
         params = self._library.GeneratorParams(self._model)

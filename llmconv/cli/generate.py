@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuses `--prefix`, which is a tuned prefix everywhere and part of the graphs."""
+    """Refuses `--prefix`, which is a tuned prefix everywhere and part of the graphs.
+
+    Args:
+        ctx: the call.
+        param: the option.
+        value: its value; None if it was not given.
+    """
     if value is not None:
         raise UsageProblem(
             "`--prefix` is a tuned prefix, which `llmconv export --prefix PATH` makes part of the graphs",

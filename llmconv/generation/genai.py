@@ -106,8 +106,11 @@ class GenaiEngine:
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:
-        """Whether each row gives the same text in a batch as alone: GenAI samples all rows from one random generator,
-        and pads on the right with a token that it also finds inside prompts, and penalizes."""
+        """Whether each row gives the same text in a batch as alone.
+
+        GenAI samples all rows from one random generator, and pads on the right with a token that it also finds inside
+        prompts, and penalizes.
+        """
         if len(rows) < 2 or not settings.is_greedy or any(self.padding in row.prompt for row in rows):
             return False
         is_even = len({len(row.prompt) for row in rows}) == 1

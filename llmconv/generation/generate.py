@@ -113,7 +113,13 @@ def generate(
 
 
 def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) -> GenerationSettings:
-    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length."""
+    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length.
+
+    Args:
+        model: its defaults are used.
+        wording: names the options in messages.
+        options: fields of `GenerationSettings`.
+    """
     settings = model.defaults.but(**options)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=NEW_TOKENS)

@@ -130,6 +130,7 @@ class TokenDecoder:
         self._decode = fast.decode if fast else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def __call__(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
         text: str = self._decode(list(tokens), skip_special_tokens=True)
         return text
 

@@ -153,7 +153,7 @@ async def _wait_for_disconnect(http: HttpRequest) -> None:
 
 
 async def events(job: Job[ChoiceDelta], reply: ResponseBuilder) -> AsyncIterator[bytes]:
-    """The event stream of an answer; the job is cancelled when the client disconnects."""
+    """The event stream of an answer; the job is canceled when the client disconnects."""
     try:
         async for delta in job.items(every=KEEP_ALIVE_SECONDS):
             if delta is None:

@@ -41,14 +41,14 @@ class Job(Generic[Item]):
 
     def __init__(self, steps: Iterator[Item]) -> None:
         self.steps = steps
-        self.cancelled = False
+        self.canceled = False
         self.started = 0.0
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
 
     def cancel(self) -> None:
         """Ends the job at its next turn; callable from any thread."""
-        self.cancelled = True
+        self.canceled = True
 
     def deliver(self, item: Item | BaseException | None) -> None:
         """Sends an item, the error that ended the job, or None for its end; called in the worker thread."""
@@ -108,7 +108,7 @@ class Scheduler:
         with self._change:
             if self._deadline is not None:
                 raise ShuttingDown
-            self._forget_cancelled()
+            self._forget_canceled()
             if len(self._active) + len(self._waiting) >= self._most_active + self._most_waiting:
                 raise self._full()
             self._waiting.append(job)
@@ -153,7 +153,7 @@ class Scheduler:
     def load(self) -> dict[str, int]:
         """The number of active and of waiting jobs."""
         with self._change:
-            self._forget_cancelled()
+            self._forget_canceled()
             return {"active": len(self._active), "waiting": len(self._waiting)}
 
     def drain(self, grace: float) -> None:
@@ -223,7 +223,7 @@ class Scheduler:
         """Runs one step of a job, which then goes to the end of the queue."""
         going = False
         try:
-            if not job.cancelled:
+            if not job.canceled:
                 job.deliver(next(job.steps))
                 going = True
         except StopIteration:
@@ -241,9 +241,9 @@ class Scheduler:
             else:
                 self._mean_seconds += (time.monotonic() - job.started - self._mean_seconds) / 4
 
-    def _forget_cancelled(self) -> None:
+    def _forget_canceled(self) -> None:
         """Removes waiting jobs whose clients disconnected; with the lock held."""
-        for job in [job for job in self._waiting if job.cancelled]:
+        for job in [job for job in self._waiting if job.canceled]:
             self._waiting.remove(job)
 
     def _full(self) -> ApiError:

@@ -1,4 +1,4 @@
-"""Graphs of llmconv as onnxruntime's own quantisers take them, and what those make of them."""
+"""Graphs of llmconv as onnxruntime's own quantizers take them, and what those make of them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_job_beyond_the_queue_gets_a_retry_time() -> None:
     assert int(error.headers["Retry-After"]) >= 1
 
 
-def test_a_cancelled_job_is_closed_and_its_place_is_free() -> None:
+def test_a_canceled_job_is_closed_and_its_place_is_free() -> None:
     async def leave() -> None:
         async with running(active=1, waiting=1) as scheduler:
             steps = Endless()

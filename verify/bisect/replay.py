@@ -61,7 +61,7 @@ class VerifiedFolder:
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """See `Replayable`."""
-        name, folder = where.scenario.partition(", optimisation ")[0], self
+        name, folder = where.scenario.partition(", optimization ")[0], self
         if scaling := scaling_of(where.scenario):
             eager, name, folder = eager.scaled(scaling), name.removesuffix(f", {scaling.name}"), self._scaled(scaling)
         yield _prepare(where, name, folder, eager, scaled=bool(scaling))

@@ -144,12 +144,12 @@ class FolderComparison:
         planned = [one for one in self.selection.calls(self.eager.facts()) if one[0].name == OTHER_SETTINGS_SCENARIO]
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
         if self.eager.is_layered:
-            names = [f"{scenario.name}, other optimisation and threads" for scenario, _ in planned]
+            names = [f"{scenario.name}, other optimization and threads" for scenario, _ in planned]
             yield _skip(names, entries, LAYERED)
             return
         for scenario, chains in planned:
             for level, threads in OTHER_SETTINGS:
-                name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
+                name = f"{scenario.name}, optimization {level}, {threads} thread{'s' * (threads > 1)}"
                 named = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
                 other = replace(self.settings, optimization=level, threads=threads)
                 graphs = yield from open_graphs(self.open_graph, self.folder, entries, other)
@@ -174,7 +174,13 @@ def _skip(names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> list
 
 
 def skipped(selection: Selection, eager: Eager, graphs: Sequence[str]) -> list[Check]:
-    """A skipped check for every graph and every scenario that is not run in full."""
+    """A skipped check for every graph and every scenario that is not run in full.
+
+    Args:
+        selection: of scenarios.
+        eager: the reference.
+        graphs: names of the graphs.
+    """
     reasons = selection.left_out(eager.facts())
     return [
         Check(scenario.name, name, "logits", verdict="skip", detail=reason)

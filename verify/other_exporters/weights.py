@@ -49,7 +49,13 @@ def _content(tensor: onnx.TensorProto, folder: Path) -> InitializerContent:
 def audit_contents(
     graph: str, contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]
 ) -> Check:
-    """One check: an initializer with a tensor's name but other content fails; unknown content does not."""
+    """One check: an initializer with a tensor's name but other content fails; unknown content does not.
+
+    Args:
+        graph: name of the graph.
+        contents: matched content by initializer.
+        reference: tensors of the model.
+    """
     wrong = [
         f"`{name}` differs from the model's tensor of that name"
         for name, content in contents.items()

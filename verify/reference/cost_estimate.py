@@ -108,7 +108,13 @@ def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tu
 
 
 def too_little(estimate: CostEstimate, have: int, why_not: str) -> InputRefused:
-    """The error for a model that does not fit into memory; arguments as in `choose`, `have` in bytes."""
+    """The error for a model that does not fit into memory; arguments as in `choose`, `have` in bytes.
+
+    Args:
+        estimate: of the verification.
+        have: free memory in bytes.
+        why_not: reason against `--low-memory`; empty if there is none.
+    """
     way = f"it cannot be verified layer by layer: {why_not}" if why_not else (
         f"layer by layer it takes about {estimate.layered / GB:.1f} GB; close other programs, or raise the limit"
     )  # fmt: skip

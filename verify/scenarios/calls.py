@@ -249,7 +249,13 @@ def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
 
 
 def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
-    """A mask with zeros in the middle, at different places in each row; the first and last token are ones."""
+    """A mask with zeros in the middle, at different places in each row; the first and last token are ones.
+
+    Args:
+        batch: rows.
+        length: columns.
+        rng: random number generator.
+    """
     mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
     mask[:, [0, -1]] = 1
     mask[:, length // 2] = 0

@@ -86,7 +86,14 @@ def _join(
 
 
 def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
-    """Zeros of `shape` with `part` in the columns from `column` on."""
+    """Zeros of `shape` with `part` in the columns from `column` on.
+
+    Args:
+        part: [rows, columns]; None for zeros alone.
+        column: the first column of `part`.
+        shape: of the result.
+        dtype: of the result.
+    """
 
     def rows(start: int, stop: int) -> Array:
         whole = np.zeros((stop - start, shape[1]), dtype.numpy)

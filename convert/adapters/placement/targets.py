@@ -220,7 +220,14 @@ def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
-    """The error for a shape mismatch between an adapter and the base."""
+    """The error for a shape mismatch between an adapter and the base.
+
+    Args:
+        adapter: the adapter's name.
+        name: the tensor's name in the base.
+        base: shape in the base.
+        own: shape that the adapter is for.
+    """
     return MalformedInput(
         f"shape mismatch for `{name}`: `{adapter}` expected {list(own)}, got {list(base)} in the base",
         hint="the adapter was trained on another model; see its `base_model_name_or_path`",

@@ -32,7 +32,12 @@ class FlatSlice:
 
 
 def slices_of(flats: Sequence[LazyTensor], start: int, stop: int) -> list[FlatSlice]:
-    """Elements `start:stop` of the concatenated flat tensors; fewer if those end before `stop`."""
+    """Elements `start:stop` of the concatenated flat tensors; fewer if those end before `stop`.
+
+    Args:
+        flats: one-dimensional tensors, in order.
+        start, stop: elements of their concatenation.
+    """
     slices = []
     for flat in flats:
         low, high = max(start, 0), min(stop, flat.shape[0])

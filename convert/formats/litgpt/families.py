@@ -112,7 +112,13 @@ def _require_plain(lit: LitConfig, source: str, family: str) -> None:
 
 
 def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
-    """The error for a model that transformers does not have."""
+    """The error for a model that transformers does not have.
+
+    Args:
+        source: name of the checkpoint.
+        lit: its configuration.
+        description: what transformers lacks.
+    """
     return UnsupportedInput(
         f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
         hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, pythia and falcon",

@@ -133,8 +133,11 @@ def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer
 
 
 def _settings(tokens: dict[str, str]) -> dict[str, Any]:
-    """`tokenizer_config.json` with the generic class: LlamaTokenizer of transformers 5 ignores the pipeline in
-    `tokenizer.json` and encodes leading spaces differently from sentencepiece."""
+    """`tokenizer_config.json` with the generic class.
+
+    LlamaTokenizer of transformers 5 ignores the pipeline in `tokenizer.json` and encodes leading spaces differently
+    from sentencepiece.
+    """
     return {
         **tokens,
         "add_bos_token": True,

@@ -126,7 +126,13 @@ def _contradiction(
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
-    """The error for a model that transformers cannot express exactly."""
+    """The error for a model that transformers cannot express exactly.
+
+    Args:
+        run: its source is named.
+        what: the kind of model.
+        reason: the difference from transformers.
+    """
     return UnsupportedInput(
         f"`{run.source}` is {what}, which has no exact equal in transformers: {reason}",
         hint="convert it with MindFormers' own `convert_weight.py --reversed` and run it with the model's own code",

@@ -1,4 +1,4 @@
-"""MindFormers (MindSpore): `.ckpt` or MindSpore-flavoured safetensors, one file or the rank folders of a run.
+"""MindFormers (MindSpore): `.ckpt` or MindSpore-flavored safetensors, one file or the rank folders of a run.
 
 Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the run's YAML gives the configuration.
 """

@@ -1,7 +1,7 @@
 """MindFormers' ChatGLM2 and ChatGLM3 as transformers' `glm`, which computes the same.
 
 Source: mindformers `models/glm2/{glm2,glm2_config,glm2_transformer,glm2_modules,convert_weight}.py`. Both rotate
-neighbours in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones.
+neighbors in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones.
 """
 
 from __future__ import annotations
@@ -118,6 +118,11 @@ def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
 
 def store_glm(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
+
+    Args:
+        settings: of the model.
+        tensors: Hugging Face name to tensor.
+        source: name of the model folder.
 
     Raises:
         UnsupportedInput: a setting that ChatGLM does not have.

@@ -179,6 +179,11 @@ QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 def store_llama(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
 
+    Args:
+        settings: of the model.
+        tensors: Hugging Face name to tensor.
+        source: name of the model folder.
+
     Raises:
         UnsupportedInput: a setting that MindFormers' Llama does not have.
     """
@@ -219,6 +224,11 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 def store_core(settings: ModelSettings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
+
+    Args:
+        settings: of the model.
+        tensors: Hugging Face name to tensor.
+        source: name of the model folder.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.

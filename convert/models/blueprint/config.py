@@ -88,6 +88,7 @@ class ConfigStandIn:
         raise AttributeError(name)
 
     def get_text_config(self, **kwargs: Any) -> ConfigStandIn:
+        """As in transformers; a stand-in has no inner configurations."""
         return self
 
 

@@ -105,7 +105,13 @@ def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, height: i
 
 
 def zero_points(words: Array, bits: int, less_one: bool) -> Array:
-    """The zero points in int32 `words`, uint8."""
+    """The zero points in int32 `words`, uint8.
+
+    Args:
+        words: int32, [groups, words].
+        bits: of one value.
+        less_one: whether the file stores each zero point minus one.
+    """
     if not less_one:
         return unpack(words, bits)
     if bits in ONES:

@@ -24,7 +24,7 @@ LENGTH_AXIS = 2
 
 
 def past_ports(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The past inputs by layer and part: `0.key`, `0.value`, `1.key`, …"""
+    """The past inputs by layer and part: `0.key`, `0.value`, `1.key` and so on."""
     found = {name[1] + "." + name[2]: port for port in graph.inputs if (name := PAST.fullmatch(port.name or ""))}
     if not found or any((port.name or "").startswith("past_") and port not in found.values() for port in graph.inputs):
         raise UnsupportedInput(

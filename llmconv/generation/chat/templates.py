@@ -183,6 +183,11 @@ def _rendered(render: Callable[[], str]) -> str:
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
+    Args:
+        tokenizer: of transformers.
+        messages: objects with `role` and `content`.
+        template: name of a chat template.
+
     Raises:
         InputRefused: see `render_chat`; or the chat has no tokens.
         UsageProblem: an unknown template.

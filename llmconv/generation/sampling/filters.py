@@ -92,7 +92,13 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
 
 
 def pick_scored(scores: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
-    """The next token by scores that are filtered already: minus infinity for tokens that may not be picked."""
+    """The next token by scores that are filtered already: minus infinity for tokens that may not be picked.
+
+    Args:
+        scores: [vocabulary].
+        settings: greedy or sampling.
+        generator: of random numbers.
+    """
     if settings.is_greedy:
         return int(np.argmax(scores))
     kept = np.flatnonzero(scores > -np.inf)
@@ -106,7 +112,13 @@ def narrowed(candidates: TokenCandidates, settings: GenerationSettings) -> Token
 
 
 def penalized(logits: Array, seen: Array, penalty: float) -> Array:
-    """A copy of `logits` with the repetition penalty: above 1 it makes `seen` tokens less likely."""
+    """A copy of `logits` with the repetition penalty: above 1 it makes `seen` tokens less likely.
+
+    Args:
+        logits: [vocabulary].
+        seen: ids of tokens.
+        penalty: `repetition_penalty`.
+    """
     changed = logits.copy()
     scores = logits[seen]
     changed[seen] = np.where(scores < 0, scores * penalty, scores / penalty)

@@ -287,7 +287,13 @@ def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry
 
 
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
-    """A graph of a folder, see `OrtGraph`."""
+    """A graph of a folder, see `OrtGraph`.
+
+    Args:
+        folder: of the graph.
+        entry: its entry in the manifest.
+        settings: how onnxruntime opens it.
+    """
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 

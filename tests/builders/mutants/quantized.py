@@ -22,7 +22,7 @@ class QuantizedMutant:
 
     Attributes:
         name: for people.
-        of: the quantiser in `QUANTIZERS` whose graph it is in.
+        of: the quantizer in `QUANTIZERS` whose graph it is in.
         edit: makes it.
         tensor: the name that the audit must give; empty where every matrix is some tensor, in the wrong place.
     """

@@ -125,7 +125,7 @@ def test_configuration_and_tokenizer_next_to_the_folder_are_used(tmp_path: Path,
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key matrix from Hugging Face's order (halves) into Meta's (neighbours)."""
+    """Rows of a query or key matrix from Hugging Face's order (halves) into Meta's (neighbors)."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 

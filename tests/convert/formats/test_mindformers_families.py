@@ -198,7 +198,7 @@ def test_chatglm_of_1_5_and_later_gives_back_its_weights(tmp_path: Path, save_ck
     assert (checkpoint.config["rope_theta"], checkpoint.config["model_type"]) == (500000.0, "glm")
 
 
-def test_the_head_of_baichuan2_is_normalised(tmp_path: Path, save_ckpt: Save) -> None:
+def test_the_head_of_baichuan2_is_normalized(tmp_path: Path, save_ckpt: Save) -> None:
     weights = native("llama")
     checkpoint = opened(tmp_path / "x", save_ckpt, renamed(weights, TO_LLAMA), "Baichuan7BV2ForCausalLM")
     head = weights.pop("lm_head.weight").astype(np.float64)

@@ -36,7 +36,7 @@ def mutant_named(name: str) -> Mutant:
 
 
 def failing(scenario: str, step: int, output: str, layer: int | None) -> Where:
-    """A failure as `localise` tells it."""
+    """A failure as `localize` tells it."""
     return Where(scenario, "decode.onnx", step, layer, output, "it differs")
 
 

@@ -93,5 +93,5 @@ def test_the_layer_that_was_changed_is_named(
         assert first and report.where
         wrong += [] if is_right(report.where, mutant) else [f"{mutant.name}: {report.where.text}"]
         assert brackets(first.layer, LAYERS[mutant.name]), mutant.name
-    print(f"{model_type}: {len(wrong)} of {len(mutants)} not localised to the right layer", *wrong, sep="\n")
+    print(f"{model_type}: {len(wrong)} of {len(mutants)} not localized to the right layer", *wrong, sep="\n")
     assert len(wrong) <= 0.05 * len(mutants)

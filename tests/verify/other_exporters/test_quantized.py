@@ -79,7 +79,7 @@ def test_the_report_has_a_section(report: Report, tmp_path: Path) -> None:
     assert set(section["cost"]["divergence"]) == {"mean", "median", "p99", "p99_9", "max"}
     assert section["cost"]["source"] == "random tokens" and section["cost"]["perplexity"] is None
     assert len(section["weights"]) == 15 and all(0.05 < one["relative_error"] < 0.15 for one in section["weights"])
-    assert any(line.startswith("QUANTISATION | KL divergence mean") for line in report.closing_lines())
+    assert any(line.startswith("QUANTIZATION | KL divergence mean") for line in report.closing_lines())
     assert "KL divergence mean" in render_markdown(report)
     write_report(report, tmp_path)
     assert "Loss of accuracy by quantization" in (tmp_path / "report.html").read_text()
@@ -104,7 +104,7 @@ def test_a_text_gives_perplexities(quantized: Quantized, small: Small, tmp_path:
 def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quantized: Quantized, small: Small) -> None:
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *option)
     assert result.exit_code == 1
-    assert f"FAILED | cost of quantisation | {quantized('llama', FOUR).name}" in result.stdout
+    assert f"FAILED | cost of quantization | {quantized('llama', FOUR).name}" in result.stdout
     assert said in result.stdout
 
 
@@ -112,7 +112,7 @@ def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: 
     options = ("--max-divergence", "1", "--min-agreement", "0.1")
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *options)
     assert result.exit_code == 0
-    assert "PASSED | cost of quantisation" in result.stdout
+    assert "PASSED | cost of quantization" in result.stdout
 
 
 def test_the_options_of_the_cost_are_for_graphs(small: Small) -> None:
@@ -203,7 +203,7 @@ def test_a_fault_of_the_graph_is_found_in_quantized_graphs(
     assert mutant.apply(model, folder)
     onnx.save(model, tmp_path / "broken.onnx")
     plain = quantizable(tmp_path / "broken.onnx", tmp_path / "plain.onnx")
-    graph = QUANTIZERS[quantizer](plain, tmp_path / "quantised.onnx")
+    graph = QUANTIZERS[quantizer](plain, tmp_path / "quantized.onnx")
     report = verify_graphs([graph], reference=folder)
     assert report.verdict == "fail"
     assert all(check.verdict == "pass" for check in report.checks if check.name == "weights")
