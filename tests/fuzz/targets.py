@@ -20,8 +20,8 @@ from typing import Any
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.deltas.exact import open_exact
-from llmconv.convert.formats.mindformers.ckpt_file import read_ckpt
-from llmconv.convert.formats.mindformers.strategy import read_strategy
+from llmconv.convert.formats.mindformers.mindspore.ckpt_file import read_ckpt
+from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
 from llmconv.convert.formats.paddle.pdparams import open_pdparams
 from llmconv.convert.inspect import inspect
 from llmconv.convert.models.config_file import read_config_file

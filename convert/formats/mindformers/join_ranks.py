@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from llmconv.convert.algebra.operations import concat
-from llmconv.convert.formats.mindformers.strategy import ParallelLayout
+from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.convert.algebra.operations import first_missing
-from llmconv.convert.formats.mindformers.ckpt_file import is_mindspore_ckpt, read_ckpt
 from llmconv.convert.formats.mindformers.join_ranks import merge_ranks
-from llmconv.convert.formats.mindformers.strategy import find_layouts
+from llmconv.convert.formats.mindformers.mindspore.ckpt_file import is_mindspore_ckpt, read_ckpt
+from llmconv.convert.formats.mindformers.mindspore.strategy import find_layouts
 from llmconv.convert.state_dicts.files import without_duplicates
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmconv.convert.algebra.operations import split
-from llmconv.convert.formats.mindformers.ckpt_writer import WHOLE
-from llmconv.convert.formats.mindformers.strategy import ParallelLayout
+from llmconv.convert.formats.mindformers.mindspore.ckpt_writer import WHOLE
+from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout
 from llmconv.errors import UsageProblem, listing
 from llmconv.tensors import LazyTensor
 

@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats.mindformers.ckpt_writer import ckpt_pieces, strategy_bytes
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.converted_model import MindFormersModel
 from llmconv.convert.formats.mindformers.families import FAMILIES, family_of
+from llmconv.convert.formats.mindformers.mindspore.ckpt_writer import ckpt_pieces, strategy_bytes
 from llmconv.convert.formats.mindformers.split_ranks import split_among_ranks
 from llmconv.convert.models.model_config import ModelSettings, settings_of, tied
 from llmconv.convert.models.tied_head import settle_head

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from llmconv.convert.formats import formats
-from llmconv.convert.formats.mindformers import ckpt_writer as messages
-from llmconv.convert.formats.mindformers.ckpt_file import read_ckpt
-from llmconv.convert.formats.mindformers.ckpt_writer import ckpt_pieces, strategy_bytes
-from llmconv.convert.formats.mindformers.strategy import read_strategy
+from llmconv.convert.formats.mindformers.mindspore import ckpt_writer as messages
+from llmconv.convert.formats.mindformers.mindspore.ckpt_file import read_ckpt
+from llmconv.convert.formats.mindformers.mindspore.ckpt_writer import ckpt_pieces, strategy_bytes
+from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
 from llmconv.convert.from_hf import from_hf
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.convert.to_hf import to_hf

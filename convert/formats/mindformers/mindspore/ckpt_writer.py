@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from llmconv.convert.formats.mindformers.ckpt_file import TYPES
-from llmconv.convert.formats.mindformers.protobuf import BYTES, VARINT
-from llmconv.convert.formats.mindformers.strategy import ParallelLayout
+from llmconv.convert.formats.mindformers.mindspore.ckpt_file import TYPES
+from llmconv.convert.formats.mindformers.mindspore.protobuf import BYTES, VARINT
+from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmconv.convert.formats.mindformers.protobuf import BYTES, Field, ProtobufFile
+from llmconv.convert.formats.mindformers.mindspore.protobuf import BYTES, Field, ProtobufFile
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor

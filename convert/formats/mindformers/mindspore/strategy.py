@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.formats.mindformers.protobuf import BYTES, Field, ProtobufFile
+from llmconv.convert.formats.mindformers.mindspore.protobuf import BYTES, Field, ProtobufFile
 from llmconv.errors import LlmconvError, MalformedInput, listing
 from llmconv.files.safetensors_file import NAME_LIMIT
 

@@ -1,0 +1,1 @@
+"""MindSpore's file formats: `.ckpt`, and the strategy by which ranks divide tensors."""
