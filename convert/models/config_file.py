@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from llmconv.checkpoint import read_json, require_shallow
-from llmconv.convert.models import mpt_config as mpt
+from llmconv.convert.models import mpt_config
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 
@@ -133,8 +133,8 @@ def causal_lm_config(
         )
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
-    if config["model_type"] in mpt.MODEL_TYPES:
-        config = mpt.native_config(config, source, warnings)
+    if config["model_type"] in mpt_config.MODEL_TYPES:
+        config = mpt_config.native_config(config, source, warnings)
     return with_architecture(config)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from llmconv.checkpoint import INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import OutputFailed
-from llmconv.files import copying as file_copy
+from llmconv.files import copying
 from llmconv.files.copying import can_clone
 from llmconv.output.manifest import Manifest
 from llmconv.output.plan import Plan, Shard, plan_checkpoint
@@ -33,9 +33,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> dict[str, Any]:
-    """`file_copy.copy_file` into a new file called `target`."""
+    """`copying.copy_file` into a new file called `target`."""
     with open(target, "w+b", buffering=0) as made:
-        return file_copy.copy_file(source, made, advance)
+        return copying.copy_file(source, made, advance)
 
 
 def entry(content: bytes) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def entry(content: bytes) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["kernel", "other disks", "old kernel", "no call", "stops half way"])
-def copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `copy_file_range` does, without clones."""
     call = os.copy_file_range
 
@@ -56,16 +56,16 @@ def copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return call(source, target, min(count, 7000), begin, end)
 
     monkeypatch.setattr(os, "copy_file_range", answer)
-    monkeypatch.setattr(file_copy, "FICLONE", 0)
+    monkeypatch.setattr(copying, "FICLONE", 0)
 
 
-@pytest.mark.usefixtures("copying")
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("chunk", [1 << 30, 100_000, 300_001])
 def test_every_byte_is_copied_and_hashed(
     chunk: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copy, "COPY_BYTES", chunk)
-    monkeypatch.setattr(file_copy, "READ_BYTES", 999)
+    monkeypatch.setattr(copying, "COPY_BYTES", chunk)
+    monkeypatch.setattr(copying, "READ_BYTES", 999)
     (tmp_path / "target").write_bytes(b"older and longer" * 50_000)
     done: list[int] = []
     assert copy_file(source, tmp_path / "target", done.append) == entry(source.read_bytes())
@@ -82,20 +82,20 @@ def clone_entry(size: int, name: str) -> dict[str, Any]:
     return {"bytes": size, "clone_of": name}
 
 
-@pytest.mark.usefixtures("copying")
+@pytest.mark.usefixtures("kernel")
 def test_a_source_that_shrinks_is_hashed_as_it_was_copied(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copy, "COPY_BYTES", 100_000)
+    monkeypatch.setattr(copying, "COPY_BYTES", 100_000)
     found = copy_file(source, tmp_path / "target", lambda count: os.truncate(source, 150_000))
     assert found == entry((tmp_path / "target").read_bytes())
     assert found["bytes"] < 300_001
 
 
 def test_a_full_disk_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_copy, "FICLONE", 0)
+    monkeypatch.setattr(copying, "FICLONE", 0)
     with pytest.raises(OSError, match="No space left"):
-        file_copy._copy(os.open(source, os.O_RDONLY), os.open("/dev/full", os.O_RDWR), 300_001, print)
+        copying._copy(os.open(source, os.O_RDONLY), os.open("/dev/full", os.O_RDWR), 300_001, print)
 
 
 def test_where_nothing_can_be_cloned_nothing_is_said_to_be(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.convert.state_dicts.raw_tensors import torch_tensors
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
 from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
-from llmconv.files.packing import unpack as unpacking
+from llmconv.files.packing import unpack
 from llmconv.files.packing.compression import find_codec
 from llmconv.files.packing.tar_archive import RECORD, is_tar
 from llmconv.files.pickles.reader import read_pickle
@@ -189,13 +189,13 @@ def graphs() -> list[bytes]:
     return [helper.make_model(graph, opset_imports=opsets, functions=[function]).SerializeToString()]
 
 
-def unpack(path: Path) -> None:
+def unpack_file(path: Path) -> None:
     """What is packed in a file, to a file without a name."""
     with open(path, "rb") as file, tempfile.TemporaryFile(buffering=0) as target:
         codec = find_codec(file, path.name)
         file.seek(0)
         if codec or is_tar(file.read(RECORD)):
-            unpacking._unpack(path.name, file, codec, target)
+            unpack._unpack(path.name, file, codec, target)
 
 
 def tensors_of(path: Path) -> None:
@@ -304,7 +304,7 @@ TARGETS: dict[str, Target] = {
     ),
     "strategy": Target("strategy.ckpt", strategies, read_strategy),
     "strategy-json": Target("strategy.json", lambda: fields(parallel_layout_item={"a.weight": LAYOUT}), read_strategy),
-    "packed": Target("x.packed", packed, unpack),
+    "packed": Target("x.packed", packed, unpack_file),
     "onnx": Target("x.onnx", graphs, lambda path: weight_bytes(load_guarded(path)), lambda: {"x.bin": bytes(8)}),
     "session": Target(
         "session.json",

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmconv.runtime.runner import default_positions
-from llmconv.verify.scenarios import long_pasts as pasts
-from llmconv.verify.scenarios import sweep as coverage
+from llmconv.verify.scenarios import long_pasts, sweep
 from llmconv.verify.scenarios.calls import (
     CacheEdit,
     Call,
@@ -213,7 +212,7 @@ SCENARIOS = (
     Scenario(
         "chunked prefill, pieces of 1 to 48 tokens",
         "optimum #1839: the decode graph assumed one new token",
-        coverage.many_pieces,
+        sweep.many_pieces,
     ),
     Scenario(
         "decode chain, 16 steps",
@@ -253,20 +252,20 @@ SCENARIOS = (
     Scenario(
         "window crossed behind a made-up past",
         "mobius #371: the window of 4,096 was missing, which no short test reaches",
-        pasts.crossed_windows,
-        left_out=pasts.windows_left_out,
+        long_pasts.crossed_windows,
+        left_out=long_pasts.windows_left_out,
     ),
     Scenario(
         "pasts of 30 to 1,022 tokens",
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
-        pasts.quick_pasts,
-        left_out=pasts.quick_left_out,
+        long_pasts.quick_pasts,
+        left_out=long_pasts.quick_left_out,
     ),
-    Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", coverage.batch_of_six),
+    Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", sweep.batch_of_six),
     Scenario(
         "positions over the whole context",
         "onnxruntime #19801: a table of positions shorter than the context",
-        coverage.spread_positions,
+        sweep.spread_positions,
     ),
     Scenario("positions with gaps", "optimum #1381: position_ids declared but not used", _high_positions),
     Scenario("end of the context", "sparseml #1826: rotary table folded at export length", _context_end),
@@ -324,24 +323,24 @@ SCENARIOS = (
     Scenario(
         "every number of new tokens, 1 to 48",
         "pytorch #148886: a dynamic length frozen at trace time",
-        coverage.every_number,
+        sweep.every_number,
         "full",
     ),
     Scenario(
-        "every batch size, 1 to 6", "pytorch #140011: batch size 1 baked into the graph", coverage.every_batch, "full"
+        "every batch size, 1 to 6", "pytorch #140011: batch size 1 baked into the graph", sweep.every_batch, "full"
     ),
     Scenario(
         "every position of the context",
         "onnxruntime #19801: a table of positions shorter than the context",
-        coverage.every_position,
+        sweep.every_position,
         "full",
     ),
     Scenario(
         "pasts of 14 tokens to the end of the context",
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
-        pasts.more_pasts,
+        long_pasts.more_pasts,
         "full",
-        pasts.more_left_out,
+        long_pasts.more_left_out,
     ),
     Scenario(
         "decode chain, 64 steps",

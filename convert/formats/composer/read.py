@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.formats.composer import run_folder as folder
+from llmconv.convert.formats.composer import run_folder
 from llmconv.convert.formats.composer.sharded import is_sharded, open_sharded, refuse_rank_file
 from llmconv.files.torch.reader import is_torch_file, open_torch_file
 from llmconv.tensors import LazyTensor
@@ -47,7 +47,7 @@ def branch(value: Any, *keys: str) -> dict[Any, Any]:
 
 def is_run(path: Path) -> bool:
     """Whether `path` is a Composer run, by its content."""
-    if folder.is_folder(path):
+    if run_folder.is_folder(path):
         return True
     if not is_torch_file(path):
         return is_sharded(path)
@@ -64,9 +64,11 @@ def open_run(path: Path) -> ComposerRun:
     """
     if is_sharded(path):
         return ComposerRun(*open_sharded(path))
-    if folder.is_folder(path):
-        model = open_torch_file(folder.model_file(path))
-        return ComposerRun(folder.content(path, model.content), model.tensor, other_parts=folder.other_parts(path))
+    if run_folder.is_folder(path):
+        model = open_torch_file(run_folder.model_file(path))
+        return ComposerRun(
+            run_folder.content(path, model.content), model.tensor, other_parts=run_folder.other_parts(path)
+        )
     file = open_torch_file(path)
     refuse_rank_file(path, branch(file.content, "state", "model"))
     return ComposerRun(file.content, file.tensor)

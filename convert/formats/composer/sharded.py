@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.formats.composer import run_folder as newer
+from llmconv.convert.formats.composer import run_folder
 from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, is_folder, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
 from llmconv.errors import UnsupportedInput
@@ -30,7 +30,7 @@ WAY_OUT = (
 
 def is_sharded(path: Path) -> bool:
     """Whether `path` is a folder with a sharded run, by its content."""
-    if newer.is_folder(path) and is_folder(path / MODEL):
+    if run_folder.is_folder(path) and is_folder(path / MODEL):
         return True
     if not is_folder(path) or not (path / FILE).is_file():
         return False
@@ -45,9 +45,9 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
     Raises:
         MalformedInput, UnsupportedInput: see `open_folder`; or a part of the model cannot be read.
     """
-    if newer.is_folder(path):
+    if run_folder.is_folder(path):
         folder = open_folder(path / MODEL)
-        state, left = newer.content(path, folder.tree)["state"], newer.other_parts(path)
+        state, left = run_folder.content(path, folder.tree)["state"], run_folder.other_parts(path)
         model = state.pop(MODEL)
         known = state
     else:

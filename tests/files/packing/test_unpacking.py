@@ -20,8 +20,7 @@ import pytest
 import zstandard
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.packing import compression, tar_archive
-from llmconv.files.packing import unpack as unpacking
+from llmconv.files.packing import compression, tar_archive, unpack
 from llmconv.files.packing.compression import find_codec
 from llmconv.files.packing.unpack import unpacked
 
@@ -249,7 +248,7 @@ def test_the_error_for_an_unsupported_compression_has_the_command_to_unpack_it(
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Bombs count from 1 MB on; the folder that temporary files go to."""
-    monkeypatch.setattr(unpacking, "RATIO_FROM", 1_000_000)
+    monkeypatch.setattr(unpack, "RATIO_FROM", 1_000_000)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
@@ -269,8 +268,8 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
     packed = bytearray(gzip.compress(CONTENT))
     packed[-4:] = (0xFFFFFFFF).to_bytes(4, "little")
     (tmp_path / "a.gz").write_bytes(packed)
-    monkeypatch.setattr(unpacking._FreeSpace, "_free", lambda space: 1 << 30)
-    monkeypatch.setattr(unpacking._FreeSpace, "write", lambda space, block: pytest.fail("wrote"))
+    monkeypatch.setattr(unpack._FreeSpace, "_free", lambda space: 1 << 30)
+    monkeypatch.setattr(unpack._FreeSpace, "write", lambda space, block: pytest.fail("wrote"))
     with pytest.raises(InputRefused, match=r"no space left to unpack `a\.gz` .*4,294,967,295 more bytes") as refusal:
         unpacked(tmp_path / "a.gz")
     assert "TMPDIR" in refusal.value.hint
@@ -278,8 +277,8 @@ def test_a_declared_size_beyond_the_disk_is_refused_before_a_byte_is_written(
 
 def test_a_disk_that_fills_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_limits: Path) -> None:
     free = iter([1 << 30, 1 << 30, 1000])
-    monkeypatch.setattr(unpacking, "CHECK_BYTES", 1)
-    monkeypatch.setattr(unpacking._FreeSpace, "_free", lambda space: next(free))
+    monkeypatch.setattr(unpack, "CHECK_BYTES", 1)
+    monkeypatch.setattr(unpack._FreeSpace, "_free", lambda space: next(free))
     (tmp_path / "a.bz2").write_bytes(bz2.compress(CONTENT * 20))
     with pytest.raises(InputRefused, match="no space left"):
         unpacked(tmp_path / "a.bz2")

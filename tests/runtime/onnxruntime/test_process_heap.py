@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmconv.runtime.onnxruntime import process_heap as heap
+from llmconv.runtime.onnxruntime import process_heap
 from llmconv.runtime.onnxruntime.process_heap import PAGE, huge_pages
 
 SIZES = Path("/proc/self/smaps_rollup")
@@ -45,10 +45,12 @@ def available() -> None:
 
 
 @pytest.mark.usefixtures("available")
-@pytest.mark.parametrize(("size", "block"), [(60 << 20, heap.BLOCK), (60 << 20, 8 << 20), (3 << 30, heap.BLOCK)])
+@pytest.mark.parametrize(
+    ("size", "block"), [(60 << 20, process_heap.BLOCK), (60 << 20, 8 << 20), (3 << 30, process_heap.BLOCK)]
+)
 def test_blocks_are_contiguous_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "BLOCK", block)
-    heap.trim()
+    monkeypatch.setattr(process_heap, "BLOCK", block)
+    process_heap.trim()
     before = megabytes("AnonHugePages")
 
     with huge_pages(size):

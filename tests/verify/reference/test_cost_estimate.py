@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.verify import verify
-from llmconv.verify.reference import cost_estimate as forecast
+from llmconv.verify.reference import cost_estimate
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 
 Tiny = Callable[[str], Path]
@@ -23,7 +23,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """`memory(gigabytes)` is what there is from now on."""
 
     def there_is(gigabytes: float) -> None:
-        monkeypatch.setattr(forecast, "available_memory", lambda mapped=False: None if mapped else int(gigabytes * 1e9))
+        monkeypatch.setattr(
+            cost_estimate, "available_memory", lambda mapped=False: None if mapped else int(gigabytes * 1e9)
+        )
 
     return there_is
 
@@ -73,7 +75,7 @@ def test_half_precision_counts_the_copies_of_onnxruntime(tmp_path: Path) -> None
 def test_a_model_that_does_not_fit_is_verified_layer_by_layer_with_a_note(
     exported: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forecast, "SMALL", 0)
+    monkeypatch.setattr(cost_estimate, "SMALL", 0)
     monkeypatch.setattr(CostEstimate, "lacking", lambda self, size: 10**9 if size == self.whole else None)
     report = verify(exported("llama"), only=["prefill, 7 tokens", "rows exchanged"])
     assert report.verdict == "pass"
@@ -84,13 +86,13 @@ def test_a_model_that_does_not_fit_is_verified_layer_by_layer_with_a_note(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from llmconv.verify.reference import cost_estimate as forecast
+from llmconv.verify.reference import cost_estimate
 from llmconv.cli import main
 import llmconv.verify.run, onnxruntime, torch
 torch.set_num_threads(1)
 used = int(dict(l.split(":", 1) for l in open("/proc/self/status") if ":" in l)["VmSize"].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]),) * 2)
-forecast.SMALL = 0
+cost_estimate.SMALL = 0
 main(["verify", sys.argv[1], "--threads", "1", *sys.argv[3:]])
 """
 
