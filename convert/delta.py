@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmconv.argument_checks import checked
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.alpaca import WeightSum
@@ -20,7 +21,6 @@ from llmconv.convert.opening.delta_models import open_model
 from llmconv.errors import UnsupportedInput
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
-from llmconv.model_kinds import require_model_type
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.sharding import KEEP

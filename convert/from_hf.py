@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmconv.argument_checks import checked
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
@@ -15,7 +16,6 @@ from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path, reading_safely
-from llmconv.model_kinds import require_model_type
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
 from llmconv.output.writer import check_output, write_checkpoint

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Unpack
 
 from llmconv.argument_checks import checked
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.merge_options import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.sample_check import SampleCheck, check_written
-from llmconv.convert.adapters.trained_base import warn_of_origin
+from llmconv.convert.adapters.wrong_base_check import warn_of_origin
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
@@ -24,7 +25,6 @@ from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path, reading_safely
-from llmconv.model_kinds import require_model_type
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import check_output, write_checkpoint

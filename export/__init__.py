@@ -8,7 +8,7 @@ if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 from llmconv.export.exporter import Exported, export
-from llmconv.export.input_maps import INPUT_MAPS, InputMap, register_input_map
+from llmconv.export.families import INPUT_MAPS, InputMap, register_input_map
 
 __all__ = ["INPUT_MAPS", "Exported", "InputMap", "export", "register_input_map"]
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from llmconv.argument_checks import checked, require_choice
+from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import UsageProblem
 from llmconv.export.clients import Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
+from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import GraphSpec, ShapeOptions, graph_specs
-from llmconv.export.input_maps import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
 from llmconv.export.prefix.adapter import open_prefix
@@ -23,7 +24,6 @@ from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.tracing.fake_model import depth
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
-from llmconv.model_kinds import require_causal
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 

@@ -10,8 +10,8 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
+from llmconv.export.families import InputMap, find_input_map
 from llmconv.export.graph_spec import GraphSpec
-from llmconv.export.input_maps import InputMap, find_input_map
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import load_config
 from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, find_naming

@@ -273,7 +273,7 @@ def test_an_encoder_decoder_is_reported_without_importing_torch(tmp_path: Path) 
     [["LlamaForCausalLM"], ["GPT2LMHeadModel"], ["LlavaForConditionalGeneration"], ["OwnModelOfMine2"], [], None],
 )
 def test_models_that_may_continue_texts_are_let_pass(architectures: list[str] | None) -> None:
-    from llmconv.model_kinds import require_causal  # noqa: PLC0415
+    from llmconv.causal_lm import require_causal  # noqa: PLC0415
 
     require_causal({"model_type": "x", "architectures": architectures}, "x")
     require_causal({"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "x")

@@ -21,7 +21,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import Report, verify
 from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.session import library_versions
+from llmconv.verify.verification import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny
 from tools.calibration_page import render_page, render_plot

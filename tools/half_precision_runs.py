@@ -18,8 +18,8 @@ from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import IN_FLOAT32
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check
+from llmconv.verify.results.sigma import GATES
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from llmconv.export.input_maps import decoder_config
+from llmconv.export.families import decoder_config
 from llmconv.export.tracing.fake_model import period, stored_buffers
 from tools.state_configs import STATE_CONFIGS
 

@@ -17,9 +17,9 @@ from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.runner import SessionSettings, open_graph
+from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.file_checksums import audit_graph_files
-from llmconv.verify.audit.inputs import require_folder, require_model, require_weights
 from llmconv.verify.audit.odd_weights import odd_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
@@ -32,7 +32,7 @@ from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinc
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
 from llmconv.verify.scenarios.selection import Selection
-from llmconv.verify.session import Checking, OnChecks, Session
+from llmconv.verify.verification import Checking, OnChecks, Session
 
 PATH_LIMIT = 4096
 """Maximum length of a path in characters (`PATH_MAX`)."""

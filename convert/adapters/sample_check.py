@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import Inconclusive
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import PRODUCT_LIMIT
+from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT
 from llmconv.tensors import Array
 
 NARROW = 32

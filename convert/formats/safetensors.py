@@ -20,6 +20,7 @@ from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_name
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.state_dicts.checkpoint import assemble, stored_config
 from llmconv.convert.state_dicts.files import StateFile
+from llmconv.convert.state_dicts.recognition import ADAPTER_NAMES, has_hugging_face_names
 from llmconv.convert.state_dicts.safetensors_files import (
     SUFFIX,
     header_of,
@@ -29,7 +30,6 @@ from llmconv.convert.state_dicts.safetensors_files import (
     open_state,
     peek_state,
 )
-from llmconv.convert.state_dicts.signs import ADAPTER_NAMES, has_hugging_face_names
 from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor

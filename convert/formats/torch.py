@@ -15,7 +15,7 @@ from llmconv.convert.formats import Format, owner
 from llmconv.convert.state_dicts.checkpoint import assemble
 from llmconv.convert.state_dicts.files import StateFile, open_state, peek_state
 from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
-from llmconv.convert.state_dicts.signs import has_hugging_face_names
+from llmconv.convert.state_dicts.recognition import has_hugging_face_names
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.torch.reader import is_torch_file
 from llmconv.tensors import LazyTensor

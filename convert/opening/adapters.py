@@ -10,8 +10,8 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter, read_tensors
 from llmconv.convert.adapters.peft_tensors import CONFIG
+from llmconv.convert.adapters.peft_tuner_file import is_tuned, open_tuned
 from llmconv.convert.adapters.placement.initial_weights import with_initial
-from llmconv.convert.adapters.tuner_file import is_tuned, open_tuned
 from llmconv.convert.formats import adapter_format
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.files.sources import local_path, reading_safely

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import detect
@@ -13,7 +14,6 @@ from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UnsupportedInput
 from llmconv.files.sources import local_path, reading_safely
-from llmconv.model_kinds import require_model_type
 
 
 def open_model(name: str | Path) -> Checkpoint:

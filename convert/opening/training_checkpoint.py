@@ -11,8 +11,8 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.formats import Format, by_name, detect
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.config_file import merged_configs
-from llmconv.convert.opening.model_folder import open_again, refuse_options
-from llmconv.convert.opening.single_file import only_checkpoint_file
+from llmconv.convert.opening.rewrite_model_folder import open_again, refuse_options
+from llmconv.convert.opening.unclaimed_files import only_checkpoint_file
 from llmconv.convert.opening.unrecognized import explain
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UsageProblem

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import adapter_format, formats
-from llmconv.convert.opening.single_file import checkpoint_files
+from llmconv.convert.opening.unclaimed_files import checkpoint_files
 from llmconv.convert.state_dicts.files import SUFFIXES
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.convert.state_dicts.training_files import training_file_kind

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmconv.convert.models.blueprint.names import ModelNames
-from llmconv.convert.state_dicts.signs import EMBEDDING
+from llmconv.convert.state_dicts.recognition import EMBEDDING
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer
-from llmconv.export.input_maps import PAST, TOTAL, InputMap, Port, decoder_config
+from llmconv.export.families import PAST, TOTAL, InputMap, Port, decoder_config
 
 HeadShape = tuple[int, int]
 """(heads, size of one head)."""
@@ -49,7 +49,7 @@ def _require_no_states(model: PreTrainedModel) -> None:
     if kinds:
         raise UnsupportedInput(
             f"unsupported cache: layers of type `{min(kinds)}` keep a state that the input map does not declare",
-            hint="add the kind to its row in `export/input_maps.py`; see docs/adding-a-family.md",
+            hint="add the kind to its row in `export/families.py`; see docs/adding-a-family.md",
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.export.input_maps import decoder_config
+from llmconv.export.families import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions

@@ -23,8 +23,8 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
+from llmconv.export.families import BATCH, SEQUENCE, InputMap, Port, decoder_config
 from llmconv.export.graph_spec import GROWING, GraphSpec
-from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
 from llmconv.export.library_patches import (
     TRANSLATIONS,
     complex_as_pairs,

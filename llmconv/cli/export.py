@@ -73,8 +73,8 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     --layout needs: genai, optimum and transformersjs need --unified. docs/clients.md describes how to open the folder
     with each client.
     """
+    from llmconv.causal_lm import require_causal_folder
     from llmconv.files.sources import require_own_folder
-    from llmconv.model_kinds import require_causal_folder
 
     if output is None:  # both before importing torch, which takes seconds
         require_own_folder(model)

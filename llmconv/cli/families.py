@@ -12,7 +12,7 @@ from llmconv.cli import options
 @options.talk
 def command(as_json: bool) -> None:
     """List the model families that export supports (the registry of input maps)."""
-    from llmconv.export.input_maps import known_input_maps
+    from llmconv.export.families import known_input_maps
 
     rows = {name: row for name, row in sorted(known_input_maps().items())}
     if as_json:

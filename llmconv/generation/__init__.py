@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmconv.generation.chat.conversation import Conversation, SharedPrefix
+from llmconv.generation.chat.reused_cache import Conversation, SharedPrefix
 from llmconv.generation.completions import Completion, Generation, GenerationCost
 from llmconv.generation.generate import Wording, generate
 from llmconv.generation.model import TextModel

@@ -9,7 +9,7 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.chat.conversation import Conversation
+from llmconv.generation.chat.reused_cache import Conversation
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import TextPiece

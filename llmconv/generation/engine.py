@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmconv.generation.chat.conversation import PrefixCache
+from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece

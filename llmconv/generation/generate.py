@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from llmconv.argument_checks import OWN, checked, require_least
-from llmconv.generation.chat.conversation import SharedPrefix
+from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
 from llmconv.generation.model import TextModel

@@ -11,7 +11,7 @@ from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching
-from llmconv.generation.chat.conversation import PrefixCache
+from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat
 from llmconv.generation.engine import LoopEngine
 from llmconv.generation.genai import GenaiEngine

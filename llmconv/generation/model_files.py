@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import cached
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_hub_id, local_path
-from llmconv.model_kinds import require_causal_folder
 from llmconv.not_a_model_folder import refused_model
 
 

@@ -23,9 +23,9 @@ def positions_of(folder: Path) -> PositionRule:
     All built-in families use the default rule, so the registry (which imports torch) is loaded only where an installed
     package or the calling program may have added a family.
     """
-    if "llmconv.export.input_maps" not in sys.modules and not entry_points(group=ENTRY_POINTS):
+    if "llmconv.export.families" not in sys.modules and not entry_points(group=ENTRY_POINTS):
         return default_positions
-    from llmconv.export.input_maps import known_input_maps  # noqa: PLC0415 - imports torch
+    from llmconv.export.families import known_input_maps  # noqa: PLC0415 - imports torch
 
     path = folder / "config.json"
     row = known_input_maps().get(read_json(path).get("model_type", "") if path.is_file() else "")

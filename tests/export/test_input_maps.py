@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, register_input_map
-from llmconv.export.input_maps import find_input_map
+from llmconv.export.families import find_input_map
 from llmconv.export.tracing.fake_model import load_config
 from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
@@ -22,7 +22,7 @@ def test_every_tiny_model_of_the_tests_has_an_input_map() -> None:
 
 
 def test_a_family_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmconv.export.input_maps.INPUT_MAPS", dict(INPUT_MAPS))
+    monkeypatch.setattr("llmconv.export.families.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("my_model", InputMap(position_ids=False))
     assert not find_input_map("my_model").position_ids
 

@@ -12,8 +12,8 @@ import pytest
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
+from llmconv.export.families import INPUT_MAPS
 from llmconv.export.graph_spec import ShapeOptions, graph_specs
-from llmconv.export.input_maps import INPUT_MAPS
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.tensors import Array

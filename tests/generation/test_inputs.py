@@ -26,7 +26,7 @@ class Late(InputMap):
 
 
 def test_position_ids_follow_the_registered_row(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmconv.export.input_maps.INPUT_MAPS", dict(INPUT_MAPS))
+    monkeypatch.setattr("llmconv.export.families.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("llama", Late())
     ids = [20, 30, 40]
     model = TextModel.open(talking)

@@ -64,7 +64,7 @@ def with_code(talking: Path, tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family `own` is in the table."""
-    monkeypatch.setattr("llmconv.export.input_maps.INPUT_MAPS", dict(INPUT_MAPS))
+    monkeypatch.setattr("llmconv.export.families.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("own", InputMap())
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmconv.tensors import Array
 from llmconv.verify.bisect.recording import RecordedValue
-from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
+from llmconv.verify.results.sigma import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
 HIDDEN = -1e30

@@ -16,8 +16,8 @@ from llmconv.tensors import Array
 from llmconv.verify.comparison.token_choices import expected_count, measure_choices
 from llmconv.verify.reference.eager import ExpectedOutputs, rows_of, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import ExpectedOutput, Gates, Measure, measure
 from llmconv.verify.results.report import Check
+from llmconv.verify.results.sigma import ExpectedOutput, Gates, Measure, measure
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 

@@ -13,8 +13,8 @@ from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.results.report import Check
+from llmconv.verify.results.sigma import GATES, Measure, NoiseFloor, measure
 
 ROWS = 4096
 """Maximum number of compared tokens, evenly spread over the vocabulary."""

@@ -37,7 +37,7 @@ from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
-from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.results.sigma import ExpectedOutput
 from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario

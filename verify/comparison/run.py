@@ -28,8 +28,8 @@ from llmconv.verify.reference.weight_scaling import (
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.results.sigma import GATES
 from llmconv.verify.scenarios.calls import Chain
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario

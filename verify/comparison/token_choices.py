@@ -8,7 +8,7 @@ import numpy as np
 
 from llmconv.runtime.runner import Choices
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, measure, rms
+from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, measure, rms
 
 ULP = 2.0**-23
 """Unit in the last place of float32 scores, which are large even where all logits are tiny."""

@@ -10,6 +10,7 @@ import numpy as np
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.runner import Step
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.graph_cache import ExternalCache
 from llmconv.verify.other_exporters.position_counts import (
     checks_with_padding_counted,
@@ -17,11 +18,10 @@ from llmconv.verify.other_exporters.position_counts import (
     with_padding_counted,
 )
 from llmconv.verify.other_exporters.runners import ExternalRunner, RecordedSteps
-from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import ExpectedOutput, Gates, rms
 from llmconv.verify.results.report import Check
+from llmconv.verify.results.sigma import ExpectedOutput, Gates, rms
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 

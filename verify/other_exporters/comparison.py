@@ -9,9 +9,9 @@ from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.comparison.run import skipped
 from llmconv.verify.other_exporters.candidates import check_external, external_candidates
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.scaled_weights import scaled_settings, why_not_scalable
-from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
@@ -21,8 +21,8 @@ from llmconv.verify.reference.weight_scaling import (
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.results.sigma import GATES
 from llmconv.verify.scenarios.selection import Selection
 
 

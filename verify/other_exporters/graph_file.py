@@ -12,11 +12,11 @@ from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.other_exporters.content_matching import InitializerContent
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.maps import find_port_maps
 from llmconv.verify.other_exporters.port_map import Binding, bind
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
-from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.results.report import Check
 
 MAX_GRAPHS = 2

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.session import ExternalGraph
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 

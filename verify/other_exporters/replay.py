@@ -17,11 +17,11 @@ from llmconv.verify.bisect.replay import ReplayedCall
 from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
 from llmconv.verify.other_exporters.content_matching import InitializerContent
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_cache import ExternalCache
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.port_map import AXES, Binding
 from llmconv.verify.other_exporters.scaled_weights import scaled_settings
-from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager, edited, run_chain
 from llmconv.verify.reference.weight_scaling import scaling_of
 from llmconv.verify.results.report import Where

@@ -19,6 +19,7 @@ from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import misplaced_weights
 from llmconv.verify.other_exporters.comparison import ExternalComparison
+from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION, WITHOUT_KERNELS, rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
@@ -29,7 +30,6 @@ from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
 from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision, most_precise
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions, compare_quantized
@@ -39,7 +39,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
 from llmconv.verify.scenarios.selection import Selection
-from llmconv.verify.session import Checking, OnChecks, Session
+from llmconv.verify.verification import Checking, OnChecks, Session
 
 
 @fetches

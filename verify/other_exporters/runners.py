@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.session import ExternalGraph
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 
 
 class ExternalRunner(Runner):

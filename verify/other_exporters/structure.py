@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx
 
 from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.verify.other_exporters.external_graph import CacheShapesByName, ExternalGraph
 from llmconv.verify.other_exporters.port_map import AXES, input_names
-from llmconv.verify.other_exporters.session import CacheShapesByName, ExternalGraph
 from llmconv.verify.results.report import Check
 
 

@@ -22,7 +22,7 @@ from llmconv.tensors import Array
 from llmconv.verify.reference.merged_chain import LEAST, another_order, are_merged, is_another, joined, merged_steps
 from llmconv.verify.reference.prefix import PrefixedRunner, PrefixStart
 from llmconv.verify.reference.weight_scaling import WeightScaling
-from llmconv.verify.results.measure import ExpectedOutput, NoiseFloor, cache_rows, state_rows
+from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor, cache_rows, state_rows
 from llmconv.verify.scenarios.calls import (
     GARBAGE,
     GARBAGE_AFTER_FLOAT16,

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Runner, Step
-from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.results.sigma import ExpectedOutput
 from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, EditedCache
 
 LEAST = 3

@@ -9,8 +9,8 @@ from html import escape
 from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
 from llmconv.verify.report.plots import depth_curve, heat_map
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import GATES, SCALE
 from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, UnmatchedNode, clean
+from llmconv.verify.results.sigma import GATES, SCALE
 
 STYLE = """
 :root { color-scheme: light; }

@@ -7,8 +7,8 @@ from html import escape
 from math import log10
 
 from llmconv.runtime.cache_names import layer_of
-from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, clean
+from llmconv.verify.results.sigma import GATES
 
 GATE = GATES["float32"].aggregate
 LEFT, TOP, ROW = 310, 26, 18

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import ExpectedOutput, Measure
+from llmconv.verify.results.sigma import ExpectedOutput, Measure
 from llmconv.verify.scenarios.calls import Call
 
 LOWEST, HIGHEST = -12, 4

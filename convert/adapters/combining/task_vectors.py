@@ -9,9 +9,9 @@ import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.methods import Combination, TaskVector, combine
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.weight_updates import add_changes
-from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 FLOAT64 = BY_NAME["float64"]

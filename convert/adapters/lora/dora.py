@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LoraProduct
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.tensors import Array, LazyTensor
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products_to_rows
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products_to_rows
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 

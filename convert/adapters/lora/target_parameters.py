@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from llmconv.convert.adapters.lora.config import LoraConfig
-from llmconv.convert.adapters.weighted_sum import LoraProduct
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 

@@ -13,11 +13,11 @@ import numpy as np
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.saved_modules import changed_originals, is_saved, same_values
 from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, is_mirrored
 from llmconv.convert.adapters.placement.targets import AdapterTargets, other_base
 from llmconv.convert.adapters.placement.tensor_names import match_saved
 from llmconv.convert.adapters.placement.tuned_weight import updates_of
 from llmconv.convert.adapters.placement.weight_updates import WeightChange, add_changes
-from llmconv.convert.adapters.weighted_sum import LoraProduct, is_mirrored
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput

@@ -18,9 +18,9 @@ from llmconv.convert.adapters.lora.experts import (
     separate_tensors,
 )
 from llmconv.convert.adapters.lora.target_parameters import ExpertLayout, MatrixShape, is_transposed, parameter_names
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.adapters.placement.weight_updates import WeightChange
-from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 

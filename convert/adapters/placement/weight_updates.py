@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from llmconv.convert.adapters.lora.experts import ExpertProduct, add_to_experts
-from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.algebra.operations import permute_rows, rename, require, rope_order, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import AccessoryParams

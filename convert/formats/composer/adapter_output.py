@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
@@ -18,7 +19,6 @@ from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.tied_head import is_tied, settled
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
-from llmconv.model_kinds import require_model_type
 from llmconv.tensors import LazyTensor
 
 OPTIONS = ("base", "adapter")

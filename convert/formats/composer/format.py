@@ -26,7 +26,7 @@ from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_tensors import native_tensors
-from llmconv.convert.state_dicts.signs import Sign
+from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, listing

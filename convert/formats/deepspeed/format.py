@@ -17,7 +17,7 @@ from llmconv.convert.formats.deepspeed.save_folder import is_deepspeed, open_sav
 from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.signs import Sign
+from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor

@@ -21,8 +21,8 @@ from llmconv.convert.algebra.operations import concat, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts
 from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
-from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
 from llmconv.convert.formats.litgpt.names import table_of
+from llmconv.convert.formats.litgpt.read_config import LitConfig, read_settings
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.state_dicts.files import open_state
 from llmconv.errors import MalformedInput, UnsupportedInput

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, refused
-from llmconv.convert.formats.litgpt.model_config import LitConfig
+from llmconv.convert.formats.litgpt.read_config import LitConfig
 from llmconv.errors import MalformedInput
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")

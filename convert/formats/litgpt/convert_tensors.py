@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from llmconv.convert.algebra.operations import concat, rename, require, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
-from llmconv.convert.formats.litgpt.model_config import LitConfig
 from llmconv.convert.formats.litgpt.names import table_of
+from llmconv.convert.formats.litgpt.read_config import LitConfig
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.formats.litgpt.model_config import LitConfig
+from llmconv.convert.formats.litgpt.read_config import LitConfig
 from llmconv.errors import UnsupportedInput
 
 SAME_FUNCTION = {

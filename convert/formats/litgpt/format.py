@@ -16,12 +16,12 @@ from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import reconcile, to_config
 from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
 from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
-from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
+from llmconv.convert.formats.litgpt.read_config import LitConfig, read_settings
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state
-from llmconv.convert.state_dicts.signs import Sign
+from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 FILE = "lit_model.pth"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmconv.convert.formats.litgpt.model_config import LitConfig
+from llmconv.convert.formats.litgpt.read_config import LitConfig
 
 LAYER = "transformer.h.{}"
 

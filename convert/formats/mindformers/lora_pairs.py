@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
+from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor

@@ -20,8 +20,8 @@ from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
 from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.adapters.other_tools.joining import padded_columns
 from llmconv.convert.algebra.operations import concat
-from llmconv.convert.formats.paddle.apply_rules import converted, numbered
 from llmconv.convert.formats.paddle.config import number, to_config
+from llmconv.convert.formats.paddle.join_ranks import converted, numbered
 from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule
 from llmconv.convert.formats.paddle.read import open_rank_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing

@@ -12,9 +12,9 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.paddle.apply_rules import apply_rules
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
+from llmconv.convert.formats.paddle.join_ranks import apply_rules
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import is_pdparams
 from llmconv.convert.formats.paddle.read import (

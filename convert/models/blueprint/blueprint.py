@@ -17,8 +17,8 @@ from typing import Any
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.config import ConfigStandIn, bounded
 from llmconv.convert.models.blueprint.names import model_folder
-from llmconv.convert.models.blueprint.source import PreTrainedModel, SourceFile, remap_layer_types, source
 from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor
+from llmconv.convert.models.blueprint.transformers_source import PreTrainedModel, SourceFile, remap_layer_types, source
 from llmconv.convert.models.blueprint.unknown import Unreadable
 
 Shape = tuple[int, ...] | None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from llmconv.convert.models.blueprint.source import STAND_INS, source, transformers_folder
+from llmconv.convert.models.blueprint.transformers_source import STAND_INS, source, transformers_folder
 
 EXPERT_LIMIT = 1 << 16
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.source import assigned, source, transformers_folder
+from llmconv.convert.models.blueprint.transformers_source import assigned, source, transformers_folder
 
 HEADS = ("lm_head.weight", "embed_out.weight")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_.]{1,100}", re.ASCII)

@@ -27,10 +27,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.model_kinds import require_causal
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy

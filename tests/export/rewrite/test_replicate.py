@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from llmconv.export import export
-from llmconv.export.input_maps import find_input_map
+from llmconv.export.families import find_input_map
 from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.node_names import name_everything
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, shift, warm_up

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.decoder_graph import build_graph
-from llmconv.export.input_maps import DECODER
+from llmconv.export.families import DECODER
 from llmconv.export.tracing.fake_model import build, load_config, period, shortened
 from tests.conftest import CONFIGS
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
-from llmconv.export.input_maps import INPUT_MAPS
+from llmconv.export.families import INPUT_MAPS
 from llmconv.runtime import OrtRunner, default_positions
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify

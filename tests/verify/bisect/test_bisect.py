@@ -15,8 +15,8 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.stages_as_one import load_whole
+from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.bisect.search import name_node
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant

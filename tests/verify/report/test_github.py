@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_difference import localize
+from llmconv.verify.bisect.first_wrong_layer import localize
 from llmconv.verify.report.github import LIMIT, annotation_lines
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_difference import localize
+from llmconv.verify.bisect.first_wrong_layer import localize
 from llmconv.verify.report.files import require_writable, today, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import ULPS
+from llmconv.verify.results.sigma import ULPS
 
 FEW = 8
 """Maximum number of elements of an initializer that is treated as constants of a formula."""

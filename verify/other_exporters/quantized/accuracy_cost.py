@@ -17,9 +17,9 @@ from llmconv.errors import InputRefused
 from llmconv.runtime.runner import Cache, Runner, default_positions
 from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import divergence_of, log_probabilities
 from llmconv.verify.results.quantization import AccuracyCost
 from llmconv.verify.results.report import Check
+from llmconv.verify.results.sigma import divergence_of, log_probabilities
 from llmconv.verify.scenarios.calls import ModelFacts
 
 CHECK = "cost of quantization"

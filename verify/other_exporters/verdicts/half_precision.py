@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from llmconv.checkpoint import read_json
 from llmconv.verify.other_exporters.comparison import ExternalComparison
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.half_precision.float32_copy import (
     HALF_PRECISION,
     IN_FLOAT32,
@@ -20,7 +21,6 @@ from llmconv.verify.other_exporters.half_precision.float32_copy import (
 )
 from llmconv.verify.other_exporters.half_precision.known_constants import KnownConstants
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Checks
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.verify.other_exporters.candidates import external_candidates
 from llmconv.verify.other_exporters.comparison import ExternalComparison
+from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.quantized.accuracy_cost import (
     CHECK,
     AccuracyLimits,
@@ -24,7 +25,6 @@ from llmconv.verify.other_exporters.quantized.accuracy_cost import (
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_copy
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks

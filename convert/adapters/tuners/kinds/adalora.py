@@ -5,9 +5,9 @@ ranknum is the rank before pruning: `init_r`, or a tensor in files of older PEFT
 
 from __future__ import annotations
 
+from llmconv.convert.adapters.low_rank_sum import thin_product
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
 from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
-from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 

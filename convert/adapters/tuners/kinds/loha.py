@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
+from llmconv.convert.adapters.low_rank_sum import thin_product
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
 from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
-from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 

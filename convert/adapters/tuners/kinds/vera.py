@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from llmconv.convert.adapters.low_rank_sum import thin_product
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
 from llmconv.convert.adapters.tuners.config_fields import AdapterFields, invalid_field
 from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.convert.adapters.tuners.torch_random import TorchRandom
-from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 

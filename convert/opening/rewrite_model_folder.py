@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.models.completeness import check_complete, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
-from llmconv.model_kinds import require_model_type
 
 
 def open_again(

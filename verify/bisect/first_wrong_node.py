@@ -19,11 +19,11 @@ from llmconv.tensors import Array
 from llmconv.verify.bisect.agreement import ValueComparison
 from llmconv.verify.bisect.agreement_trace import AgreementTrace, GraphIndex
 from llmconv.verify.bisect.findings import Suspect, find
-from llmconv.verify.bisect.minimize import WrittenPiece, write_piece
 from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes, layer_of_scope
 from llmconv.verify.bisect.recording import OUT, RecordedValue
 from llmconv.verify.bisect.replay import Replayable, ReplayedCall
 from llmconv.verify.bisect.smallest_piece import FailingPiece, TargetValue, smallest_piece
+from llmconv.verify.bisect.write_piece import WrittenPiece, write_piece
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Report, Where
 

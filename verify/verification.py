@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
-from llmconv.verify.bisect.first_difference import localize
-from llmconv.verify.bisect.minimize import require_new
+from llmconv.verify.bisect.first_wrong_layer import localize
+from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import Replayable
-from llmconv.verify.bisect.search import name_node
 from llmconv.verify.bisect.unmatched import list_unmatched
+from llmconv.verify.bisect.write_piece import require_new
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Report
+from llmconv.verify.results.sigma import GATES
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.version import __version__
 

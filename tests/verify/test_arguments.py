@@ -12,7 +12,7 @@ from llmconv.convert import extract_delta, from_hf, merge_lora, to_hf
 from llmconv.errors import InputRefused
 from llmconv.verify import verify
 
-EXAMPLE = Path(__file__).parents[3] / "examples/tiny-llama"
+EXAMPLE = Path(__file__).parents[2] / "examples/tiny-llama"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.verify import Report, verify
-from llmconv.verify.bisect.minimize import archive
+from llmconv.verify.bisect.write_piece import archive
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
 from tests.builders.mutants.mutants import Mutant

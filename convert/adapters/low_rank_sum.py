@@ -19,7 +19,7 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 compiled: ModuleType | None
 try:
-    from llmconv.convert.adapters import _weighted_sum as compiled
+    from llmconv.convert.adapters import _low_rank_sum as compiled
 except ImportError:  # llmconv was installed without a C compiler
     compiled = None
 
@@ -112,7 +112,7 @@ def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtyp
 
 
 def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
-    """target = source + left @ right by the compiled code; for the arguments see `_weighted_sum.pyi`.
+    """target = source + left @ right by the compiled code; for the arguments see `_low_rank_sum.pyi`.
 
     Returns:
         Whether it was done: only for bfloat16 on both sides and finite sums, if llmconv was installed with a compiler.

@@ -35,8 +35,8 @@ from llmconv.verify.bisect.recording import RecordedValue
 from llmconv.verify.bisect.replay import ReplayedCall
 from llmconv.verify.bisect.smallest_piece import FailingPiece
 from llmconv.verify.comparison.graph_probe import inner_inputs
-from llmconv.verify.results.measure import GATES, ULP_SHARE, ULPS, rms
 from llmconv.verify.results.report import Where
+from llmconv.verify.results.sigma import GATES, ULP_SHARE, ULPS, rms
 
 INLINE_LIMIT = 512 << 20
 """Maximum bytes of weights inside piece.onnx; protobuf is limited to 2 GiB."""

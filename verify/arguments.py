@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import InputRefused
 from llmconv.files.paths import is_address
 from llmconv.files.sources import is_remote, local_path
-from llmconv.model_kinds import require_causal_folder
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry

@@ -1,4 +1,4 @@
-"""The compiled sum of weighted_sum.c."""
+"""The compiled sum of low_rank_sum.c."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 /* rows + left @ right, the float64 sum rounded once to bfloat16, in one pass where numpy takes twelve.
 
-   Built where there is a compiler; without one `weighted_sum.py` uses numpy. The sum is made in float32 with a bound of its error.
+   Built where there is a compiler; without one `low_rank_sum.py` uses numpy. The sum is made in float32 with a bound of its error.
    Where both ends of what the exact sum may be round to the same number, that is the result; one element in thousands
    is summed again in float64. Sums that are infinite, NaN or too large are left to numpy. The product is made in panels
    of columns, so that what is read again and again stays in the first cache. */
@@ -178,6 +178,6 @@ static PyObject *add(PyObject *Py_UNUSED(module), PyObject *args) {
 
 static PyMethodDef methods[] = {{"add", add, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_weighted_sum", NULL, 0, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_low_rank_sum", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__weighted_sum(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__low_rank_sum(void) { return PyModule_Create(&definition); }
