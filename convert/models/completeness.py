@@ -163,6 +163,10 @@ def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
 def _may_build(name: str, value: Any) -> bool:
     """Whether a field has the kind of value that its name asks for."""
     is_part = isinstance(value, Mapping)
+    if name == "layer_types":
+        return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
+    if name.endswith("_heads") and isinstance(value, int) and value > COUNT_LIMIT:
+        return False
     return not (is_part and name.endswith(("_size", "_dim"))) and (is_part or value is None or name != "text_config")
 
 

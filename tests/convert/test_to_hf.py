@@ -105,7 +105,7 @@ def test_a_warning_goes_to_stderr(tmp_path: Path) -> None:
     (folder / "tokenizer.model").unlink()
     result = llmconv("to-hf", folder, "-o", tmp_path / "hf")
     assert result.exit_code == 0
-    assert "no `tokenizer.model`" in result.stderr and "tokenizer.model" not in result.stdout
+    assert "has no tokenizer" in result.stderr and "tokenizer.model" not in result.stdout
 
 
 def test_an_output_that_exists_needs_overwrite(tmp_path: Path) -> None:

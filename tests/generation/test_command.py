@@ -80,7 +80,7 @@ def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path
 
 def test_a_file_in_a_missing_folder_is_reported(talking: Path, tmp_path: Path) -> None:
     result = run(talking, "ab", "--output-file", tmp_path / "none" / "o.jsonl")
-    assert result.exit_code == 4 and f"make the folder `{tmp_path / 'none'}`" in result.stderr
+    assert result.exit_code == 4 and f"create the folder `{tmp_path / 'none'}`" in result.stderr
 
 
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
@@ -231,9 +231,9 @@ def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--prompt-file", "p.txt", "x"], "given twice"),
+        (["--prompt-file", "p.txt", "x"], "given both"),
         (["x", "--provider", "tpu"], "has no provider `tpu`"),
-        (["x", "--template", "zephyr"], "no chat template `zephyr`"),
+        (["x", "--template", "zephyr"], "unknown chat template `zephyr`"),
         (["x", "--adapter", "there"], "take no adapter"),
     ],
 )

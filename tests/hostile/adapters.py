@@ -152,7 +152,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-ODD = "the adapter config has"
+ODD = "the adapter config has|in the adapter config is invalid"
 NO_FILE = "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
@@ -354,10 +354,10 @@ CASES: dict[str, Case] = {
     "paddle: half a pair": paddle(
         "unexpected keys", arrays={"llama.layers.0.self_attn.k_proj.lora_A": np.ones((4, 2))}
     ),
-    "paddle: another family": paddle(
-        "model_type|family|no language model|known|not", config={"model_type": "../../evil"}
+    "paddle: another family": paddle("model_type|family|of the unsupported type", config={"model_type": "../../evil"}),
+    "paddle: a family that is a list": paddle(
+        "model_type|family|of the unsupported type|not", config={"model_type": ["llama"]}
     ),
-    "paddle: a family that is a list": paddle("model_type|family|known|not", config={"model_type": ["llama"]}),
     "paddle: 2^30 layers": paddle(None, config={"num_hidden_layers": 1 << 30}),
     "paddle: layers of 400 digits": paddle("number|num_hidden_layers", config={"num_hidden_layers": HUGE}),
     "paddle: theta of 400 digits": paddle("number|rope_theta", config={"rope_theta": HUGE}),

@@ -203,15 +203,15 @@ CASES: dict[str, Case] = {
     ),
     "params: bytes that are not text": beside("not valid JSON", {"params.json": b"\xff\xfe\x00"}),
     "params: empty": beside("not valid JSON", {"params.json": b""}),
-    "sentencepiece: no model": beside("no sentencepiece model", {"tokenizer.model": b"\x00\xff\xff\xff"}),
+    "sentencepiece: no model": beside("not a sentencepiece model", {"tokenizer.model": b"\x00\xff\xff\xff"}),
     "sentencepiece: a length beyond the file": beside(
-        "no sentencepiece model", {"tokenizer.model": b"\x0a\xff\xff\xff\xff\x7f"}
+        "not a sentencepiece model", {"tokenizer.model": b"\x0a\xff\xff\xff\xff\x7f"}
     ),
     "sentencepiece: bos beyond the pieces": beside(
-        "special ones beyond", {"tokenizer.model": b"\x0a\x07\x0a\x05hello\x12\x03\xc8\x02\x63"}
+        "special tokens with larger ids", {"tokenizer.model": b"\x0a\x07\x0a\x05hello\x12\x03\xc8\x02\x63"}
     ),
-    "sentencepiece: empty": beside("special ones beyond", {"tokenizer.model": b""}),
-    "sentencepiece: no pieces": beside("special ones beyond", {"tokenizer.model": b"\x12\x00"}),
+    "sentencepiece: empty": beside("special tokens with larger ids", {"tokenizer.model": b""}),
+    "sentencepiece: no pieces": beside("special tokens with larger ids", {"tokenizer.model": b"\x12\x00"}),
     "tiktoken: ranks with gaps": beside("ranks", {"tokenizer.model": b"YQ== 0\nYg== 7\n"}),
     "tiktoken: a huge rank": beside("tiktoken|ranks", {"tokenizer.model": b"YQ== " + b"9" * 5000}),
     "tokenizer.json: 100,000 deep": beside("valid JSON", {"tokenizer.json": "[" * 100_000}, accessory_like),

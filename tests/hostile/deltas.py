@@ -167,7 +167,9 @@ EXACT: dict[str, Case] = {
     "index: a number of 5000 digits": indexed(b'{"tensors": ' + b"9" * 5000 + b"}", "not valid JSON"),
     "index: not a number": indexed(b'{"tensors": NaN}', "without tensors"),
     "index: no text": indexed(b"\xff\xfe\x00", "not valid JSON"),
-    "index: nothing in it": exact("holds 0 tensors", lambda path: write_index(path, b"", b'{"tensors": {}}')),
+    "index: nothing in it": exact(
+        "contains 0 tensors, expected", lambda path: write_index(path, b"", b'{"tensors": {}}')
+    ),
     "index: a length that lies": exact(
         NO_INDEX, lambda path: frames(path).write_bytes(b"x" * 99 + (1 << 63).to_bytes(8, "little") + b"LLMDELTA")
     ),

@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
         "truncated|not a torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
     ),
     "fastchat: a pipe": difference(
-        "not a delta|not a torch|not a regular|cannot",
+        "not a delta|not a torch|no regular file|cannot",
         change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path)),
     ),
     "fastchat: another shape": difference("shape mismatch", {NAME: torch.ones(8, 5).half()}),

@@ -195,5 +195,5 @@ CASES: dict[str, Case] = {
     "mpt: a matrix of three axes": mpt_tensor(
         "row|shape|has", "model.transformer.blocks.0.attn.Wqkv.weight", torch.zeros(2, 2, 2)
     ),
-    "mpt: a name that leads out": mpt_tensor("row|shape|has|hold|no part", "model.../../evil", torch.zeros(2)),
+    "mpt: a name that leads out": mpt_tensor("row|shape|has|hold|does not have", "model.../../evil", torch.zeros(2)),
 }

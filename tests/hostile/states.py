@@ -151,10 +151,10 @@ CASES: dict[str, Case] = {
         "several checkpoints", "pytorch_model-00001-of-00002.bin", "pytorch_model-00001-of-00003.bin"
     ),
     "shards: the same twice": numbered(
-        "more than one file", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+        "duplicate keys in the files", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
     ),
     "state: os.system": more(call("os", "system", text(SHELL)), ATTACK + "|" + UNKNOWN),
-    "state: another call": more(call("evil", "Evil"), "not rebuilt"),
+    "state: another call": more(call("evil", "Evil"), "is an object, not a plain tensor"),
     "state: names that lead out": state("outside the model|two models", changed("../../evil", torch.zeros(2))),
     "state: an escape sequence": state("outside the model|two models", changed("\x1b[2J\n.x", torch.zeros(2))),
     "state: names that are numbers": state("outside the model|two models", lambda own: {**own, 7: torch.zeros(2)}),

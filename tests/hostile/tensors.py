@@ -50,8 +50,8 @@ def names(*keys: Any, refused: str | None) -> Case:
 
 
 ONE = torch.ones(2)
-FOREIGN = "does not have: `"
-LIE = "larger than its storage|impossible shape|has 6[0-9] elements|without a storage"
+FOREIGN = "does not have; unexpected keys: `"
+LIE = "larger than its storage|invalid shape|has 6[0-9] elements|without a storage"
 
 CASES: dict[str, Case] = {
     "honest: a forged view that is true": forged((8, 4), (4, 1), refused=None),

@@ -174,7 +174,7 @@ SENTENCEPIECE = {
 
 @pytest.mark.parametrize("case", SENTENCEPIECE)
 def test_a_sentencepiece_model_with_a_field_of_another_kind_is_refused(case: str) -> None:
-    with pytest.raises(MalformedInput, match="is no sentencepiece model"):
+    with pytest.raises(MalformedInput, match="is not a sentencepiece model"):
         parse_sentencepiece(SENTENCEPIECE[case])
 
 

@@ -25,7 +25,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoin
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.output import streaming, writer
 from llmconv.output.plan import parse_size, plan_checkpoint
-from llmconv.output.writer import write_checkpoint
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 F32 = BY_NAME["float32"]
@@ -178,7 +178,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(tmp_path: P
 
     vast = replace(sample(), tensors={"vast": LazyTensor(F32, (1 << 40, 1 << 10), read)})
     with pytest.raises(InputRefused, match="no space left"):
-        write(vast, tmp_path / "out")
+        check_output(plan_checkpoint(vast), tmp_path / "out", overwrite=False, inputs=[])
     assert not list(tmp_path.iterdir())
 
 

@@ -88,9 +88,9 @@ def test_stages_in_another_order_are_caught(optioned: Optioned, eager: Callable[
 @pytest.mark.parametrize(
     ("graph", "problem"),
     [
-        ({"stages": []}, "as the decode graph"),
+        ({"stages": []}, "entry of the decode graph in the manifest"),
         ({"stages": ["a.onnx"]}, "does not name plain files"),
-        ({"file": "a.onnx", "prefix": {"file": "b"}}, "as the decode graph"),
+        ({"file": "a.onnx", "prefix": {"file": "b"}}, "entry of the decode graph in the manifest"),
     ],
     ids=str,
 )

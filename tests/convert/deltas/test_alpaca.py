@@ -114,7 +114,7 @@ def test_the_checksum_beside_a_delta_is_compared(
     assert "add up" not in capsys.readouterr().err
     (diff / "checksum_psum.txt").write_text(str(total + 10))
     apply_delta(base, diff, tmp_path / "other", dtype=dtype)
-    assert "`checksum_psum.txt` says" in capsys.readouterr().err
+    assert "(`checksum_psum.txt`)" in capsys.readouterr().err
 
 
 SEVEN_BILLION = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32001}

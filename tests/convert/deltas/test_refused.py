@@ -163,7 +163,7 @@ def test_what_is_no_model_or_no_delta_is_told_apart(pair: tuple[Path, Path], tmp
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: apply_delta(tmp_path / "delta", base, tmp_path / "out"), "is a delta, not a model"),
         (lambda: apply_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter"),
-        (lambda: extract_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter, no model"),
+        (lambda: extract_delta(base, tmp_path / "adapter", tmp_path / "out"), "is an adapter, not a model"),
         (lambda: apply_delta(base, tmp_path / "empty", tmp_path / "out"), "is not a delta"),
         (lambda: apply_delta(base, tmp_path / "nothing", tmp_path / "out"), "does not exist"),
         (lambda: to_hf(tmp_path / "delta", tmp_path / "out"), "is a delta"),

@@ -195,7 +195,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
     "half a LoRA": (halve_lora, r"shape mismatch for the LoRA of `layers\.0\.attention\.wq\.weight` in `x`"),
     "a bias of one layer alone": (lose_bias, r"only in some of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
-    "an unknown tensor": (add_unknown, r"no rule places: `layers\.0\.router\.weight`"),
+    "an unknown tensor": (add_unknown, r"no rule places; unexpected keys: `layers\.0\.router\.weight`"),
     "no tensors": (put_object, "is not a plain state dict"),
     "an unknown plugin": (rename_plugin, "unknown plugin `my_own`"),
     "another size": (configure(dim=64), "shape mismatch with the configuration"),

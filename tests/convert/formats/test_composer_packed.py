@@ -209,7 +209,7 @@ def test_a_folder_without_its_own_configuration_takes_a_given_one(run_folder: Pa
     told = json.loads((run_folder / "composer_metadata.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(told["huggingface"]["model"]["config"]["content"]))
     (run_folder / "composer_metadata.json").write_text("{}")
-    with pytest.raises(InputRefused, match="no model configuration"):
+    with pytest.raises(InputRefused, match="not contain a model configuration"):
         open_training(run_folder)
     assert open_training(run_folder, config=(tmp_path / "config.json",)).version == ""
 

@@ -131,7 +131,7 @@ def test_inspect_reports_the_format_and_counts_every_file() -> None:
 def test_inspect_without_a_config_lists_tensors_and_reports_the_missing_file() -> None:
     found = inspect(FIXTURES / "lightning_z2" / "run.ckpt")
     assert found.format == "deepspeed" and "net.lm_head.weight" in found.tensors
-    assert "no model configuration" in found.warnings[0]
+    assert "not contain a model configuration" in found.warnings[0]
 
 
 # Which folder is meant

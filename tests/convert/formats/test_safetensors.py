@@ -163,7 +163,7 @@ def test_a_file_of_any_name_takes_the_config_next_to_it(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_config_is_refused_with_the_option_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="holds no model configuration") as caught:
+    with pytest.raises(InputRefused, match="does not contain a model configuration") as caught:
         open_training(write(tmp_path / "model.safetensors", config=None))
     assert "--config" in caught.value.hint
 

@@ -144,7 +144,7 @@ def test_a_quantized_base_without_a_choice_is_refused_and_both_ways_are_named(
     ("base", "options", "message"),
     [
         ("int8", {"base_quant": "requantize", "dtype": "float16"}, "keeps the types"),
-        ("int8", {"base_quant": "round"}, "no way `round`"),
+        ("int8", {"base_quant": "round"}, "invalid `--base-quant round`"),
         (None, {"base_quant": "dequantize"}, "not quantized"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_pat
 
 
 def test_a_new_folder_inside_the_model_folder_is_refused(llama: Path) -> None:
-    with pytest.raises(InputRefused, match=r"new` lies in"):
+    with pytest.raises(InputRefused, match=r"new` is inside the input"):
         export(llama, llama / "new")
 
 

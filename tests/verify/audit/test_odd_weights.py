@@ -29,12 +29,12 @@ def test_ordinary_weights_have_no_note() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_one_nan_is_found_in_every_dtype(dtype: str) -> None:
     (note,) = odd_weights({"a": lazy(1.0, float("nan"), dtype=dtype)})
-    assert note.startswith("`a` holds NaN or infinity")
+    assert note.startswith("`a` contains NaN or infinity")
 
 
 def test_many_are_counted() -> None:
     (note,) = odd_weights({name: lazy(0.0, 0.0) for name in "abcde"})
-    assert note.startswith("`a`, `b`, `c` and 2 more hold zeros only")
+    assert note.startswith("`a`, `b`, `c` and 2 more contain zeros only")
 
 
 def test_verify_reports_a_layer_of_zeros(exported: Callable[[str], Path], tmp_path: Path) -> None:
@@ -45,4 +45,4 @@ def test_verify_reports_a_layer_of_zeros(exported: Callable[[str], Path], tmp_pa
         file.seek(tensor.offset)
         file.write(bytes(tensor.nbytes))
     report = verify(folder, only=["prefill, 7 tokens"])
-    assert any("layers.1.mlp.up_proj.weight` holds zeros only" in note for note in report.notes)
+    assert any("layers.1.mlp.up_proj.weight` contains zeros only" in note for note in report.notes)

@@ -106,7 +106,7 @@ FOUND = [
         LAYER_2,
         "layers.1.self_attn.o_proj: `model.layers.1.self_attn.o_proj.weight` is used transposed",
     ),
-    ("llama", "first side of a residual dropped", LAYER_3, "alone, the model adds to it"),
+    ("llama", "first side of a residual dropped", LAYER_3, "only, the model adds to it"),
     (
         "llama",
         "untied head tied",

@@ -74,7 +74,7 @@ def test_the_nodes_of_any_trigger_are_in_the_list(name: str, listed: Callable[[T
 def test_the_list_is_in_the_report_and_on_the_page(listed: Callable[[Trigger | None], Report]) -> None:
     report = listed(None)
     assert '"operator": "Sigmoid"' in render_json(report, "")
-    assert " nodes compute what the model does not" in render_html(report, "")
+    assert " nodes compute values that the model does not" in render_html(report, "")
 
 
 def test_graphs_of_other_exporters_are_listed_too(exported: Tiny, eager: Callable[[str], Eager]) -> None:
