@@ -38,6 +38,9 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
 COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
 """Fields that count what a model is built of, and a number that no real model reaches."""
 
+SCALARS = re.compile(r"_(?:act|function|bias|type|eps|embeddings|theta)$")
+"""Fields whose value is one number, flag or name."""
+
 Leaf = TensorRef | LazyTensor
 """A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 
@@ -165,8 +168,12 @@ def _may_build(name: str, value: Any) -> bool:
     is_part = isinstance(value, Mapping)
     if name == "layer_types":
         return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
+    if name in ("rope_scaling", "rope_parameters"):
+        return value is None or is_part
     if name.endswith("_heads") and isinstance(value, int) and value > COUNT_LIMIT:
         return False
+    if SCALARS.search(name):
+        return value is None or isinstance(value, str | int | float)
     return not (is_part and name.endswith(("_size", "_dim"))) and (is_part or value is None or name != "text_config")
 
 

@@ -153,7 +153,9 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has|in the adapter config is invalid"
-NO_FILE = "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
+NO_FILE = (
+    "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|not of a training format|cannot be read"
+)
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}
@@ -319,7 +321,7 @@ CASES: dict[str, Case] = {
     "run: targets that are numbers": run(None, {"target_modules": [1, None, []]}),
     "run: modules to save of lists": run("trained|has", {"modules_to_save": [[], {}]}),
     "run: a bias that is a list": run(ODD, {"bias": [1]}),
-    "run: keys that are not strings": run("no JSON", {7: 8, None: 1}),
+    "run: keys that are not strings": run("not JSON", {7: 8, None: 1}),
     "run: code": run(None, {"auto_map": {"AutoModel": "evil.Evil"}}),
     "run: text_config is a text": run(None, text_config="evil", tie_word_embeddings=True),
     "run: apart, alpha of 400 digits": run("over the limit", {"lora_alpha": HUGE}, {"adapter": "split"}),

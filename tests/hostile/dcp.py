@@ -23,7 +23,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 DATA = "__0_0.distcp"
 ATTACK = "nothing was run"
-NO_ITEM = "with an invalid|lists no items|truncated|inconsistent|no training format"
+NO_ITEM = "with an invalid|lists no items|truncated|inconsistent|not of a training format"
 Edit = Callable[[Any], Any]
 
 

@@ -148,7 +148,7 @@ def shapes_of_universal(more: dict[str, Any], refused: str) -> Case:
 
 
 NO_SAVE = "which is not a save"
-NO_FILE = "not a torch file|not a regular file|missing|no training format"
+NO_FILE = "not a torch file|not a regular file|missing|not of a training format"
 SHAPES = "invalid shape|need|not a dict|not a list"
 FLAT = torch.zeros(10)
 HONEST = {"zero 2": Case(zero_2, None), "zero 3": Case(zero_3, None), "universal": Case(universal, None)}

@@ -157,7 +157,7 @@ def hugging_face(shards: Any) -> Case:
 
 
 FEW = np.ones(2, np.float32)
-NO_FILE = "not a regular file|not a torch file|no training format"
+NO_FILE = "not a regular file|not a torch file|not of a training format"
 SHARD = "consolidated.00.pth"
 UNKNOWN = "not of a training format"
 LONG = struct.pack("<Q", 1 << 62)

@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
     "mlx: keys that are no list": mlx(None, {"lora_parameters": {"rank": 2, "scale": 1.0, "keys": {"x": LONG}}}),
     "mlx: a name that leads out": mlx("unexpected keys", arrays={"../../evil": np.ones(2)}),
     "mlx: a name with an escape sequence": mlx("unprintable", arrays={"\x1b[2J\n": np.ones(2)}),
-    "mlx: a module of 100,000 letters": mlx("overlong", arrays={f"{LONG}.lora_a": np.ones((4, 2))}),
+    "mlx: a module of 100,000 letters": mlx("too long tensor name", arrays={f"{LONG}.lora_a": np.ones((4, 2))}),
     "mlx: a scalar": mlx("shape", arrays={f"{MODULE}.lora_a": np.ones(())}),
     "mlx: of nothing": mlx("shape|truncated|safetensors", arrays={f"{MODULE}.lora_a": np.ones((4, 0))}),
     "mlx: four axes": mlx("shape", arrays={f"{MODULE}.lora_a": np.ones((4, 2, 1, 1))}),

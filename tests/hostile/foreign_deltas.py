@@ -116,8 +116,8 @@ CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
     "fastchat: os.system": more(call("os", "system", text(SHELL)), ATTACK),
     "fastchat: eval": more(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "fastchat: another call": more(call("evil", "Evil", text(CANARY)), "not rebuilt"),
-    "fastchat: a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not rebuilt"),
+    "fastchat: another call": more(call("evil", "Evil", text(CANARY)), "is an object, not a plain tensor"),
+    "fastchat: a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "is an object, not a plain tensor"),
     "fastchat: a list": pickled(lambda _: pickle.dumps([1], 2), "no state dict"),
     "fastchat: cut": difference(
         "truncated|not a torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
     "accessory: an unknown part": accessory("no rule places", {"llma.evil.weight": torch.ones(2)}),
     "accessory: a name with an escape sequence": accessory("no rule|names", {"\x1b[2J\n": torch.ones(2)}),
     "accessory: a name that is a number": accessory("no rule|names|text|state dict", {7: torch.ones(2)}),
-    "accessory: whole numbers": accessory("is of int64", {"llma.norm.weight": torch.ones(4).long()}),
+    "accessory: whole numbers": accessory("unsupported dtype int64", {"llma.norm.weight": torch.ones(4).long()}),
     "accessory: not a number": accessory(None, {"llma.norm.weight": torch.full((4,), float("nan"))}),
     "accessory: layer 2^60": accessory("no rule", {f"llma.layers.{1 << 60}.attention.wq.weight": torch.ones(4, 4)}),
     "accessory: a base of another family": accessory("../../evil|no family|known|model_type", model_type="../../evil"),

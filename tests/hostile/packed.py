@@ -29,7 +29,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "lz4": lz4.frame.compress,
     "zst": zstandard.compress,
 }
-DAMAGED = "cannot be unpacked|is truncated|declares|after its end|not a torch file|damaged|no training format"
+DAMAGED = "cannot be unpacked|is truncated|declares|after its end|not a torch file|damaged|not of a training format"
 
 
 def run_bytes() -> bytes:
@@ -320,7 +320,7 @@ CASES: dict[str, Case] = {
     "pointer: nothing": pointers({"latest.pt.symlink": ""}, "not a pointer"),
     "pointer: a name of 1000 letters": pointers({"latest.pt.symlink": "a" * 1000}, "points to"),
     "pointer: a path of 500 folders": pointers({"latest.pt.symlink": "a/" * 500 + "x.pt"}, None),
-    "pointer: 8 GB": alone(sparse(8 << 30), "not a pointer|no training format", "x.symlink"),
+    "pointer: 8 GB": alone(sparse(8 << 30), "not a pointer|not of a training format", "x.symlink"),
     "pointer: to a pipe": to_what(lambda path: os.mkfifo(path), UNKNOWN + "|not a regular file"),
     "pointer: to /dev/zero": to_what(lambda path: path.symlink_to("/dev/zero"), UNKNOWN + "|not a regular file"),
     "pointer: to a link to /etc/passwd": to_what(lambda path: path.symlink_to("/etc/hostname"), UNKNOWN),

@@ -15,9 +15,10 @@ from tests.hostile.honest import CONFIG, members, repacked, save, weights
 from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
-UNKNOWN = "no training format"
+UNKNOWN = "not of a training format"
 NO_FILE = (
-    "not a torch file|not a regular file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+    "not a torch file|not a regular file|no regular file|is missing|truncated|damaged|not of a training format"
+    "|no state dict"
 )
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))

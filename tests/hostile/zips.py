@@ -228,7 +228,7 @@ CASES: dict[str, Case] = {
         encode(honest_members(), front=b"PK\x03\x04" + os.urandom(40)), "bytes before|" + DAMAGED
     ),
     "a shell script in front": written(
-        encode(honest_members(), front=b"#!/bin/sh\n"), "not a torch file|no training format"
+        encode(honest_members(), front=b"#!/bin/sh\n"), "not a torch file|not of a training format"
     ),
     "a zip in a zip": Case(quine, "checkpoints do not use|damaged|inconsistent|opcode"),
     "60,000 members": Case(many_members, None),
