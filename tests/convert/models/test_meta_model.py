@@ -111,7 +111,7 @@ def test_generic_rules_alone_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     config = config_of("llama")
     state = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     monkeypatch.setattr(completeness, "blueprint", lambda config: None)
-    broken = {**config, "rope_parameters": "none of these"}
+    broken = {**config, "rope_parameters": {"rope_type": "none of these"}}
     (warning,) = check_complete(unwritten(state), broken, "x")
     assert "only checked by generic rules (number of layers, " in warning
     assert "transformers cannot build the model (" in warning
