@@ -26,7 +26,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_room_refuses_its_bare_name_in_the_root_of_the_repository(room: str) -> None:
     done = python(f"import {room}")
     assert done.returncode == 1
-    assert f"ImportError: import llmconv.{room}: `{room}` is no top-level package" in done.stderr
+    assert f"ImportError: import llmconv.{room}: `{room}` is not a top-level package" in done.stderr
 
 
 def test_the_bare_names_are_unknown_to_an_installed_user() -> None:

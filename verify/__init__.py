@@ -3,7 +3,7 @@
 import sys
 
 if __name__ != "llmconv.verify":
-    raise ImportError("import llmconv.verify: `verify` is no top-level package")
+    raise ImportError("import llmconv.verify: `verify` is not a top-level package")
 if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 

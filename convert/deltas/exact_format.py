@@ -47,7 +47,7 @@ class PredictedTensor:
     Attributes:
         tensor: of the tuned model.
         name: of the base's tensor, empty where there is none.
-        base: that tensor, which `tells_of` the other.
+        base: that tensor, which `can_predict` the other.
     """
 
     tensor: LazyTensor
