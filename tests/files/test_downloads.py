@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,9 @@ def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminated_process_leaves_nothing(temporary: Path, chatting: Path, number: int) -> None:
     command = [sys.executable, "-m", "llmconv", "chat", uri(chatting), "--json", "--max-new-tokens", "1"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ)
-    ) as process:
+    heeding = partial(signal.signal, number, signal.SIG_DFL)  # a shell has background jobs ignore SIGINT
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=dict(os.environ), preexec_fn=heeding, **pipes) as process:
         assert process.stdin and process.stdout
         process.stdin.write(b"hello\n")
         process.stdin.flush()
