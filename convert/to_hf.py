@@ -14,7 +14,7 @@ from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, files_under, local_path
-from llmconv.output.manifest import Manifest, step
+from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
@@ -45,8 +45,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Args:
         source, output: a checkpoint, its URI or hub id, or a Hugging Face folder to change; the folder to make.
         format: name of the training format; detected by content when None.
-        config, tokenizer: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones
-            winning; a tokenizer file or folder to use instead of the checkpoint's own.
+        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
+        tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
@@ -59,23 +59,18 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
     _require_words(dtype, qkv_layout, adapter)
-    size = DEFAULT_SIZE if max_shard_size is None else max_shard_size
-    require_shard_size(size)
+    require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
-    words = local_path(tokenizer) if tokenizer else None
-    base = local_path(base) if base else None
+    words, base = (local_path(path) if path else None for path in (tokenizer, base))
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
     checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
-    if not dry_run:
-        named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
-        given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
-        done = _write(plan, Path(output), base, given, overwrite=overwrite, resume=resume)
-        plan = replace(plan, found=done.found)
-    return plan
+    named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
+    given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
+    return plan if dry_run else _write(plan, Path(output), base, given, overwrite=overwrite, resume=resume)
 
 
 def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
@@ -87,11 +82,12 @@ def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> N
 
 def _write(
     plan: Plan, output: Path, base: Path | None, given: Mapping[str, Any], *, overwrite: bool, resume: bool
-) -> Manifest:
+) -> Plan:
     source = plan.checkpoint.path
     steps = [step("to-hf", source, format=plan.checkpoint.format, **given)]
     sources = [file for path in (source, base) if path for file in files_under(path, output)]
-    return write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    done = write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    return replace(plan, found=done.found)
 
 
 def _with_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

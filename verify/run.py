@@ -70,13 +70,11 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         trust_remote_code: run the code that `auto_map` in the reference's `config.json` names.
         bisect: after a failure, search for the first node that differs.
         minimize: a new folder for the smallest failing piece; implies the search.
-        low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by the available
-            memory.
+        low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by free memory.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
 
     Raises:
-        InputRefused: the folder or the reference cannot be used, a graph refers to a file outside the folder, or memory
-            does not suffice.
+        InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
         OutOfMemory: memory ran out during the run.
         UsageProblem: an unknown suite or scenario, or the folder for the smallest failing piece is not empty.
     """

@@ -60,16 +60,9 @@ def bench(
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
     threads = require_least(threads, 0, "threads") or cores()
-    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
-    others = (
-        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
-        for other in against
-    )
-    candidates = [first, *others]
-    if len({candidate.name for candidate in candidates}) < len(candidates):
-        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
-    lengths = lengths_within(first.folder, lengths, new_tokens)
-    tokens = _usable_tokens(first.folder)
+    candidates = _candidates(model, against)
+    lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
+    tokens = _usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []
     with ExitStack() as stack:
         workers = [stack.enter_context(closing(WorkerProcess(candidate, threads))) for candidate in candidates]
@@ -82,6 +75,20 @@ def bench(
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return BenchResult([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+
+
+def _candidates(
+    model: str | Path | BenchCandidate, against: Sequence[str | Path | BenchCandidate]
+) -> list[BenchCandidate]:
+    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
+    others = (
+        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
+        for other in against
+    )
+    candidates = [first, *others]
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
+    return candidates
 
 
 def _require_positive(**given: Sequence[int]) -> None:
