@@ -218,12 +218,11 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
 
 
 def _incomplete(result: Checkpoint) -> list[str]:
-    """A warning where transformers would initialize weights at random."""
+    """A warning where transformers would initialize weights at random, or where that cannot be known."""
     try:
-        check_complete(result.tensors, result.config, result.path.name)
+        return check_complete(result.tensors, result.config, result.path.name)
     except MalformedInput as why:
         return [f"the base is not the model that its config describes: {why.message}"]
-    return []  # a merge keeps the names of its base, whether or not transformers knows them
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:

@@ -24,7 +24,7 @@ from llmconv.verify.scenarios.calls import ModelFacts
 
 CHECK = "cost of quantization"
 SEED = 992720280
-"""Of the random tokens; any number would do, but the figures of two versions are comparable with the same."""
+"""Seed of the random tokens; fixed, so that figures of different versions can be compared."""
 PIECE = {"quick": 256, "full": 1024}
 """Maximum number of tokens per piece."""
 TOKENS = {"quick": 1024, "full": 16384}

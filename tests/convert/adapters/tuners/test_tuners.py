@@ -68,7 +68,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
     base, adapter, exact = train_layers(tmp_path, CONFIGS[kind](**fields))
     merge = merge_lora(base, [adapter], tmp_path / "out")
-    assert merge.merged and not merge.warnings
+    assert merge.merged
+    (warning,) = merge.warnings  # transformers has no model of this type
+    assert "only checked by generic rules" in warning and "model of type `layers`" in warning
     assert not wrong(tmp_path / "out", exact)
 
 
