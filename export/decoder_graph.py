@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llmconv.export.families import InputMap
-from llmconv.export.graph_spec import GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.node_names import name_everything
 from llmconv.export.rewrite.nonpad_lengths import add_filled_length
+from llmconv.export.rewrite.norms import fuse_norms
 from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
 from llmconv.export.traced_graph import TracedGraph
@@ -42,14 +43,18 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
         return traced, depth(config)
 
 
-def build_embeddings(config: Any) -> TracedGraph:
+def build_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
     """The graph of the embedding table.
+
+    Args:
+        config: a transformers config.
+        precision: dtype of the table and of the embeddings.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        traced = trace_embeddings(shortened(config, period(config)))
+        traced = trace_embeddings(shortened(config, period(config)), precision)
         name_everything(traced.model)
         return traced
 
@@ -93,6 +98,7 @@ def _is_part(short: Any, whole: Any) -> bool:
 def _rewrite(traced: TracedGraph) -> None:
     """Rewrites the exporter's nodes for mapped weights and the target, in place."""
     rewrite_linear_layers(traced)
+    fuse_norms(traced)
     add_filled_length(traced)
     if traced.spec.cache == "shared-buffer":
         use_grouped_query_attention(traced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -16,7 +16,7 @@ from llmconv.export.context_limit import check_context
 from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
 from llmconv.export.prefix.adapter import open_prefix
@@ -54,7 +54,10 @@ class ExportOptions(TypedDict, total=False):
         cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
             required by ORT-GenAI's `past_present_share_buffer`.
         target: `ort-cpu` for operators that only onnxruntime has.
-        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights.
+        precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache.
+        logits_dtype: dtype of the logits: `float32`, or the precision.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights; by default, with a new
+            folder and a `precision` of less than float32, that precision.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.
         resume: continue an interrupted export.
@@ -77,6 +80,8 @@ class ExportOptions(TypedDict, total=False):
     prompt_len: int | None
     cache: str
     target: str | None
+    precision: str
+    logits_dtype: str
     dtype: str
     max_shard_size: str | int
     overwrite: bool
@@ -101,6 +106,8 @@ DEFAULTS: ExportOptions = {
     "prompt_len": None,
     "cache": "growing",
     "target": None,
+    "precision": "float32",
+    "logits_dtype": "float32",
     "dtype": "keep",
     "max_shard_size": DEFAULT_SIZE,
     "overwrite": False,
@@ -167,7 +174,8 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
-    once, cast to `dtype`, and mapped there. The graphs compute in float32; half precision is cast at load time.
+    once, cast to `dtype`, and mapped there. The graphs compute in `precision`; weights of another dtype are cast when a
+    runtime opens them.
 
     Args:
         model: Hugging Face folder or hub id.
@@ -181,10 +189,8 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     """
     given: ExportOptions = {**DEFAULTS, **options}
     clients, roles = _clients_and_roles(given)
-    shapes = ShapeOptions(
-        given["shapes"], given["cache"], given["batch_size"], given["max_seq_len"], given["prompt_len"], given["target"]
-    )
-    _check_weight_options(given["dtype"], given["max_shard_size"], writes=output is not None)
+    shapes = ShapeOptions(**{field.name: given[field.name] for field in fields(ShapeOptions)})  # type: ignore[literal-required]
+    _check_weight_options(given, writes=output is not None)
     checkpoint = _open(model, output)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
@@ -245,11 +251,17 @@ def _client_files(
     return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, cache))
 
 
-def _check_weight_options(dtype: str, max_shard_size: str | int, *, writes: bool) -> None:
-    """Refuses invalid values, and a shard size if no weights are written."""
+def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
+    """Refuses invalid values, a dtype that the graphs cannot map, and a shard size if no weights are written."""
+    dtype, precision = given["dtype"], given["precision"]
     require_choice(dtype, ("keep", *FLOATS), "dtype")
-    require_shard_size(max_shard_size)
-    if max_shard_size != DEFAULT_SIZE and not writes:
+    if dtype not in ("keep", precision) and precision != FLOAT32:
+        raise UsageProblem(
+            f"graphs of `--precision {precision}` map weights of that dtype, and `--dtype {dtype}` stores others",
+            hint="leave out `--dtype`",
+        )
+    require_shard_size(given["max_shard_size"])
+    if given["max_shard_size"] != DEFAULT_SIZE and not writes:
         raise UsageProblem(
             "`--max-shard-size` has no effect: without `-o` no weights are written",
             hint="add `-o OUT`, or leave it out",
@@ -278,5 +290,6 @@ def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tup
 def _output_folder(checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
     if output and Path(output).resolve() != checkpoint.path.resolve():
-        return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
+        dtype = given["dtype"] if given["precision"] == FLOAT32 else given["precision"]
+        return NewFolder(Path(output), checkpoint, dtype, given["max_shard_size"], overwrite, resume)
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

@@ -15,12 +15,17 @@ from typing import Any
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.runtime.cache_names import is_recurrent
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 
 CACHE_RANK = 4
 SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
 """Values of the options `shapes`, `cache` and `target`."""
+
+FLOAT32 = "float32"
+PRECISIONS = (FLOAT32, "float16", "bfloat16")
+"""Values of the option `precision`: the dtype that a graph computes in."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class ShapeOptions:
     max_seq_len: int | None = None
     prompt_len: int | None = None
     target: str | None = None
+    precision: str = FLOAT32
+    logits_dtype: str = FLOAT32
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_seq_len", "prompt_len"):
@@ -45,6 +52,8 @@ class ShapeOptions:
         require_choice(self.shapes, SHAPES, "shapes")
         require_choice(self.cache, CACHES, "cache")
         require_choice(self.target or TARGETS[0], TARGETS, "target")
+        require_choice(self.precision, PRECISIONS, "precision")
+        require_choice(self.logits_dtype, tuple(dict.fromkeys((FLOAT32, self.precision))), "logits_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class GraphSpec:
         sequence: number of new tokens per call; None leaves the axis dynamic.
         embeddings: size of the `inputs_embeds` that the graph takes instead of `input_ids`; None for `input_ids`.
         target: the runtime whose own operators may be used, `ort-cpu`; None for standard operators.
+        precision: dtype of weights, activations and cache.
+        logits: dtype of the logits, `float32` or `precision`.
         steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
     """
 
@@ -67,6 +78,8 @@ class GraphSpec:
     sequence: int | None = None
     embeddings: int | None = None
     target: str | None = None
+    precision: str = FLOAT32
+    logits: str = FLOAT32
     steps: bool = False
 
     @property
@@ -75,9 +88,12 @@ class GraphSpec:
         return 23 if self.cache == "growing" else 24
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of a graph's manifest entry: `form` with the fixed values; none for a plain growing cache."""
-        fixed = {name: value for name, value in asdict(self).items() if value and name != "embeddings"}
-        return {"form": fixed} if fixed != {"cache": "growing"} else {}
+        """Fields of a graph's manifest entry: `form` with the fixed values, and `precision`; none for the defaults."""
+        dtypes = {"precision": self.precision, "logits_dtype": self.logits}
+        others = {"embeddings", "precision", "logits"}
+        fixed = {name: value for name, value in asdict(self).items() if value and name not in others}
+        fields: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype != FLOAT32}
+        return {**fields, "form": fixed} if fixed != {"cache": "growing"} else fields
 
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """Inputs of a graph with this spec; `write_indices` of a static cache comes before the cache.
@@ -100,7 +116,7 @@ class GraphSpec:
                 hint="leave out `--shapes static`; `--cache shared-buffer` supports this family",
             )
         if self.embeddings:
-            tokens = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, self.embeddings))
+            tokens = Port(INPUTS_EMBEDS, self.precision, (BATCH, SEQUENCE, self.embeddings))
             ports = [tokens if port.name == "input_ids" else port for port in ports]
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
@@ -120,7 +136,14 @@ class GraphSpec:
             sizes |= {PAST: slots, TOTAL: slots}
         elif self.cache == "shared-buffer":
             sizes |= {PAST: slots, TOTAL: slots if len(port.axes) == CACHE_RANK else TOTAL}
-        return replace(port, axes=tuple(sizes.get(axis, axis) for axis in port.axes))
+        axes = tuple(sizes.get(axis, axis) for axis in port.axes)
+        return replace(port, axes=axes, dtype=self._dtype(port))
+
+    def _dtype(self, port: Port) -> str:
+        """transformers keeps recurrent states in float32 in every model."""
+        if port.dtype != FLOAT32 or is_recurrent(port.name):
+            return port.dtype
+        return self.logits if port.name == "logits" else self.precision
 
 
 GROWING = GraphSpec()
@@ -139,18 +162,19 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
     Raises:
         UsageProblem: options that contradict each other.
     """
+    precision, logits = options.precision, options.logits_dtype
+    spec = GraphSpec(options.cache, embeddings=embeddings, target=options.target, precision=precision, logits=logits)
     if options.shapes == "static":
         if options.cache != "growing":
             raise UsageProblem(
                 "static graphs have a cache of their own kind", hint=f"leave out `--cache {options.cache}`"
             )
         slots = options.max_seq_len
-        spec = GraphSpec("static", options.batch_size or 1, slots, None, embeddings, options.target)
+        spec = replace(spec, cache="static", batch_size=options.batch_size or 1, slots=slots)
         sequences = {"prefill": _prompt_length(slots, options.prompt_len), "decode": 1, "unified": None}
         return {role: replace(spec, sequence=sequences[role]) for role in roles}
     if options.batch_size or options.max_seq_len or options.prompt_len:
         raise UsageProblem("`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="add `--shapes static`")
-    spec = GraphSpec(options.cache, embeddings=embeddings, target=options.target)
     step = replace(spec, steps=options.cache == "shared-buffer" and options.target is not None)
     return {role: step if role == "decode" else spec for role in roles}
 

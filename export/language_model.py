@@ -52,7 +52,7 @@ class LanguageModel:
         if self.naming is None:
             return {role: built[spec][0] for role, spec in specs.items()}, layers
         renamed = {spec: self.naming.rename_decoder(traced) for spec, (traced, _) in built.items()}
-        table = self.naming.rename_embeddings(build_embeddings(self.config))
+        table = self.naming.rename_embeddings(build_embeddings(self.config, next(iter(specs.values())).precision))
         return {**{role: renamed[spec] for role, spec in specs.items()}, EMBEDDINGS_ROLE: table}, layers
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,14 +14,15 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
+from llmconv.export.graph_spec import FLOAT32
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.output.staging import failing_safely
 from llmconv.output.writer import check_output, require_space, write_checkpoint
-from llmconv.progress import say
-from llmconv.tensors import BY_NAME, LazyTensor, cast
+from llmconv.progress import say, warn
+from llmconv.tensors import BY_NAME, Flushed, LazyTensor, cast
 
 BLOCK = 4096
 """Block size of most file systems, in bytes; every file takes a multiple of it."""
@@ -82,6 +84,7 @@ class InPlace:
                 hint="give `-o OUT`: the weights are copied there once",
             )
         stored = {tensor.dtype.name for tensor in tensors.values()}
+        self._require_precision(plan)
         if self.dtype != "keep" and stored != {self.dtype}:
             raise InputRefused(
                 f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
@@ -94,6 +97,16 @@ class InPlace:
         existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.folder / name)]
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
+
+    def _require_precision(self, plan: GraphPlan) -> None:
+        """Refuses half-precision graphs over weights that are mostly stored in another dtype."""
+        precision = next(iter(plan.specs.values())).precision
+        stored = main_dtype(self.checkpoint)
+        if precision not in (FLOAT32, stored):
+            raise InputRefused(
+                f"the weights are {stored}, so graphs of `--precision {precision}` cannot map them in place",
+                hint=f"give `-o OUT`: the weights are cast to {precision} there once",
+            )
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the model's own files."""
@@ -153,6 +166,7 @@ class NewFolder:
     max_shard_size: str | int
     overwrite: bool
     resume: bool
+    _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses an existing folder without `overwrite`, one inside of the model folder, and too small a disk."""
@@ -177,15 +191,26 @@ class NewFolder:
             more_files=contents,
             graphs=files.entries,
         )
+        if self._flushed.count:
+            warn(f"{self._flushed.count:,} weights are too small for {self.dtype} and became zero")
         return 0 if done.found else self._plan.nbytes
 
     @cached_property
     def _plan(self) -> Plan:
         checkpoint = self.checkpoint
         if self.dtype != "keep":
-            tensors = {name: cast(tensor, BY_NAME[self.dtype]) for name, tensor in checkpoint.items()}
+            dtype = BY_NAME[self.dtype]
+            tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()}
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
         return plan_checkpoint(checkpoint, self.max_shard_size)
+
+
+def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
+    """The dtype of most bytes of weights."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype.name] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else FLOAT32
 
 
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from llmconv.errors import InputRefused
+
 Array = NDArray[Any]
 
 BLOCK_BYTES = 4 << 20
@@ -118,13 +120,60 @@ def in_memory(array: Array, dtype: DType) -> LazyTensor:
     return LazyTensor(dtype, np.shape(array), lambda start, stop: rows[start:stop])
 
 
-def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:
-    """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes are returned unchanged."""
+def cast(tensor: LazyTensor, dtype: DType, name: str = "a weight", flushed: Flushed | None = None) -> LazyTensor:
+    """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes are returned unchanged.
+
+    Reading the result raises InputRefused where a finite value is too large for `dtype`.
+
+    Args:
+        tensor: the tensor.
+        dtype: the new element type.
+        name: its name in messages.
+        flushed: counts the values that become zero.
+    """
     if tensor.dtype == dtype or tensor.dtype.name not in ("float64", *FLOATS):
         return tensor
     if tensor.recast:
         return tensor.recast(dtype)
-    return LazyTensor(dtype, tensor.shape, lambda start, stop: tensor.load(start, stop).astype(dtype.numpy))
+    return LazyTensor(dtype, tensor.shape, lambda start, stop: rounded(tensor.load(start, stop), dtype, name, flushed))
+
+
+@dataclass
+class Flushed:
+    """Number of values that a cast flushed to zero.
+
+    Attributes:
+        count: of all tensors so far.
+    """
+
+    count: int = 0
+
+
+def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = None) -> Array:
+    """Values rounded to a float dtype (nearest even).
+
+    Args:
+        values: any shape.
+        dtype: the new element type.
+        name: of their tensor.
+        flushed: counts the values that become zero.
+
+    Raises:
+        InputRefused: a finite value is too large for `dtype`.
+    """
+    with np.errstate(over="ignore"):
+        result: Array = values.astype(dtype.numpy)
+    if dtype.name != "float16":
+        return result
+    if (np.isinf(result) & np.isfinite(values)).any():
+        largest = np.abs(values[np.isfinite(values)]).max()
+        raise InputRefused(
+            f"`{name}` contains {float(largest):.6g}, and the largest number of float16 is 65504",
+            hint="bfloat16 has the range of float32: give `bfloat16` instead",
+        )
+    if flushed:
+        flushed.count += int(((result == 0) & (values != 0)).sum())
+    return result
 
 
 def as_bytes(array: Array) -> memoryview:

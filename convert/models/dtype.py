@@ -26,10 +26,10 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """The checkpoint with its float weights rounded to `dtype` (or kept), and a config that says what they are."""
     tensors = dict(checkpoint.tensors)
     if dtype != "keep":
-        tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
+        tensors = {name: cast(tensor, BY_NAME[dtype], name) for name, tensor in tensors.items()}
     adapter = checkpoint.adapter
     if adapter and dtype != "keep":
-        own = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in adapter.tensors.items()}
+        own = {name: cast(tensor, BY_NAME[dtype], name) for name, tensor in adapter.tensors.items()}
         adapter = replace(adapter, tensors=own)
     return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)
 

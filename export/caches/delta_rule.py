@@ -194,9 +194,10 @@ def delta_rule(
         **unused: other arguments of transformers' functions.
 
     Returns:
-        The output, of the shape of `value`, and the new state.
+        The output, of the shape of `value` and the dtype of `query`, and the new state, float32.
     """
     assert initial_state is not None
+    dtype, query, key = query.dtype, query.float(), key.float()
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -205,7 +206,7 @@ def delta_rule(
         query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
     name = "DeltaRule" if g.ndim == beta.ndim else "ChannelDeltaRule"
     output, state = call(name, [value, query, key, g, beta, initial_state], [value.shape, initial_state.shape])
-    return output, state
+    return output.to(dtype), state
 
 
 def _states(config: Any) -> tuple[CacheState, ...]:

@@ -50,20 +50,19 @@ CHUNKS = """
 
 
 def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
-    """Calls an ONNX function in a trace.
+    """Calls an ONNX function in a trace; all scans compute in float32, as those of transformers do.
 
     Args:
         name: the function.
-        inputs: its inputs.
-        shapes: shapes of its outputs, whose dtype is that of the first input.
+        inputs: its inputs, of any dtype.
+        shapes: shapes of its outputs.
 
     Returns:
-        The outputs.
+        The outputs, float32.
     """
-    dtypes = [inputs[0].dtype] * len(shapes)
-    return tuple(
-        torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", inputs, dtypes=dtypes, shapes=shapes, version=1)
-    )
+    wide = [tensor.float() for tensor in inputs]
+    dtypes = [torch.float32] * len(shapes)
+    return tuple(torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", wide, dtypes=dtypes, shapes=shapes, version=1))
 
 
 def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:

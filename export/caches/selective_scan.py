@@ -77,14 +77,15 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
         **unused: other arguments of transformers' function.
 
     Returns:
-        The output `[batch, channels, sequence]` and the state `[batch, channels, states]`.
+        The output `[batch, channels, sequence]` and the state `[batch, channels, states]`, float32.
     """
-    dt = dt if delta_bias is None else dt + delta_bias[..., None]
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt
     past = RecordedStates.last_read
     assert past is not None
     inputs = [hidden_states, dt, A, B.transpose(1, 2), C.transpose(1, 2), past]
     output, state = call("SelectiveScan", inputs, [hidden_states.shape, past.shape])
+    output = output.to(hidden_states.dtype)
     output = output if D is None else output + hidden_states * D[None, :, None]
     return (output if z is None else output * F.silu(z)), state
 

@@ -140,16 +140,16 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
         **unused: other arguments of transformers' function.
 
     Returns:
-        The output, of the shape of `hidden_states`, and the state, of the shape of `initial_states`.
+        The output, of the shape of `hidden_states`, and the state, of the shape of `initial_states`, both float32.
     """
     assert initial_states is not None
-    dt = dt if dt_bias is None else dt + dt_bias
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = F.softplus(dt) if dt_softplus else dt
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = torch.where(_is_step(), dt, dt.clamp(*dt_limit))
     inputs = [hidden_states, dt, A, B, C, initial_states]
     output, state = call("StateSpace", inputs, [hidden_states.shape, initial_states.shape])
-    return (output if D is None else output + hidden_states * D[..., None]), state
+    return (output if D is None else output + hidden_states.float() * D[..., None]), state
 
 
 def _is_step() -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -50,6 +51,8 @@ def onnx_attention(
     attributes: dict[str, Any] = {"scale": float(query.shape[-1] ** -0.5 if scaling is None else scaling)}
     if softcap:
         attributes["softcap"] = float(softcap)
+    if query.dtype != torch.float32:
+        attributes["softmax_precision"] = int(ir.DataType.FLOAT)
     (output,) = torch.onnx.ops.symbolic_multi_out(
         "::Attention",
         [query, key, value, attention_mask],
@@ -110,7 +113,7 @@ def additive_mask(
     visible = mask_function(rows, head, queries, keys)
     if attention_mask is not None:
         visible = visible & attention_mask[:, None, None, :]
-    return torch.where(visible, 0.0, torch.finfo(dtype).min)
+    return torch.where(visible, torch.zeros((), dtype=dtype), torch.full((), torch.finfo(dtype).min, dtype=dtype))
 
 
 AttentionInterface.register(ATTENTION, onnx_attention)

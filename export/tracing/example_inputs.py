@@ -25,8 +25,9 @@ def example_arguments(inputs: Sequence[Port]) -> tuple[Any, ...]:
 
 def _zeros(port: Port) -> Tensor:
     """Zeros; a fixed shape is one number expanded, because the buffer may be larger than memory."""
-    shape = sizes(port)
-    return torch.zeros(1).expand(shape) if port.axes == tuple(shape) else torch.zeros(shape)
+    shape, dtype = sizes(port), getattr(torch, port.dtype)
+    is_fixed = port.axes == tuple(shape)
+    return torch.zeros(1, dtype=dtype).expand(shape) if is_fixed else torch.zeros(shape, dtype=dtype)
 
 
 def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.families import decoder_config
@@ -131,10 +132,14 @@ def _is_computed(config: Any, name: str) -> bool:
     return isinstance(stated, property) and stated.fset is None
 
 
-def build(config: Any) -> PreTrainedModel:
-    """The eager float32 model of `config`, in eval mode, with fake parameters."""
+def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The eager model of `config` in a dtype, in eval mode, with fake parameters.
+
+    Parameters that transformers keeps in float32 when it loads a model in half precision are float32 here, too.
+    """
     with fake_parameters() as mode:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    _keep_in_float32(model, dtype)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
@@ -142,6 +147,17 @@ def build(config: Any) -> PreTrainedModel:
             module._buffers[name] = torch.empty_like(module.get_buffer(name))
     frequencies_from_positions(model)
     return model.eval()
+
+
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Widens the parameters that `from_pretrained` loads in float32 although the model has another dtype."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, kept, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        if found := pattern.search(name):
+            parameter.data = parameter.data.to(plan[kept[found.lastgroup]])
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

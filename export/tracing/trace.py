@@ -24,7 +24,7 @@ from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.families import BATCH, SEQUENCE, InputMap, Port, decoder_config
-from llmconv.export.graph_spec import GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.library_patches import (
     TRANSLATIONS,
     complex_as_pairs,
@@ -40,6 +40,7 @@ from llmconv.export.tracing.fake_model import build, depth
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.tensors import BY_NAME
 
 OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
 """Names of image and audio modules in a checkpoint that contains more than a text model."""
@@ -72,7 +73,7 @@ class CacheAsTensors(nn.Module):
         """One call of the model.
 
         Args:
-            input_ids: int64 `[batch, sequence]`, or embeddings, float32 `[batch, sequence, hidden]`.
+            input_ids: int64 `[batch, sequence]`, or embeddings, of the model's dtype, `[batch, sequence, hidden]`.
             attention_mask: int64 `[batch, total]`.
             position_ids: int64 `[batch, sequence]`; None for families that count tokens themselves.
             write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
@@ -92,7 +93,7 @@ class CacheAsTensors(nn.Module):
         if position_ids is not None:
             given["position_ids"] = position_ids
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
-        return result.logits, cache.tensors()
+        return result.logits.to(getattr(torch, self._spec.logits)), cache.tensors()
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
         if self._spec.cache == GROWING.cache:
@@ -133,7 +134,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         UnsupportedInput: the model's code fixes an axis that must be dynamic.
     """
     with _quiet_libraries(), torch.no_grad():
-        model = build(config)
+        model = build(config, getattr(torch, spec.precision))
         with complex_as_pairs():
             found = ports_of(model, input_map)
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
@@ -159,12 +160,17 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
     return _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
 
 
-def trace_embeddings(config: Any) -> TracedGraph:
-    """The embedding table as a graph: `input_ids` to `inputs_embeds`, float32 `[batch, sequence, hidden]`."""
+def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
+    """The embedding table as a graph: `input_ids` to `inputs_embeds` `[batch, sequence, hidden]`.
+
+    Args:
+        config: a transformers config.
+        precision: dtype of the table and of the embeddings.
+    """
     tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
-    embedded = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, config.hidden_size))
+    embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, config.hidden_size))
     with _quiet_libraries(), torch.no_grad():
-        model = build(config)
+        model = build(config, getattr(torch, precision))
         program = torch.export.export(
             EmbeddingTable(model),
             (torch.ones(sizes(tokens), dtype=torch.int64),),
@@ -173,7 +179,8 @@ def trace_embeddings(config: Any) -> TracedGraph:
         )
         onnx_program = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, config, GROWING, [tokens], [embedded])
+    spec = GraphSpec(precision=precision)
+    return _traced(onnx_program.model, model, config, spec, [tokens], [embedded])
 
 
 def _traced(
@@ -237,6 +244,7 @@ def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
+        _require_dtype(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
 
@@ -249,6 +257,15 @@ def _require_dynamic(value: ir.Value, port: Port) -> None:
                 f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
                 hint="the model's code depends on its value; see docs/adding-a-family.md",
             )
+
+
+def _require_dtype(value: ir.Value, port: Port) -> None:
+    """Refuses a trace whose cache changes its dtype, which the next call could not continue."""
+    if value.dtype is not None and value.dtype.numpy() != BY_NAME[port.dtype].numpy:
+        raise UnsupportedInput(
+            f"the trace returns `{port.name}` in {value.dtype.name.lower()} instead of {port.dtype}",
+            hint="export with `--precision float32`",
+        )
 
 
 @contextmanager

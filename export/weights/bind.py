@@ -1,7 +1,7 @@
 """Binds the weights of a graph to byte ranges of safetensors files, which the graph maps without a copy.
 
 An ONNX initializer may refer to any byte range of a file in the graph's folder (`location`, `offset`, `length`), and
-the data of a safetensors file are raw little-endian rows. Weights stored in half precision are cast inside the graph.
+the data of a safetensors file are raw little-endian rows. Where the graph computes in another dtype, it casts them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from llmconv.errors import InputRefused
 from llmconv.export.traced_graph import TracedGraph, static_shape
-from llmconv.export.weights.experts import expand_experts
+from llmconv.export.weights.experts import dtype_of, expand_experts
 from llmconv.export.weights.parameter_sources import WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
@@ -73,7 +73,7 @@ def bind(
     expand_experts(traced.model, {traced.weights[name]: made for name, made in matches.items()}, reader.value)
     for name, expression in matches.items():
         if traced.weights[name].uses():
-            traced.weights[name].replace_all_uses_with(reader.value(expression))
+            traced.weights[name].replace_all_uses_with(reader.value(expression, dtype_of(traced.weights[name])))
     weights = set(traced.weights.values())
     graph.inputs[:] = [value for value in graph.inputs if value not in weights]
     graph.sort()

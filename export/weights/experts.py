@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
 
 import onnx_ir as ir
 
 from llmconv.export.node_editor import NodeEditor
 from llmconv.export.weights.parameter_sources import Concatenation, Transposition, WeightSource, element
+
+
+class ValueOf(Protocol):
+    """Creates the graph's value of an expression in a dtype."""
+
+    def __call__(self, expression: WeightSource, dtype: ir.DataType) -> ir.Value:
+        """The value."""
+
 
 DOMAIN, OP_TYPE = "llmconv", "GroupedMatMul"
 
@@ -15,21 +25,26 @@ DOMAIN, OP_TYPE = "llmconv", "GroupedMatMul"
 def expand_experts(
     model: ir.Model,
     stacks: Mapping[ir.Value, WeightSource],
-    value_of: Callable[[WeightSource], ir.Value],
+    value_of: ValueOf,
 ) -> None:
     """Replaces every `GroupedMatMul` of the graph.
 
     Args:
         model: changed in place.
         stacks: the stored tensors of the stacked weights.
-        value_of: creates the graph's value of an expression.
+        value_of: creates the graph's value of an expression in a dtype.
     """
     for node in list(model.graph):
         if (node.domain, node.op_type) == (DOMAIN, OP_TYPE):
             weight = node.inputs[1]
             assert weight is not None
-            _expand(model.graph, node, stacks[weight], value_of)
+            _expand(model.graph, node, stacks[weight], partial(value_of, dtype=dtype_of(weight)))
     model.opset_imports.pop(DOMAIN, None)
+
+
+def dtype_of(weight: ir.Value) -> ir.DataType:
+    """The dtype in which a graph reads a weight."""
+    return weight.dtype or ir.DataType.FLOAT
 
 
 def _expand(graph: ir.Graph, node: ir.Node, stack: WeightSource, value_of: Callable[[WeightSource], ir.Value]) -> None:

@@ -24,10 +24,11 @@ ONNX_TYPES = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
+NAMES = {dtype: name for name, dtype in ONNX_TYPES.items()}
 
 
 class StoredValues:
-    """Creates the graph values of stored tensors, each once.
+    """Creates the graph values of stored tensors, each once per dtype.
 
     Args:
         graph: receives initializers and nodes.
@@ -37,46 +38,50 @@ class StoredValues:
 
     def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor], rounded: Mapping[str, LazyTensor]) -> None:
         self._graph, self._tensors, self._rounded = graph, tensors, rounded
-        self._values: dict[WeightSource, ir.Value] = {}
+        self._values: dict[tuple[WeightSource, ir.DataType], ir.Value] = {}
 
-    def value(self, expression: WeightSource) -> ir.Value:
-        """The float32 value of an expression."""
-        if expression not in self._values:
-            self._values[expression] = (
-                self._rows(expression) if isinstance(expression, StoredRows) else self._computed(expression)
-            )
-        return self._values[expression]
+    def value(self, expression: WeightSource, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+        """The value of an expression in a dtype."""
+        key = expression, dtype
+        if key not in self._values:
+            if isinstance(expression, StoredRows):
+                self._values[key] = self._rows(expression, dtype)
+            else:
+                self._values[key] = self._computed(expression, dtype)
+        return self._values[key]
 
-    def _rows(self, rows: StoredRows) -> ir.Value:
-        """An initializer over the bytes of these rows, named after the tensor, and cast to float32."""
+    def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
+        """An initializer over the bytes of these rows, named after the tensor, and cast to the wanted dtype."""
         tensor = self._tensors[rows.name]
         dtype = ONNX_TYPES[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.path.name, tensor.offset + row * rows.first, length)
         content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
-        stored = ir.val(rows.label, dtype, rows.shape, const_value=content)
-        self._graph.initializers[rows.label] = stored
-        value = stored
+        value = self._graph.initializers.get(rows.label)
+        if value is None:
+            value = ir.val(rows.label, dtype, rows.shape, const_value=content)
+            self._graph.initializers[rows.label] = value
         rounded = ONNX_TYPES[self._rounded[rows.name].dtype.name]
         if rounded != dtype and rounded != ir.DataType.FLOAT:
             value = self._node("Cast", [value], {"to": rounded}, f"{rows.label}/rounded")
-        if rounded != ir.DataType.FLOAT or dtype != ir.DataType.FLOAT:
-            value = self._node("Cast", [value], {"to": ir.DataType.FLOAT}, rows.label)
-            value.name = f"{rows.label}:float32"
+            dtype = rounded
+        if dtype != wanted:
+            value = self._node("Cast", [value], {"to": wanted}, rows.label)
+            value.name = f"{rows.label}:{NAMES[wanted]}"
         return value
 
-    def _computed(self, made: WeightSource) -> ir.Value:
+    def _computed(self, made: WeightSource, dtype: ir.DataType) -> ir.Value:
         """Nodes that a runtime evaluates once, when it loads the graph."""
         name = f"{next(iter(leaves(made))).label}.{len(self._values)}"
         if isinstance(made, Concatenation):
-            parts = [self.value(part) for part in made.parts]
+            parts = [self.value(part, dtype) for part in made.parts]
             if made.stack:
                 axis = integers(self._graph, made.axis)
                 parts = [self._node("Unsqueeze", [part, axis], {}, f"{name}.{i}") for i, part in enumerate(parts)]
             return self._node("Concat", parts, {"axis": made.axis}, name)
         assert not isinstance(made, StoredRows)
-        whole = self.value(made.whole)
+        whole = self.value(made.whole, dtype)
         if isinstance(made, AxisSlice):
             ends = [integers(self._graph, size) for size in (made.first, made.first + made.count, made.axis)]
             return self._node("Slice", [whole, *ends], {}, name)

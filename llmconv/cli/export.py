@@ -56,6 +56,20 @@ if TYPE_CHECKING:
     help="shared-buffer: past and present are one buffer that is filled in place.",
 )
 @click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that only this runtime has.")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype that the graphs compute in, and of their cache.",
+)
+@click.option(
+    "--logits-dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype of the logits: float32 or that of --precision.",
+)
 @options.dtype
 @options.max_shard_size
 @options.overwrite

@@ -52,6 +52,11 @@ def is_state(name: str) -> bool:
     return CACHE_NAME.match(name) is not None and not name.startswith(("past_key_values.", "present."))
 
 
+def is_recurrent(name: str) -> bool:
+    """Whether the name is a recurrent state."""
+    return name.startswith(("past_recurrent.", "present_recurrent."))
+
+
 def layer_of(name: str) -> int | None:
     """Layer index of a cache input or output; None for other names."""
     match = CACHE_NAME.match(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,10 @@ def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], 
     firsts: dict[object, OrtGraph] = {}
     copies: dict[str, list[str]] = {}
     for graph in graphs:
-        first = firsts.setdefault(_content(folder, graph), graph)
+        first = firsts.setdefault(graph.entry.content_key(folder), graph)
         if first is not graph:
             copies.setdefault(first.name, []).append(graph.name)
     return list(firsts.values()), copies
-
-
-def _content(folder: Path, graph: OrtGraph) -> object:
-    digests = tuple(hashlib.sha256(path.read_bytes()).digest() for path in graph.entry.paths(folder))
-    return digests, replace(graph.entry, role="", files=())
 
 
 def with_copies(found: Checks, copies: dict[str, list[str]]) -> Checks:

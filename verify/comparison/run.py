@@ -203,10 +203,15 @@ def open_graphs(
     Raises:
         UnsupportedInput: a graph cannot be cut into pieces.
     """
-    graphs = []
+    graphs: list[OrtGraph] = []
+    shared: dict[object, OrtGraph] = {}
     for entry in entries:
+        key = entry.content_key(folder)
         try:
-            graphs.append(opener(folder, entry, replace(settings, garbage=True)))
+            known = shared.get(key)
+            graphs.append(known.under(entry) if known else opener(folder, entry, replace(settings, garbage=True)))
+            if type(graphs[-1]) is OrtGraph:  # a graph in pieces keeps results under its own name
+                shared[key] = graphs[-1]
         except (UnsupportedInput, OutOfMemory):
             raise
         except LlmconvError as error:

@@ -91,7 +91,7 @@ class ExternalGraph:
     ) -> None:
         self.name, self.path, self.binding, self._sizes = name or path.name, path, binding, sizes
         self.limits = GraphLimits.of(model, binding)
-        self._session = SessionChain([path], settings.options(), change=settings.change, seconds=settings.timeout)
+        self._session = SessionChain([path], settings, joins=False)
         declared = [*self._session.get_inputs(), *self._session.get_outputs()]
         self.shapes = {arg.name: arg.shape for arg in declared}
         self._dtypes = {arg.name: _dtype(self.name, arg.name, arg.type) for arg in declared}

@@ -20,9 +20,9 @@ from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
-from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, as_input
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, TENSOR_DTYPES, OrtCache, OrtGraph, SessionSettings
+from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Step

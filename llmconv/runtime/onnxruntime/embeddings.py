@@ -27,11 +27,7 @@ class EmbeddingGraph:
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
-        settings = settings or SessionSettings()
-        chain = SessionChain(
-            [path], settings.options(), settings.providers(), change=settings.change, seconds=settings.timeout
-        )
-        self._session = chain.last
+        self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
 
     def run(self, input_ids: Array) -> Array:
         """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""

@@ -11,6 +11,9 @@ import onnxruntime as ort
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
+TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+"""numpy types by onnxruntime's names."""
+
 
 class BoundSession:
     """A session whose inputs and cache are bound to memory that later runs reuse.

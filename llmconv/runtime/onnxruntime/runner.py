@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,16 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
-from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, as_input
 from llmconv.runtime.onnxruntime.session_settings import (
     SessionSettings as SessionSettings,  # part of this module's interface
 )
 from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
+from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
-
-TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,6 @@ class OrtCache:
         """See `Cache.arrays`."""
         return {name: value.numpy() for name, value in zip(self.names, self.values, strict=True)}
 
-    @classmethod
-    def of(cls, cache: Cache) -> OrtCache:
-        """A copy of another runner's cache."""
-        arrays = cache.arrays()
-        values = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
-        return cls(list(arrays), values, cache.length)
-
 
 LENGTH_AXIS = 2
 """The token axis of keys and values."""
@@ -69,7 +62,7 @@ class OrtGraph:
         past_names, present_names: the inputs and outputs of the cache.
         result_names: the other outputs: `logits`, or `tokens` and `scores`.
         takes_positions: whether it has the input `position_ids`.
-        dtype: element type of the logits or scores.
+        dtype: element type that it computes in, that of its cache.
         sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
 
     Args:
@@ -82,12 +75,11 @@ class OrtGraph:
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
-        self.entry = entry or GraphEntry("", (path.name,))
+        entry = entry or GraphEntry("", (path.name,))
         settings = settings or SessionSettings()
-        settings = replace(settings, yields=settings.yields or len(self.entry.files) > 1)
-        self.name = self.entry.name
+        settings = replace(settings, yields=settings.yields or len(entry.files) > 1)
         self._fixed = settings.free_dimensions
-        self._session = self._connect(self.entry.paths(path.parent), settings)
+        self._session = self._connect(entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
@@ -97,22 +89,33 @@ class OrtGraph:
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
-        self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
-        single = "GroupQueryAttention" in self._session.op_types
-        self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
+        self.dtype = _computing_dtype(self.types.values())
         self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
             self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), for_concurrent_use(settings))
+        self._garbage = settings.garbage
+        self._widened = settings.widened  # the sessions read its memory
+        self._set_entry(entry)
+
+    def _set_entry(self, entry: GraphEntry) -> None:
+        """Sets what depends on the entry in the manifest."""
+        self.entry, self.name = entry, entry.name
+        single = "GroupQueryAttention" in self._session.op_types
+        self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=entry.role == "decode")
         self._buffered = None
         if self.sizes:
-            self._buffered = BufferedSession(
-                self._session.last, self.sizes, self.result_names, self.embed, settings.garbage
-            )
+            names = self.result_names
+            self._buffered = BufferedSession(self._session.last, self.sizes, names, self.embed, self._garbage)
+
+    def under(self, entry: GraphEntry) -> OrtGraph:
+        """The same sessions, and so the same memory, as the graph of another entry with the same content."""
+        other = copy(self)
+        other._set_entry(entry)
+        return other
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """Opens the sessions."""
-        rest = (settings.prepack, settings.change, settings.timeout)
-        return SessionChain(paths, settings.options(), settings.providers(), *rest)
+        return SessionChain(paths, settings)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those."""
@@ -161,7 +164,12 @@ class OrtGraph:
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
         if past is None:
             return [self._empty(name, batch) for name in self.past_names]
-        return past.values if isinstance(past, OrtCache) else OrtCache.of(past).values
+        if isinstance(past, OrtCache):
+            return past.values
+        arrays = past.arrays()
+        dtypes = [TENSOR_DTYPES.get(self.types[name], np.float32) for name in self.past_names]
+        typed = [array.astype(dtype, copy=False) for array, dtype in zip(arrays.values(), dtypes, strict=True)]
+        return [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in typed]
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
         """Keys or values of no tokens, or a state of zeros.
@@ -195,8 +203,7 @@ class OrtRunner(Runner):
         """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
-            prefill = open_graph(folder, entries["prefill"], for_concurrent_use(settings))
-            return cls(prefill, open_graph(folder, entries["decode"], settings))
+            return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
             raise InputRefused(
                 f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}`, or give `--backend torch`"
@@ -218,10 +225,14 @@ class OrtRunner(Runner):
         Raises:
             MalformedInput: a graph is invalid.
         """
-        if decode is not None:
-            return cls(_open_file(prefill, for_concurrent_use(settings)), _open_file(decode, settings))
-        graph = _open_file(prefill, settings)
-        return cls(graph, graph)
+        if decode is None:
+            graph = open_graph(prefill.parent, _entry_of(prefill), settings)
+            return cls(graph, graph)
+        entries = _entry_of(prefill), _entry_of(decode)
+        if prefill.parent.resolve() == decode.parent.resolve():
+            return cls(*_open_pair(prefill.parent, *entries, settings))
+        first = open_graph(prefill.parent, entries[0], for_concurrent_use(settings))
+        return cls(first, open_graph(decode.parent, entries[1], settings))
 
     @property
     def virtual_tokens(self) -> int:
@@ -297,7 +308,25 @@ def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 
-def _open_file(path: Path, settings: SessionSettings | None) -> OrtGraph:
-    """A graph by its path, with its entry in the manifest; the path of any stage opens all stages."""
+def _open_pair(
+    folder: Path, first: GraphEntry, second: GraphEntry, settings: SessionSettings | None
+) -> tuple[OrtGraph, OrtGraph]:
+    """Prefill and decode graph of a folder: one session if they have the same content, else with shared weights."""
+    settings = settings or SessionSettings()
+    if first.content_key(folder) == second.content_key(folder):
+        graph = open_graph(folder, second, settings)
+        return graph.under(first), graph
+    settings = replace(settings, widened=WidenedWeights())
+    return open_graph(folder, first, for_concurrent_use(settings)), open_graph(folder, second, settings)
+
+
+def _entry_of(path: Path) -> GraphEntry:
+    """A graph's entry in the manifest; that of all stages for the path of any stage."""
     entries = [entry for entry in graph_entries(path.parent) if path.name in entry.files]
-    return open_graph(path.parent, entries[0] if entries else GraphEntry("", (path.name,)), settings)
+    return entries[0] if entries else GraphEntry("", (path.name,))
+
+
+def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
+    """The narrowest float type of inputs and outputs."""
+    found = [np.dtype(TENSOR_DTYPES[name]) for name in types if name in TENSOR_DTYPES]
+    return min(found, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))

@@ -11,11 +11,16 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import UsageProblem, first_line
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, half_precision
+from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 
 CPU = "CPUExecutionProvider"
 
 GraphTransform = Callable[[Path, onnx.ModelProto], None]
 """Changes a graph, given its path and its content without the weights."""
+
+WITHOUT_KERNELS = ("bfloat16",)
+"""Dtypes for which onnxruntime's CPU provider has almost no kernels: such graphs compute in float32 there."""
 
 LEVELS = {
     "all": "ORT_ENABLE_ALL",
@@ -50,6 +55,7 @@ class SessionSettings:
         change: called with the path and content of every graph before it is opened; may change the content.
         timeout: minimum seconds allowed for opening a graph and for each run (more for larger models and longer
             prompts, see `time_limit`); None for 60.
+        widened: shares float32 copies of half-precision weights with other sessions; not with `prepack`.
     """
 
     threads: int = 0
@@ -67,6 +73,7 @@ class SessionSettings:
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
     change: GraphTransform | None = None
     timeout: float | None = None
+    widened: WidenedWeights | None = field(default=None, compare=False, repr=False)
 
     def options(self) -> ort.SessionOptions:
         """The settings as `onnxruntime.SessionOptions`.
@@ -95,6 +102,23 @@ class SessionSettings:
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise UsageProblem(f"invalid session option: {first_line(error)}", hint=NAMES) from error
         return options
+
+    def prepare(self, path: Path, model: onnx.ModelProto, options: ort.SessionOptions) -> bool:
+        """Changes a graph as the settings demand before it is opened; whether it was changed.
+
+        Args:
+            path: its file.
+            model: the graph without its weights, changed in place.
+            options: of its session.
+        """
+        is_on_cpu, half = provider_name(self.provider) == CPU, half_precision(model)
+        if self.change:
+            self.change(path, model)
+        if is_on_cpu and half in WITHOUT_KERNELS:
+            compute_in_float32(model, HALF_PRECISION[half])
+        if is_on_cpu and self.widened and not self.prepack:
+            self.widened.share(path, model, options)
+        return bool(self.change or (is_on_cpu and (self.widened or half in WITHOUT_KERNELS)))
 
     def providers(self) -> list[Any]:
         """Execution providers, preferred first, in the form of `InferenceSession`.

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.io_binding import BoundSession
+from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, BoundSession
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
@@ -179,6 +179,7 @@ class BufferedSession:
         self._session, self.sizes, self._embed, self._fill = session, sizes, embed, GARBAGE if garbage else 0.0
         self._results = results
         self._shapes = {arg.name: arg.shape for arg in session.get_inputs()}
+        self._dtypes = {arg.name: TENSOR_DTYPES.get(arg.type, np.float32) for arg in session.get_inputs()}
         self._past = [name for name in self._shapes if name.startswith("past_key_values.")]
         self._present = [arg.name for arg in session.get_outputs() if arg.name.startswith("present.")]
 
@@ -220,7 +221,8 @@ class BufferedSession:
         arrays = []
         for index, name in enumerate(self._past):
             _, heads, _, size = self._shapes[name]
-            array = np.full((self.sizes.rows or rows, int(heads), capacity, int(size)), self._fill, dtype=np.float32)
+            shape = self.sizes.rows or rows, int(heads), capacity, int(size)
+            array = np.full(shape, self._fill, dtype=self._dtypes[name])
             if content:
                 array[:rows, :, : content[index].shape[2]] = content[index]
                 array[rows:] = array[:1]

@@ -13,7 +13,7 @@ from llmconv.errors import MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
-from llmconv.runtime.onnxruntime.session_settings import CPU, GraphTransform
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
@@ -25,35 +25,19 @@ class SessionChain:
 
     Args:
         paths: files of the graph.
-        options: options of every session.
-        providers: execution providers, preferred first.
-        packed: whether weights are prepacked.
-        change: see `SessionSettings`.
-        seconds: minimum time allowed for opening and for each run; None for the default.
+        settings: of every session.
+        joins: with `settings.prepack`, join projections before they are packed.
 
     Raises:
         MalformedInput: a file is refused, see `guard`, or onnxruntime cannot open it.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        options: ort.SessionOptions,
-        providers: Sequence[Any] = (CPU,),
-        packed: bool = False,
-        change: GraphTransform | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], settings: SessionSettings, *, joins: bool = True) -> None:
         models = [load_guarded(path) for path in paths]
-        limits = [TimeLimit(weight_bytes(model), seconds) for model in models]
-        if change:
-            for path, model in zip(paths, models, strict=True):
-                change(path, model)
+        limits = [TimeLimit(weight_bytes(model), settings.timeout) for model in models]
+        opened = zip(paths, models, limits, strict=True)
+        self._sessions = [_open(path, model, settings, limit, joins) for path, model, limit in opened]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
-        self._sessions = [
-            _open(path, model if packed or change else None, options, providers, packed, limit)
-            for path, model, limit in zip(paths, models, limits, strict=True)
-        ]
         self._names = [  # onnxruntime builds these lists anew for every request
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
             for session in self._sessions
@@ -91,16 +75,15 @@ class SessionChain:
 
 
 def _open(
-    path: Path,
-    model: onnx.ModelProto | None,
-    options: ort.SessionOptions,
-    providers: Sequence[Any],
-    packed: bool,
-    limit: TimeLimit,
+    path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
 ) -> LimitedSession:
+    options, providers = settings.options(), settings.providers()
     try:
-        if model:
-            return (open_packed if packed else open_changed)(path, model, options, providers, limit)
+        changed = settings.prepare(path, model, options)
+        if settings.prepack and joins:
+            return open_packed(path, model, options, providers, limit)
+        if changed:
+            return open_changed(path, model, options, providers, limit)
         return LimitedSession(path, options, providers, limit)
     except TimeoutError as error:
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
