@@ -18,8 +18,8 @@ import onnx
 
 from llmconv.export import export
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.verify import Report, verify
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.verification import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant

@@ -16,7 +16,7 @@ import onnx
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify_graphs
-from llmconv.verify.other_exporters.half_precision.float32_copy import IN_FLOAT32
+from llmconv.verify.comparison.half_precision import IN_FLOAT32
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
 from llmconv.verify.results.sigma import GATES

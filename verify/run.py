@@ -14,9 +14,10 @@ from llmconv.files.paths import Written
 from llmconv.files.sources import fetches
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import SessionSettings, open_graph
+from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.file_checksums import audit_graph_files
@@ -25,8 +26,9 @@ from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.embeddings import takes_embeddings
-from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces, why_not_layered
-from llmconv.verify.comparison.run import FolderComparison, open_graphs
+from llmconv.verify.comparison.half_precision import most_precise
+from llmconv.verify.comparison.layer_by_layer import why_not_layered
+from llmconv.verify.folder_comparison import Compared, compare_half_precision
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
@@ -89,7 +91,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
     code = reference if trust_remote_code else None
     checks = _checks(verified, reference, report, session, eager, code, low_memory, allow_changed=allow_changed)
-    return session.run(report, checks)
+    return session.run(report, checks, most_precise)
 
 
 def _checks(
@@ -111,19 +113,10 @@ def _checks(
     if eager is None:
         low_memory = _is_layered(verified, reference, report, session, low_memory)
     yield from _audit(verified, reference, report, allow_changed=allow_changed)
-    opened = open_in_pieces if low_memory else open_graph
-    graphs = yield from open_graphs(opened, verified.path, verified.entries, verified.settings)
-    if not graphs:
-        return eager, verified
-    dtype = graphs[0].dtype.name
-    if low_memory:
-        eager = StreamedEager(reference, dtype, code=code, selection=session.selection)
-    eager = eager.in_dtype(dtype) if eager else Eager(reference, dtype, code=code)
-    comparison = FolderComparison(
-        eager, verified.path, verified.models, verified.settings, session.selection, report, opened
-    )
-    yield from comparison.checks(graphs)
-    return eager, verified
+    compared = Compared(verified, reference, report, session.selection, code, layered=bool(low_memory))
+    if half := half_precision(next(iter(verified.models.values()))):
+        return (yield from compare_half_precision(compared, half, eager))
+    return (yield from compared.run(eager))
 
 
 def _is_layered(

@@ -14,8 +14,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from llmconv.files.safetensors_file import read_header
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.other_exporters.half_precision.rounded_reference import NUMPY
 
 IN_FLOAT32 = re.compile(r"norm|rotary_emb")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.runtime.cache_names import is_recurrent, is_state, past_of
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtGraph
@@ -122,7 +122,8 @@ def _type_problems(graph: OrtGraph) -> list[str]:
         for name in (*TOKEN_INPUTS, "position_ids")
         if name in graph.inputs and graph.types[name] != "tensor(int64)"
     ]
-    kinds = {graph.types[name] for name in (*graph.past_names, *graph.present_names)}
+    cache = [name for name in (*graph.past_names, *graph.present_names) if not is_recurrent(name)]
+    kinds = {graph.types[name] for name in cache}
     return problems + ([f"cache inputs and outputs have several types: {sorted(kinds)}"] if len(kinds) > 1 else [])
 
 

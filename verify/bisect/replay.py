@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,8 @@ import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.runner import (
-    TENSOR_DTYPES,
     OrtGraph,
     OrtRunner,
     SessionSettings,
@@ -51,29 +51,56 @@ class VerifiedFolder:
         entries: the graphs in the manifest.
         models: the graphs without weights, by name.
         settings: of onnxruntime.
+        named: suffix of the names of its scenarios; other scenarios belong to other copies of the graphs.
     """
 
     path: Path
     entries: Sequence[GraphEntry]
     models: Mapping[str, onnx.ModelProto]
     settings: SessionSettings
+    named: str = ""
+
+    def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> VerifiedFolder:
+        """The same folder with graphs that are changed in memory, before the change of the settings.
+
+        Args:
+            change: changes a graph without its weights in place.
+            named: suffix of the names of its scenarios.
+        """
+        models, before = _copies(self.models), self.settings.change
+        for model in models.values():
+            change(model)
+
+        def both(path: Path, model: onnx.ModelProto) -> None:
+            change(model)
+            if before:
+                before(path, model)
+
+        return replace(self, models=models, settings=replace(self.settings, change=both), named=named)
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """See `Replayable`."""
-        name, folder = where.scenario.partition(", optimization ")[0], self
-        if scaling := scaling_of(where.scenario):
+        if not where.scenario.endswith(self.named):
+            yield None
+            return
+        name, folder = where.scenario.removesuffix(self.named).partition(", optimization ")[0], self
+        if scaling := scaling_of(name):
             eager, name, folder = eager.scaled(scaling), name.removesuffix(f", {scaling.name}"), self._scaled(scaling)
         yield _prepare(where, name, folder, eager, scaled=bool(scaling))
 
     def _scaled(self, scaling: WeightScaling) -> VerifiedFolder:
         """The folder on scaled weights, whose inner values are those of the scaled model."""
-        settings, models = scaled_settings(self.settings, self.path, scaling, at_weights=True), {}
-        for name, model in self.models.items():
-            models[name] = onnx.ModelProto()
-            models[name].CopyFrom(model)
-            settings.change(self.path / name, models[name])  # type: ignore[misc]
+        settings = scaled_settings(self.settings, self.path, scaling, at_weights=True)
+        alone = scaled_settings(replace(self.settings, change=None), self.path, scaling, at_weights=True)
+        models = _copies(self.models)
+        for name, model in models.items():
+            alone.change(self.path / name, model)  # type: ignore[misc]
         return replace(self, settings=settings, models=models)
+
+
+def _copies(models: Mapping[str, onnx.ModelProto]) -> dict[str, onnx.ModelProto]:
+    return {name: onnx.ModelProto.FromString(model.SerializeToString()) for name, model in models.items()}
 
 
 @dataclass(frozen=True)

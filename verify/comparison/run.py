@@ -55,6 +55,8 @@ class FolderComparison:
         selection: the scenarios.
         report: receives evidence and notes; the checks are yielded.
         open_graph: opens a graph of the folder.
+        named: suffix of the names of all checks.
+        varied: also compare with scaled weights and with other settings of onnxruntime.
     """
 
     eager: Eager
@@ -64,9 +66,15 @@ class FolderComparison:
     selection: Selection
     report: Report
     open_graph: GraphOpener
+    named: str = ""
+    varied: bool = True
 
     def checks(self, opened: Sequence[OrtGraph]) -> Checks:
         """All checks that need the eager model; graphs with unknown inputs are not run, identical files once."""
+        for checks in self._checks(opened):
+            yield [replace(check, name=f"{check.name}{self.named}") for check in checks]
+
+    def _checks(self, opened: Sequence[OrtGraph]) -> Checks:
         self.eager.begin()
         if EMBEDDINGS in self.models:
             yield [check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)]
@@ -79,8 +87,9 @@ class FolderComparison:
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
         yield from self._compare(graphs)
-        yield from self._compare_scaled(graphs)
-        yield from self._compare_settings(graphs)
+        if self.varied:
+            yield from self._compare_scaled(graphs)
+            yield from self._compare_settings(graphs)
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
@@ -96,7 +105,7 @@ class FolderComparison:
                 found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
                 truths = truth.expected_outputs(scenario, chains) if found else []
                 for candidate in found:
-                    evidence = self.report.evidence.setdefault(candidate.name, Evidence())
+                    evidence = self.report.evidence.setdefault(f"{candidate.name}{self.named}", Evidence())
                     yield check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat)
         yield pair.checks()
         if self.eager.is_layered:
@@ -164,7 +173,7 @@ class FolderComparison:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             seen = Evidence()
             yield check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates), seen)
-            self.report.evidence.setdefault(graph.name, Evidence()).join_rows(seen)
+            self.report.evidence.setdefault(f"{graph.name}{self.named}", Evidence()).join_rows(seen)
 
 
 def _skip(names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> list[Check]:

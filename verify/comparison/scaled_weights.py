@@ -66,6 +66,8 @@ def scaled_settings(
     tensors = FolderTensors.of(folder)
 
     def apply(path: Path, model: onnx.ModelProto) -> None:
+        if settings.change:
+            settings.change(path, model)
         scale(model, tensors.factors(model, scaling), at_weights=at_weights)
 
     return replace(settings, change=apply)

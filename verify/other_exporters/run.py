@@ -13,15 +13,17 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import misplaced_weights
+from llmconv.verify.comparison.half_precision import WITHOUT_KERNELS, most_precise
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION, WITHOUT_KERNELS, rounding_copy
+from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 from llmconv.verify.other_exporters.maps import AUTO
 from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
@@ -31,7 +33,7 @@ from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
-from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision, most_precise
+from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions, compare_quantized
 from llmconv.verify.other_exporters.weights import audit_contents, initializer_contents, missing_tensors
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose

@@ -7,19 +7,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from llmconv.checkpoint import read_json
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.verify.comparison.half_precision import IN_FLOAT32, ROUNDED, WITHOUT_KERNELS
+from llmconv.verify.comparison.known_constants import KnownConstants
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.half_precision.float32_copy import (
-    HALF_PRECISION,
-    IN_FLOAT32,
-    ROUNDED,
-    WITHOUT_KERNELS,
     float32_copy,
     half_precision_notes,
     rounding_copy,
     unknown_tables,
 )
-from llmconv.verify.other_exporters.half_precision.known_constants import KnownConstants
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Checks
@@ -71,9 +69,3 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: Extern
         ]
         if graphs := (yield from comparison.opened(copies)):
             yield from comparison.compare(eager, graphs, named=ROUNDED, few=True)
-
-
-def most_precise(checks: list[Check]) -> list[Check]:
-    """The checks of the float32 copy if any of them failed; half precision would locate a fault too late."""
-    precise = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
-    return precise if any(check.verdict == "fail" and check.output for check in precise) else checks

@@ -1,0 +1,118 @@
+"""Rewrites half-precision graphs in memory: one that computes in float32, and one that rounds after every node.
+
+Half precision hides small faults: an epsilon, a variant of GELU, or rotary angles of too few bits change less than its
+rounding. So such a graph is compared twice: unchanged, with the rounding noise of the model in that precision, and as a
+copy that computes in float32 with the same weights, with the noise of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+from onnx import TensorProto, helper, numpy_helper, shape_inference
+
+from llmconv.runtime.onnxruntime.float32_graph import compute_in_float32
+from llmconv.runtime.onnxruntime.guard import graphs
+from llmconv.tensors import Array
+from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.results.report import Check
+
+WITHOUT_KERNELS = "bfloat16"
+"""The dtype for which onnxruntime's CPU provider has almost no kernels."""
+
+IN_FLOAT32 = ", in float32"
+"""Suffix of the scenarios of the float32 copy."""
+
+ROUNDED = ", every value rounded"
+"""Suffix of the scenarios of the copy that rounds after every node."""
+
+COPYING = {
+    *("Reshape", "Transpose", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Expand", "Split", "Identity"),
+    *("Where", "Flatten", "Tile", "Pad", "Neg", "Max", "Min", "Relu", "If", "Loop", "ScatterND", "GatherND"),
+}
+"""Operators whose results are rounded if their inputs are."""
+
+
+def widen(model: onnx.ModelProto, half: int, known: KnownConstants, weights: Iterable[str] = ()) -> None:
+    """Replaces one half-precision dtype by float32 in a graph; the other one would be a fault and stays.
+
+    Args:
+        model: the graph, changed in place.
+        half: the half-precision element type.
+        known: numbers that constants may be roundings of.
+        weights: inline initializers that are tensors of the model, whose values are exact.
+    """
+    kept = set(weights)
+
+    def values(tensor: onnx.TensorProto) -> Array:
+        stored: Array = numpy_helper.to_array(tensor)
+        return stored if tensor.name in kept else known.restored(stored)
+
+    compute_in_float32(model, half, values)
+
+
+def round_every_value(model: onnx.ModelProto, half: int, *, typed: onnx.ModelProto | None = None) -> None:
+    """Makes a graph compute every node in float32 and round the result to half precision, in place.
+
+    Half-precision kernels, which accumulate in float32, have the same arithmetic. Inputs and outputs are float32 with
+    rounded values.
+
+    Args:
+        model: the graph; its weights may be left out.
+        half: the half-precision element type.
+        typed: the same graph without its weights, from which types are inferred (default: `model`).
+    """
+    rounded = _half_precision_values(typed or model, half)
+    widen(model, half, KnownConstants())
+    _round(model, half, rounded)
+
+
+def _half_precision_values(model: onnx.ModelProto, half: int) -> set[str]:
+    """Names of all values of a dtype; an operator unknown to onnx is assumed to keep that of its first input."""
+    types: dict[str, int] = {}
+    for graph in graphs(shape_inference.infer_shapes(model).graph):
+        infos = [*graph.input, *graph.output, *graph.value_info]
+        types |= {info.name: info.type.tensor_type.elem_type for info in infos if info.type.tensor_type.elem_type}
+        types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+        for node in graph.node:
+            first = next((types[name] for name in node.input if types.get(name) in {half, TensorProto.FLOAT}), 0)
+            for name in node.output:
+                types.setdefault(name, first)
+    return {name for name, kind in types.items() if kind == half}
+
+
+def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
+    """Inserts casts to `half` and back after every node and every input that returns one of the values."""
+    inputs = {info.name for info in model.graph.input} & values
+    for graph in graphs(model.graph):
+        nodes: list[onnx.NodeProto] = []
+        renamed = {name: f"{name}:rounded" for name in inputs}
+        if graph is model.graph:
+            nodes += [node for name in sorted(inputs) for node in _rounding_casts(name, renamed[name], half)]
+        for node in graph.node:
+            new = onnx.NodeProto.FromString(node.SerializeToString())
+            new.input[:] = [renamed.get(name, name) for name in new.input]
+            nodes.append(new)
+            if node.op_type in COPYING and not node.domain:
+                continue
+            for at, name in enumerate(node.output):
+                if name and name in values:
+                    new.output[at] = f"{name}:exact"
+                    nodes += _rounding_casts(new.output[at], name, half)
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+def _rounding_casts(source: str, target: str, half: int) -> list[onnx.NodeProto]:
+    low = f"{target}:half"
+    return [
+        helper.make_node("Cast", [source], [low], name=f"{target}:narrow", to=half),
+        helper.make_node("Cast", [low], [target], name=f"{target}:widen", to=TensorProto.FLOAT),
+    ]
+
+
+def most_precise(checks: list[Check]) -> list[Check]:
+    """The checks of the float32 copy if any of them failed; half precision would locate a fault too late."""
+    precise = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
+    return precise if any(check.verdict == "fail" and check.output for check in precise) else checks

@@ -1,0 +1,117 @@
+"""Compares the graphs of a folder with the eager model: those in half precision also as copies in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import onnx
+
+from llmconv.checkpoint import read_json
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.runner import open_graph
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.half_precision import (
+    IN_FLOAT32,
+    ROUNDED,
+    WITHOUT_KERNELS,
+    round_every_value,
+    widen,
+)
+from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces
+from llmconv.verify.comparison.run import FolderComparison, open_graphs
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS
+from llmconv.verify.results.report import Report
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.verification import Checking
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A folder that is compared with its model.
+
+    Attributes:
+        verified: the graphs.
+        reference: the model's folder.
+        report: receives evidence and notes.
+        selection: the scenarios.
+        code: the reference's folder where its own code is trusted.
+        layered: run layer by layer.
+    """
+
+    verified: VerifiedFolder
+    reference: Path
+    report: Report
+    selection: Selection
+    code: Path | None
+    layered: bool
+
+    def eager(self, dtype: str, known: Eager | None) -> Eager:
+        """The reference with the noise of a dtype; `known` is an open reference of the model."""
+        if self.layered:
+            return StreamedEager(self.reference, dtype, code=self.code, selection=self.selection)
+        return known.in_dtype(dtype) if known else Eager(self.reference, dtype, code=self.code)
+
+    def run(self, known: Eager | None, dtype: str = "", *, varied: bool = True) -> Checking:
+        """Opens the graphs and runs the scenarios.
+
+        Args:
+            known: an open reference of the model, if any.
+            dtype: of the noise (default: that of the graphs).
+            varied: also compare with scaled weights and with other settings of onnxruntime.
+        """
+        verified, opener = self.verified, open_in_pieces if self.layered else open_graph
+        graphs = yield from open_graphs(opener, verified.path, verified.entries, verified.settings)
+        if not graphs:
+            return known, verified
+        eager = self.eager(dtype or graphs[0].dtype.name, known)
+        files = verified.path, verified.models, verified.settings
+        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, verified.named, varied)
+        yield from comparison.checks(graphs)
+        return eager, verified
+
+    def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> Compared:
+        """The same folder with graphs that are changed in memory; arguments as in `VerifiedFolder.changed`."""
+        return replace(self, verified=self.verified.changed(change, named))
+
+    def few(self) -> Compared | None:
+        """The same folder with the scenarios that are also run on scaled weights; None if none was selected."""
+        names = [row.name for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
+        return replace(self, selection=replace(self.selection, only=names)) if names else None
+
+
+def compare_half_precision(compared: Compared, half: str, known: Eager | None) -> Checking:
+    """Runs all scenarios on the graphs, a few with every value rounded, and all on copies that compute in float32.
+
+    Args:
+        compared: the folder.
+        half: dtype of the graphs, `float16` or `bfloat16`.
+        known: an open reference of the model, if any.
+
+    Returns:
+        The reference and the graphs in which a faulty node is searched: the float32 copies.
+    """
+    kind = HALF_PRECISION[half]
+    rounding = partial(round_every_value, half=kind)
+    compared.report.notes += _notes(half)
+    if half == WITHOUT_KERNELS:
+        eager, _ = yield from compared.changed(rounding, "").run(known, half, varied=False)
+    else:
+        eager, _ = yield from compared.run(known, half, varied=False)
+        if few := compared.few():
+            yield from few.changed(rounding, ROUNDED).run(eager, half, varied=False)
+    if eager is None:
+        return eager, compared.verified
+    constants = KnownConstants.of(read_json(compared.reference / "config.json"), eager.rotary_frequencies())
+    return (yield from compared.changed(partial(widen, half=kind, known=constants), IN_FLOAT32).run(eager, "float32"))
+
+
+def _notes(half: str) -> list[str]:
+    notes = [f"the graphs compute in {half}; scenarios named `…{IN_FLOAT32}` run copies with the same weights"]
+    if half == WITHOUT_KERNELS:
+        notes.append(f"onnxruntime's CPU has no {half} kernels: nodes run in float32, results are rounded")
+    return notes
