@@ -28,6 +28,7 @@ from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, ki
 from llmconv.verify.audit.decisions.operators import (
     COMPARISONS,
     EXACT_BITS,
+    HALVES,
     INTEGERS,
     LOGIC,
     NONLINEAR,
@@ -35,6 +36,7 @@ from llmconv.verify.audit.decisions.operators import (
     ROUNDINGS,
     SAME,
     SELECTIONS,
+    SMALLEST_HALF,
     SUMMED,
     SUMS,
     TRANSPARENT,
@@ -139,9 +141,15 @@ class DerivedValues:
             self.judge.choices(node, forms_of(given[:1]))
             return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
         numbers = _numbers(given)
-        self.judge.choices(node, forms_of(given), numbers)
+        forms = [form for form in forms_of(given) if form.terms or not self._hides(node, form.number)]
+        self.judge.choices(node, forms, numbers)
         self._tables(node, given)
-        return InputValue(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
+        return InputValue(made_of("Where", forms, _together(forms, numbers)))
+
+    def _hides(self, node: onnx.NodeProto, number: float) -> bool:
+        """Whether a number is the smallest of the node's half-precision dtype, which stands for hidden keys."""
+        smallest = SMALLEST_HALF.get(self.state.types.get(node.output[0], 0))
+        return smallest is not None and number == smallest
 
     def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
         """Tables that are put together with what follows from the call, place by place."""
@@ -157,7 +165,8 @@ class DerivedValues:
         form, to = as_form(first), attribute(node, "to", onnx.TensorProto.FLOAT)
         if form is None or not form.terms:
             return first
-        if to in EXACT_BITS and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
+        is_rounded = to in HALVES and form.kind in (ValueKind.BINARY, ValueKind.PERIODIC)
+        if to in EXACT_BITS and not is_rounded and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
             self.judge.flag(node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only")
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):

@@ -89,6 +89,9 @@ EXACT_BITS: dict[int, int] = {
 }
 """Number of bits up to which integers are exact, by element type."""
 
+SMALLEST_HALF: dict[int, float] = {onnx.TensorProto.FLOAT16: -65504.0}
+"""The smallest number of a half-precision type, which masks contain; that of bfloat16 is as large as in float32."""
+
 HALVES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - HALVES
 """Integer types, in which fractions are lost."""
