@@ -139,7 +139,9 @@ class DerivedValues:
             self.judge.choices(node, forms_of(given[:1]))
             return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
         numbers = _numbers(given)
-        self.judge.choices(node, forms_of(given), numbers)
+        # a value that is not analyzed may be selected, but not decide: biases of ALiBi are masked in this way
+        selected = [form for form in forms_of(given[1:]) if form.kind is not ValueKind.UNKNOWN]
+        self.judge.choices(node, [*forms_of(given[:1]), *selected], numbers)
         self._tables(node, given)
         return InputValue(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
 
