@@ -76,8 +76,8 @@ def _savable(name: str) -> Format:
     """
     known = {found.name: found for found in formats().values() if found.save}
     if name not in known:
-        problem = "cannot be written" if name in formats() else "is not known"
-        raise UsageProblem(f"the format `{name}` {problem}", hint=f"`--to` is one of: {', '.join(known)}")
+        problem = f"the format `{name}` cannot be written" if name in formats() else f"unknown format `{name}`"
+        raise UsageProblem(problem, hint=f"`--to` is one of: {', '.join(known)}")
     return known[name]
 
 

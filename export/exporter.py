@@ -199,7 +199,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs), changes)
-    folder = _output_folder(checkpoint, output, given)
+    folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
     source = checkpoint.path if is_remote(model) else Path(model)
     return _make(language_model, checkpoint, plan, folder, source, given)
@@ -287,9 +287,13 @@ def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tup
     return open_language_model(checkpoint, code), checkpoint
 
 
-def _output_folder(checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions) -> OutputFolder:
+def _output_folder(
+    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions
+) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
     if output and Path(output).resolve() != checkpoint.path.resolve():
-        dtype = given["dtype"] if given["precision"] == FLOAT32 else given["precision"]
-        return NewFolder(Path(output), checkpoint, dtype, given["max_shard_size"], overwrite, resume)
+        if given["precision"] == FLOAT32:
+            return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
+        rest = given["precision"], given["max_shard_size"], overwrite, resume
+        return NewFolder(Path(output), checkpoint, *rest, model.kept_in_float32(given["precision"]))
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

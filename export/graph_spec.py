@@ -173,8 +173,10 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
         spec = replace(spec, cache="static", batch_size=options.batch_size or 1, slots=slots)
         sequences = {"prefill": _prompt_length(slots, options.prompt_len), "decode": 1, "unified": None}
         return {role: replace(spec, sequence=sequences[role]) for role in roles}
-    if options.batch_size or options.max_seq_len or options.prompt_len:
-        raise UsageProblem("`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="add `--shapes static`")
+    fixed = [name for name in ("batch_size", "max_seq_len", "prompt_len") if getattr(options, name)]
+    if fixed:
+        option = f"--{fixed[0].replace('_', '-')}"
+        raise UsageProblem(f"`{option}` applies to static graphs only", hint="add `--shapes static`, or leave it out")
     step = replace(spec, steps=options.cache == "shared-buffer" and options.target is not None)
     return {role: step if role == "decode" else spec for role in roles}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
@@ -13,7 +16,7 @@ from llmconv.export.decoder_graph import build_embeddings, build_graph
 from llmconv.export.families import InputMap, find_input_map
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.fake_model import load_config
+from llmconv.export.tracing.fake_model import build, kept_in_float32, load_config, period, refusing, shortened
 from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, find_naming
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE
@@ -37,6 +40,11 @@ class LanguageModel:
     def embeddings(self) -> int | None:
         """Size of the embeddings that the graphs take instead of tokens; None if they take tokens."""
         return int(self.config.hidden_size) if self.naming else None
+
+    def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
+        """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""
+        with refusing("build this model"):
+            return kept_in_float32(build(shortened(self.config, period(self.config))), getattr(torch, precision))
 
     def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
         """Graphs by role, their weights still inputs, and the number of layers that were traced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,6 +159,7 @@ class NewFolder:
         max_shard_size: largest safetensors file, such as `5GB`.
         overwrite: replace an existing folder.
         resume: continue an interrupted run.
+        kept: pattern of the names of tensors that keep their dtype.
     """
 
     folder: Path
@@ -166,6 +168,7 @@ class NewFolder:
     max_shard_size: str | int
     overwrite: bool
     resume: bool
+    kept: re.Pattern[str] | None = None
     _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
@@ -200,7 +203,8 @@ class NewFolder:
         checkpoint = self.checkpoint
         if self.dtype != "keep":
             dtype = BY_NAME[self.dtype]
-            tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()}
+            kept = {name: tensor for name, tensor in checkpoint.items() if self.kept and self.kept.search(name)}
+            tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
         return plan_checkpoint(checkpoint, self.max_shard_size)
 

@@ -19,7 +19,7 @@ from llmconv.convert.adapters.lora.block_diagonal import dense
 from llmconv.convert.adapters.lora.config import LoraConfig
 from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
 from llmconv.convert.adapters.lora.trainable_tokens import pair_tokens
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import LISTED, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 CONFIG = "adapter_config.json"
@@ -47,6 +47,7 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
         MalformedInput, UnsupportedInput: see `open_adapter`.
     """
     found = _sort(tensors, weights[0].name)
+    _require_pairs(found.factors)
     pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
     tokens = pair_tokens(found.tokens, config)
     whole, originals = found.wholes.all(), found.wholes.untrained(config.modules_to_save)
@@ -100,17 +101,32 @@ def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
     return result
 
 
+def _require_pairs(factors: Mapping[str, Mapping[str, LazyTensor]]) -> None:
+    """Refuses modules without exactly one A and one B; a misnamed key shows as two of them."""
+    absent = {module: _absent(parts) for module, parts in factors.items()}
+    if missing := [f"{part} of `{module}`" for module, part in absent.items() if part]:
+        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        raise MalformedInput(
+            f"the adapter lacks {', '.join(missing[:LISTED])}{more} (missing keys)",
+            hint="the file is incomplete or a key is misnamed; save or copy the adapter again",
+        )
+
+
+def _absent(parts: Mapping[str, LazyTensor]) -> str:
+    """The missing factor of a module, or `half of a second pair`; empty if the pair is complete."""
+    kinds = {"embedding_" if key.startswith("embedding_") else "" for key in parts if key.endswith(("A", "B"))}
+    if len(kinds) > 1:
+        return "half of a second pair"
+    prefix = next(iter(kinds), "")
+    return next((part for part in ("A", "B") if prefix + part not in parts), "")
+
+
 def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair:
     embedding = any(key.startswith("embedding_") for key in parts)
     prefix = "embedding_" if embedding else ""
     a, b, bias = parts.pop(f"{prefix}A", None), parts.pop(f"{prefix}B", None), parts.pop("bias", None)
     magnitude = parts.pop("magnitude", None)
-    if a is None or b is None or parts:
-        absent = "A" if a is None else "B" if b is None else "half of a second pair"
-        raise MalformedInput(
-            f"the adapter lacks {absent} of `{module}` (missing key)",
-            hint="the file is incomplete; save or copy the adapter again",
-        )
+    assert a is not None and b is not None and not parts
     if (magnitude is not None) != config.dora:
         raise UnsupportedInput(
             f"the adapter {'has' if magnitude else 'lacks'} `lora_magnitude_vector` of `{module}`, and its config has "

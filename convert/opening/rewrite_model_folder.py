@@ -61,7 +61,7 @@ def open_again(
 
 
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuses options that mean nothing for a format.
+    """Refuses options that do not apply to a format.
 
     Args:
         given: names of the options that the user gave.
@@ -72,4 +72,4 @@ def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> Non
         UsageProblem: names the first.
     """
     if foreign := sorted({*given} - {*known}):
-        raise UsageProblem(f"`--{foreign[0].replace('_', '-')}` means nothing for {what}", hint="leave it out")
+        raise UsageProblem(f"`--{foreign[0].replace('_', '-')}` does not apply to {what}", hint="leave it out")

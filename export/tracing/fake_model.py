@@ -6,6 +6,7 @@ Computed buffers (rotary tables, ALiBi slopes) are real, because they become con
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
@@ -139,25 +141,29 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """
     with fake_parameters() as mode:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    _keep_in_float32(model, dtype)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
         with mode:
             module._buffers[name] = torch.empty_like(module.get_buffer(name))
+    _keep_in_float32(model, dtype)
     frequencies_from_positions(model)
     return model.eval()
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Widens the parameters that `from_pretrained` loads in float32 although the model has another dtype."""
+    """Widens the parameters and buffers that `from_pretrained` loads in float32 although the model has another dtype."""
+    pattern = kept_in_float32(model, dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()] if pattern else ():
+        if pattern and pattern.search(name) and isinstance(tensor, FakeTensor):
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Pattern of the names of the tensors that `from_pretrained` loads in float32 whatever the dtype of the model."""
     plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, kept, _ = build_glob_alternation(list(plan))
-    for name, parameter in model.named_parameters():
-        if found := pattern.search(name):
-            parameter.data = parameter.data.to(plan[kept[found.lastgroup]])
+    found: re.Pattern[str] | None = build_glob_alternation(list(plan))[0] if plan else None
+    return found
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

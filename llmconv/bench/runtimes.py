@@ -110,7 +110,7 @@ class WorkerProcess:
         answer = self._read()
         if "ready" not in answer:
             self.close()
-            raise InputRefused(f"`{candidate.name}` cannot be opened: {answer['error']}", hint=_hint(candidate.kind))
+            raise InputRefused(f"`{candidate.name}` cannot be measured: {answer['error']}", hint=_hint(candidate))
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
@@ -146,9 +146,10 @@ class WorkerProcess:
         return answer
 
 
-def _hint(kind: str) -> str:
+def _hint(candidate: BenchCandidate) -> str:
+    kind = candidate.kind
     packages = {"genai": "onnxruntime-genai", "optimum": "optimum-onnx", "torch": "transformers"}
     if kind not in packages:
-        return "export the graphs: `llmconv export FOLDER`"
+        return f"export the graphs: `llmconv export {candidate.folder}`"
     layout = f", and export with `llmconv export … --layout {kind}`" if kind != "torch" else ""
     return f"`pip install {packages[kind]}` here, or give `--python {kind}=PATH` of a Python that has it{layout}"

@@ -25,7 +25,8 @@ BUG_EXIT_CODE = 70
 """Exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h."""
 
 MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
-INTERRUPTED_HINT = "run the same command again, with `--resume` if it has that option, to keep the finished files"
+INTERRUPTED_HINT = "run the same command again"
+RESUME_HINT = f"{INTERRUPTED_HINT} with `--resume`, which keeps the finished files"
 
 PRINT_ONLY = ("inspect", "formats", "families")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
@@ -97,7 +98,7 @@ class CommandGroup(click.Group):
             self._fail(ctx, error.message, error.hint, error.exit_code)
         except KeyboardInterrupt as interrupt:
             code = 143 if isinstance(interrupt, Terminated) else 130
-            self._fail(ctx, "interrupted", INTERRUPTED_HINT, code)
+            self._fail(ctx, "interrupted", RESUME_HINT if self._resumes(ctx) else INTERRUPTED_HINT, code)
         except BrokenPipeError:
             _discard_stdout()
             ctx.exit(0 if asks_help or ctx.invoked_subcommand in PRINT_ONLY else READER_LEFT)
@@ -112,6 +113,11 @@ class CommandGroup(click.Group):
             if is_out_of_memory(error):
                 self._fail(ctx, "out of memory", MEMORY_HINT, OutputFailed.exit_code)
             self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
+
+    def _resumes(self, ctx: click.Context) -> bool:
+        """Whether the invoked command has the option `--resume`."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        return command is not None and any(option.name == "resume" for option in command.params)
 
     def _fail_usage(self, error: click.UsageError) -> NoReturn:
         """Reports click's errors of arguments like every other error; without any argument click shows the help."""

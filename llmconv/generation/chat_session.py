@@ -10,7 +10,7 @@ from llmconv.argument_checks import checked
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.generation.chat.reused_cache import Conversation
-from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.chat.templates import TOKENIZER, find_template, require_template
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
@@ -30,6 +30,10 @@ class Chat:
         template: name of a chat template, see `TextModel.encode_chat`.
         system: system message; empty for none.
 
+    Raises:
+        InputRefused: the tokenizer has no chat template, and none is given.
+        UsageProblem: an unknown template.
+
     Attributes:
         messages: role and content, in order, without the system message.
         system: may be changed between turns; the next turn then runs the whole chat again.
@@ -45,6 +49,7 @@ class Chat:
         system: str = "",
     ) -> None:
         self._model, self._settings, self._template = model, settings or model.defaults, template
+        require_template(model.tokenizer, template)
         self.system = system
         self.messages: list[dict[str, str]] = []
         self._conversation = Conversation()

@@ -56,7 +56,10 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
     if is_json or (lines and _is_json(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
-        raise InputRefused("there are no prompts", hint="write one prompt per line")
+        raise InputRefused(
+            "there are no prompts",
+            hint="write one prompt per line; on the command line give it as an argument, or `--prompt-file FILE`",
+        )
     return found
 
 

@@ -217,9 +217,10 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
             f"`{output}` already exists and is complete",
             hint="choose another `-o`, or give `--overwrite` to make it again",
         )
-    if not overwrite:
-        raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     problem = _why_kept(output, [path.resolve() for path in inputs])
+    if not overwrite:
+        ways = "choose another `-o`" + ("" if problem else ", or give `--overwrite`")
+        raise InputRefused(f"`{output}` already exists" + (f" and {problem}" if problem else ""), hint=ways)
     if problem:
         raise InputRefused(
             f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
@@ -279,7 +280,9 @@ def _lock_folder(descriptor: int) -> None:
 
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     """The reason not to replace a folder, empty if there is none."""
-    if not output.is_dir() or output.is_symlink():
+    if output.is_symlink():
+        return "is a symbolic link"
+    if not output.is_dir():
         return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
         return "contains an input"

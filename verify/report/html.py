@@ -33,7 +33,7 @@ code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-w
 """
 WORDS = {
     "pass": "The graphs equal the eager model",
-    "fail": "The graphs differ",
+    "fail": "The graphs did not pass",
     "inconclusive": "Nothing was compared",
 }
 ROWS = 500

@@ -88,7 +88,7 @@ class Combination:
         self._check_densities(adapters)
         if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
             raise UsageProblem(
-                f"`--rank {self.rank}` does not suit `--combine {self.method}`",
+                f"`--rank {self.rank}` does not apply to `--combine {self.method}`",
                 hint="only `--combine svd` has a rank, of at least 1",
             )
 
@@ -100,8 +100,9 @@ class Combination:
             )
         if METHODS[self.method].prunes and len(self.densities) not in (1, adapters):
             raise UsageProblem(
-                f"`--combine {self.method}` of {adapters} adapter(s) has {len(self.densities)} `--density`",
-                hint="give it once, or once per adapter",
+                f"`--combine {self.method}` needs one `--density`, or one per adapter ({adapters}); "
+                f"got {len(self.densities)}",
+                hint="give the share of each update to keep: `--density 0.5`",
             )
         if odd := [density for density in self.densities if not 0 < density <= 1]:
             raise UsageProblem(

@@ -1,1 +1,1 @@
-"""DeepSpeed: ZeRO checkpoints of stages 1 to 3, and universal checkpoints."""
+"""DeepSpeed: ZeRO checkpoints of stages 0 to 3, and universal checkpoints."""

@@ -123,6 +123,24 @@ def find_template(name: str) -> Template:
         raise InputRefused(f"`{path}` cannot be read: {error}", hint="give a Jinja text file") from error
 
 
+def require_template(tokenizer: Any, template: str) -> Template:
+    """The template, which may be the tokenizer's own.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        template: a name in `TEMPLATES`, or the path of a Jinja file.
+
+    Raises:
+        InputRefused: the tokenizer has no template.
+        UsageProblem: an unknown template.
+    """
+    found = find_template(template)
+    if found.text is None and not tokenizer.chat_template:
+        named = ", ".join(name for name in TEMPLATES if name != TOKENIZER)
+        raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a Jinja file")
+    return found
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
     """The text of a chat up to where the answer begins; if the last message is the assistant's, it is continued.
 
@@ -135,10 +153,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         InputRefused: the tokenizer has no template, a content is not a text, or the template fails on the messages.
         UsageProblem: an unknown template.
     """
-    found = find_template(template)
-    if found.text is None and not tokenizer.chat_template:
-        named = ", ".join(name for name in TEMPLATES if name != TOKENIZER)
-        raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a Jinja file")
+    found = require_template(tokenizer, template)
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     require_contents(messages)

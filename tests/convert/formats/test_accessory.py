@@ -291,7 +291,7 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_mean_nothing_to_a_format_are_a_usage_error(tmp_path: Path) -> None:
     meta = FIXTURES.parent / "meta" / "llama2_gqa_mp2_bf16"
-    with pytest.raises(UsageProblem, match="`--drop` means nothing for the format `meta`"):
+    with pytest.raises(UsageProblem, match="`--drop` does not apply to the format `meta`"):
         to_hf(meta, tmp_path / "hf", drop=True)
 
 

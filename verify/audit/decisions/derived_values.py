@@ -141,9 +141,12 @@ class DerivedValues:
             self.judge.choices(node, forms_of(given[:1]))
             return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
         numbers = _numbers(given)
-        forms = [form for form in forms_of(given) if form.terms or not self._hides(node, form.number)]
-        self.judge.choices(node, forms, numbers)
+        condition = forms_of(given[:1])
+        chosen = [form for form in forms_of(given[1:]) if form.terms or not self._hides(node, form.number)]
+        # a value that is not analyzed may be chosen, but not decide: biases of ALiBi are masked in this way
+        self.judge.choices(node, [*condition, *(one for one in chosen if one.kind is not ValueKind.UNKNOWN)], numbers)
         self._tables(node, given)
+        forms = [*condition, *chosen]
         return InputValue(made_of("Where", forms, _together(forms, numbers)))
 
     def _hides(self, node: onnx.NodeProto, number: float) -> bool:
