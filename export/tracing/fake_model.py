@@ -152,7 +152,7 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Widens the parameters and buffers that `from_pretrained` loads in float32 although the model has another dtype."""
+    """Widens the parameters and buffers that `from_pretrained` loads in float32 in a model of another dtype."""
     pattern = kept_in_float32(model, dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if pattern else ():
         if pattern and pattern.search(name) and isinstance(tensor, FakeTensor):
