@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+<<<<<<< HEAD
 from dataclasses import dataclass, fields, replace
+=======
+from dataclasses import dataclass, replace
+from inspect import Parameter, Signature, signature
+>>>>>>> main
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, get_type_hints
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
@@ -203,6 +208,18 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     folder.check(plan)
     source = checkpoint.path if is_remote(model) else Path(model)
     return _make(language_model, checkpoint, plan, folder, source, given)
+
+
+def _signature() -> Signature:
+    """The signature of `export` with every option, for `help` and for completion."""
+    found = signature(export)
+    first = list(found.parameters.values())[:2]
+    kinds = get_type_hints(ExportOptions)
+    options = [Parameter(n, Parameter.KEYWORD_ONLY, default=v, annotation=kinds[n]) for n, v in DEFAULTS.items()]
+    return found.replace(parameters=[*first, *options])
+
+
+export.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _make(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmconv.errors import printable
+
 if TYPE_CHECKING:
     from llmconv.output.plan import Plan
 
@@ -50,7 +52,7 @@ def print_plan(
     sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
     sizes += f", {copied:,} of them copied unchanged" if copied else ""
     verb = "would write" if dry_run else "found" if plan.found else "wrote"
-    click.echo(f"{verb} {output}: {plan.checkpoint.kind}, {sizes}{more}")
+    click.echo(f"{verb} {output}: {printable(plan.checkpoint.kind)}, {sizes}{more}")
     if not dry_run:
         return
     click.echo(f"disk needed: {space_needed(plan, output):,} bytes")

@@ -9,8 +9,10 @@ from llmconv.errors import UsageProblem
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.runner import Runner
 
 
@@ -37,6 +39,7 @@ def load_runner(
     """
     if backend == "onnx":
         _refuse_adapter(adapter)
+        WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
         return OrtRunner.from_folder(files.folder, settings)
@@ -51,6 +54,15 @@ def load_runner(
         adapter=Path(adapter) if adapter else None,
         threads=settings.threads if settings else 0,
     )
+
+
+def _graph_files(files: ModelFiles) -> list[Path]:
+    """The graphs that a runner of these files opens."""
+    if files.prefill:
+        return [path for path in (files.prefill, files.decode) if path]
+    entries = {entry.role: entry for entry in graph_entries(files.folder)}
+    roles = ("prefill", "decode") if {"prefill", "decode"} <= entries.keys() else ("unified", *entries)[:1]
+    return [path for role in roles if role in entries for path in entries[role].paths(files.folder)]
 
 
 def load_genai(files: ModelFiles, settings: SessionSettings | None, adapter: str | Path | None) -> GenaiEngine:

@@ -84,6 +84,16 @@ def test_a_dry_run_writes_nothing_and_prints_the_plan(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_line_about_the_output_has_no_escape_sequences(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    llmconv("to-hf", LLAMA, "-o", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "\x1b[31mred\n"}))
+    result = llmconv("to-hf", model, "-o", tmp_path / "hf", "--dtype", "bfloat16")
+    assert "\x1b" not in result.output
+    assert result.stdout.count("\n") == 1
+
+
 def test_weights_are_cast_and_split_as_asked(tmp_path: Path) -> None:
     llmconv("to-hf", LLAMA, "-o", tmp_path / "hf", "--dtype", "float16", "--max-shard-size", "40KB")
     checkpoint = open_checkpoint(tmp_path / "hf")

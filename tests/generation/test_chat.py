@@ -176,6 +176,11 @@ def test_an_unknown_template_is_reported_before_the_first_message(chatting: Path
     assert run(chatting, "Hello\n", "--template", "nobody's").exit_code == 2
 
 
+def test_a_model_without_a_template_is_reported_before_the_first_message(talking: Path) -> None:
+    with pytest.raises(InputRefused, match="the tokenizer has no chat template"):
+        Chat(TextModel.open(talking))
+
+
 def test_a_misspelled_command_is_not_sent_as_a_message(chatting: Path) -> None:
     found = run(chatting, "/rest\n/2 is half of 4\n", "--max-new-tokens", "3")
     assert "unknown command /rest" in found.stderr

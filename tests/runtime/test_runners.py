@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
 from llmconv.runtime.eager.runner import EagerRunner, Float64Casts
@@ -87,6 +87,12 @@ def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
     ids = np.array([[10_000]])
     with pytest.raises(MalformedInput, match=r"`decode.onnx` fails in onnxruntime"):
         OrtGraph(talking / "decode.onnx").run(ids, np.ones_like(ids), np.zeros_like(ids))
+
+
+def test_the_eager_model_refuses_a_token_outside_of_its_vocabulary(talking: Path) -> None:
+    ids = np.array([[10_000]])
+    with pytest.raises(UsageProblem, match="token 10000 is not in the vocabulary of 96 tokens"):
+        EagerRunner(talking).prefill(ids, np.ones_like(ids), np.zeros_like(ids))
 
 
 def test_casts_to_lower_floats_stay_in_float64() -> None:

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
@@ -219,10 +219,22 @@ class EagerRunner(Runner):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs the prompt; `past` remains unchanged."""
+        """Runs the prompt; `past` remains unchanged.
+
+        Raises:
+            UsageProblem: a token is not in the vocabulary.
+        """
         return self._run(input_ids, attention_mask, position_ids, past)
 
+    def _require_tokens(self, input_ids: Array) -> None:
+        if input_ids.size and int(input_ids.max()) >= self.vocab_size:
+            raise UsageProblem(
+                f"token {input_ids.max()} is not in the vocabulary of {self.vocab_size} tokens",
+                hint="the prompt was encoded by the tokenizer of another model",
+            )
+
     def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+        self._require_tokens(input_ids)
         new_tokens = input_ids.shape[1]
         all_ids, all_positions = input_ids, position_ids
         if isinstance(past, EagerCache):

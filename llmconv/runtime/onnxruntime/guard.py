@@ -35,7 +35,7 @@ def load_guarded(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="export the graph again")
     try:
-        model = onnx.load(path, load_external_data=False)
+        model = onnx.load(path, format="protobuf", load_external_data=False)  # not by suffix
     except (DecodeError, ValueError) as error:
         raise MalformedInput(f"`{path.name}` is not an ONNX file", hint="export the graph again") from error
     _require_text(path, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ def test_an_adapter_for_another_base_names_both_shapes(attempt: Callable[..., Ll
     error = attempt({f"{PREFIX}.lora_B.weight": torch.ones(5, 2)})
     assert isinstance(error, MalformedInput)
     assert "[5, 4]" in error.message and "[6, 4]" in error.message
+
+
+def test_a_misnamed_factor_shows_both_incomplete_modules(attempt: Callable[..., LlmconvError]) -> None:
+    other = PREFIX.replace("q_proj", "p_proj")
+    error = attempt({f"{PREFIX}.lora_A.weight": None, f"{other}.lora_A.weight": torch.ones(2, 4)})
+    assert re.search(r"lacks B of `\S*p_proj`, A of `\S*q_proj` \(missing keys\)", error.message)
 
 
 def test_a_tensor_that_matches_nothing_lists_the_close_names(attempt: Callable[..., LlmconvError]) -> None:

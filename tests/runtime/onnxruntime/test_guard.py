@@ -103,10 +103,11 @@ def test_a_weight_hidden_in_a_subgraph_is_seen(tmp_path: Path) -> None:
         load_guarded(path)
 
 
-def test_a_file_that_is_not_a_graph_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"\xff" * 64)
+@pytest.mark.parametrize("name", ["model.onnx", "model.json", "model.textproto"])
+def test_a_file_that_is_not_a_graph_is_refused_whatever_its_suffix(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"attention_bias": 1}' * 4)
     with pytest.raises(MalformedInput, match="not an ONNX file"):
-        load_guarded(tmp_path / "model.onnx")
+        load_guarded(tmp_path / name)
 
 
 def chain_of(*nodes: onnx.NodeProto) -> onnx.ModelProto:

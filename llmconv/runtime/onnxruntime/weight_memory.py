@@ -1,0 +1,98 @@
+"""The memory that the weights of graphs take: mapped from their files, or held in float32 by this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import onnx
+
+from llmconv.errors import InputRefused
+from llmconv.memory import available_memory
+from llmconv.progress import say
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, half_precision
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
+from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+
+WORTH_SAYING = 256 << 20
+"""Copies of fewer bytes are not mentioned."""
+
+GB = 1e9
+OTHER_WAY = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """The memory that the weights of some graphs take in onnxruntime.
+
+    Attributes:
+        mapped: bytes of weights in files, which the system reads and discards on demand.
+        copied: bytes that onnxruntime or llmconv copies to memory of the process.
+    """
+
+    mapped: int
+    copied: int
+
+    @classmethod
+    def of(cls, paths: Iterable[Path], settings: SessionSettings) -> WeightMemory:
+        """The memory for graphs by their paths; graphs with the same content share it.
+
+        Raises:
+            MalformedInput: a file is not a valid graph.
+        """
+        contents = {path.read_bytes(): path for path in paths if path.is_file()}
+        models = [(path, load_guarded(path)) for path in contents.values()]
+        weights = [_weights(path, model) for path, model in models]
+        distinct = {place: tensor for found in weights for place, tensor in found.items()}
+        mapped = sum(length for _, _, length in distinct)
+        if provider_name(settings.provider) != CPU:
+            return cls(mapped, 0)
+        if settings.prepack:  # a copy per session
+            return cls(mapped, sum(4 * prod(tensor.dims) for found in weights for tensor in found.values()))
+        widened = {place for (_, model), found in zip(models, weights, strict=True) for place in _widened(model, found)}
+        return cls(mapped, sum(4 * prod(distinct[place].dims) for place in widened))
+
+    def announce(self) -> None:
+        """Says what copies will be held, if they are large.
+
+        Raises:
+            InputRefused: they do not fit into memory.
+        """
+        have = available_memory()
+        if have is not None and self.copied > have:
+            raise InputRefused(
+                f"the weights take {self.copied / GB:.1f} GB of memory in float32, and {have / GB:.1f} GB are available",
+                hint=OTHER_WAY,
+            )
+        if self.copied > WORTH_SAYING:
+            say(
+                f"weights: {self.mapped / GB:.1f} GB mapped, {self.copied / GB:.1f} GB of copies in memory; {OTHER_WAY}"
+            )
+
+
+Place = tuple[Path, int, int]
+"""File, offset and length in bytes."""
+
+
+def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto]:
+    """The external weights of a graph by their place."""
+    found = {}
+    for tensor in external_tensors(model):
+        fields = external_fields(tensor)
+        place = (path.parent / fields["location"]).resolve(), int(fields.get("offset") or 0), int(fields["length"])
+        found[place] = tensor
+    return found
+
+
+def _widened(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> list[Place]:
+    """The weights that the CPU holds in float32: those that a Cast follows, and all of a bfloat16 graph."""
+    cast = {node.input[0] for node in model.graph.node if node.op_type == "Cast"}
+    is_bfloat16 = half_precision(model) == "bfloat16"
+    halves = {*HALF_PRECISION.values()}
+    return [
+        place
+        for place, tensor in weights.items()
+        if tensor.data_type in halves and (is_bfloat16 or tensor.name in cast)
+    ]
