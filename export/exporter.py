@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-<<<<<<< HEAD
 from dataclasses import dataclass, fields, replace
-=======
-from dataclasses import dataclass, replace
 from inspect import Parameter, Signature, signature
->>>>>>> main
 from pathlib import Path
 from typing import TypedDict, Unpack, get_type_hints
 
