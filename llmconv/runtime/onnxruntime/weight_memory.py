@@ -63,7 +63,7 @@ class WeightMemory:
         have = available_memory()
         if have is not None and self.copied > have:
             raise InputRefused(
-                f"the weights take {self.copied / GB:.1f} GB of memory in float32, and {have / GB:.1f} GB are available",
+                f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
                 hint=OTHER_WAY,
             )
         if self.copied > WORTH_SAYING:
