@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from llmconv.runtime.onnxruntime.guard import external_fields, is_external
-from llmconv.tensors import BLOCK_BYTES
+from llmconv.tensors import BLOCK_BYTES, Array
 
 STORED: dict[int, np.dtype[Any]] = {
     TensorProto.FLOAT16: np.dtype(np.float16),
@@ -65,7 +65,7 @@ class WidenedWeights:
             (*tensor.dims,),
         )
         if place not in self._values:
-            self._values[place] = ort.OrtValue.ortvalue_from_numpy(_widened(*place))
+            self._values[place] = ort.OrtValue.ortvalue_from_numpy(widened(*place))
         return self._values[place]
 
 
@@ -79,10 +79,15 @@ def _widens(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> bool:
     return is_cast and any(item.name == "to" and item.i == TensorProto.FLOAT for item in node.attribute)
 
 
-def _widened(
-    path: Path, offset: int, kind: int, shape: tuple[int, ...]
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The values in float32, converted in blocks, so that no more than a block is held twice."""
+def widened(path: Path, offset: int, kind: int, shape: tuple[int, ...]) -> Array:
+    """Stored values in float32, converted in blocks, so that no more than a block is held twice.
+
+    Args:
+        path: file of the weight.
+        offset: of its first byte.
+        kind: its element type, `FLOAT16` or `BFLOAT16`.
+        shape: its shape.
+    """
     result = np.empty(shape, np.float32)
     flat, dtype = result.reshape(-1), STORED[kind]
     step = BLOCK_BYTES // dtype.itemsize

@@ -1,0 +1,105 @@
+"""Weights are held once: one session for equal graphs, shared float32 copies for different ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from llmconv.errors import InputRefused
+from llmconv.export import export
+from llmconv.generation import TextModel
+from llmconv.runtime.onnxruntime import weight_memory, widened_weights
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
+from llmconv.runtime.runner import default_positions
+from tests.builders.talking import save_letters
+from tests.conftest import save_tiny
+from tests.export.test_precision import cast_folder
+
+IDS = np.arange(14).reshape(2, 7) + 3
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The sessions that are opened from now on."""
+    found: list[object] = []
+    original = ort.InferenceSession.__init__
+
+    def noted(self: ort.InferenceSession, *args: object, **kwargs: object) -> None:
+        found.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ort.InferenceSession, "__init__", noted)
+    return found
+
+
+def logits(runner: OrtRunner) -> np.ndarray:
+    """Logits of a prompt and of one step after it."""
+    mask = np.ones((2, 8), dtype=np.int64)
+    first = runner.prefill(IDS, mask[:, :7], default_positions(mask[:, :7], 7))
+    second = runner.decode(IDS[:, :1], mask, default_positions(mask, 1), first.present)
+    return np.concatenate([first.logits, second.logits], axis=1)
+
+
+def half(folder: Path, dtype: str = "bfloat16") -> Path:
+    return cast_folder(save_tiny("llama", folder), dtype)
+
+
+def test_equal_graphs_share_one_session(talking: Path, opened: list[object]) -> None:
+    OrtRunner.from_folder(talking)
+    assert len(opened) == 1
+
+
+def test_equal_graphs_by_path_share_one_session(talking: Path, opened: list[object]) -> None:
+    OrtRunner.from_files(talking / "prefill.onnx", talking / "decode.onnx")
+    assert len(opened) == 1
+
+
+def test_different_graphs_share_float32_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = half(tmp_path / "model")
+    export(folder, cache="shared-buffer", target="ort-cpu")
+    made: list[tuple[object, ...]] = []
+    original = widened_weights.widened
+    monkeypatch.setattr(widened_weights, "widened", lambda *place: (made.append(place), original(*place))[1])
+    runner = OrtRunner.from_folder(folder)
+    assert (folder / "prefill.onnx").read_bytes() != (folder / "decode.onnx").read_bytes()
+    assert made and len(made) == len({*made})
+    separate = OrtRunner.from_folder(folder, SessionSettings(prepack=True))
+    assert np.allclose(logits(runner), logits(separate), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_graphs_run_on_the_cpu(tmp_path: Path, dtype: str) -> None:
+    folder = half(tmp_path / "model", dtype)
+    export(folder)
+    in_float32 = logits(OrtRunner.from_folder(folder))
+    export(folder, precision=dtype, overwrite=True)
+    assert np.allclose(logits(OrtRunner.from_folder(folder)), in_float32, atol=0.02)
+
+
+def test_float32_weights_are_mapped_and_not_copied(talking: Path) -> None:
+    memory = WeightMemory.of([talking / "prefill.onnx", talking / "decode.onnx"], SessionSettings())
+    assert memory.copied == 0
+    assert 0 < memory.mapped < (talking / "model.safetensors").stat().st_size
+
+
+def test_half_precision_weights_are_copied_once_in_float32(tmp_path: Path) -> None:
+    folder = half(tmp_path / "model")
+    export(folder, cache="shared-buffer", target="ort-cpu")
+    memory = WeightMemory.of([folder / "prefill.onnx", folder / "decode.onnx"], SessionSettings())
+    assert memory.copied == 2 * memory.mapped
+
+
+def test_copies_that_exceed_the_memory_are_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_letters(half(tmp_path / "model"))
+    export(folder)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: 1000)
+    with pytest.raises(InputRefused, match="GB of memory") as caught:
+        TextModel.open(folder)
+    assert "--dtype float32" in caught.value.hint
