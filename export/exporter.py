@@ -260,8 +260,9 @@ def _client_files(
 ) -> ClientFiles:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
-    cache = next(iter(specs.values())).cache
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, cache))
+    spec = next(iter(specs.values()))
+    described = ClientModel(decoder_config(model.config), model.input_map, generation, spec.cache, spec.precision)
+    return ClientFiles(clients, described)
 
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:

@@ -29,12 +29,14 @@ class ClientModel:
         input_map: the input map of its `model_type`.
         generation: the content of `generation_config.json`, None if the file is missing.
         cache: `growing` or `shared-buffer`.
+        precision: dtype that the graphs compute in.
     """
 
     config: Any
     input_map: InputMap
     generation: Mapping[str, Any] | None = None
     cache: str = "growing"
+    precision: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Client:
         adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.
         caches: the kinds of cache that it supports.
         check: raises InputRefused for a model that the client cannot run.
-        file_names: paths of the files from `files`, apart from the graphs themselves.
+        file_names: paths of the files from `files`, apart from the graphs themselves, for the description of a model.
         files: content by path in the folder; includes a graph if the client needs a variant of it.
         config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
     """
@@ -85,7 +87,7 @@ class Client:
     adds_graphs: bool = False
     caches: tuple[str, ...] = ("growing",)
     check: Callable[[ClientModel], None] = lambda model: None
-    file_names: tuple[str, ...] = ()
+    file_names: Callable[[ClientModel], tuple[str, ...]] = lambda model: ()
     files: Callable[[ClientModel, EncodedGraphs], Mapping[str, FileContent]] = lambda model, graphs: {}
     config: Callable[[ClientModel, EncodedGraphs], Mapping[str, Any]] = lambda model, graphs: {}
 
@@ -140,7 +142,7 @@ class ClientFiles:
     @property
     def names(self) -> tuple[str, ...]:
         """Paths of the files, apart from the graphs."""
-        return tuple(name for client in self.clients for name in client.file_names)
+        return tuple(name for client in self.clients for name in client.file_names(self.model))
 
     def check(self, unsupported: str, *, takes_embeddings: bool) -> None:
         """Checks that every client can run the graphs.

@@ -152,6 +152,6 @@ CLIENT = Client(
     supports=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     caches=("growing", "shared-buffer"),
     check=check,
-    file_names=(FILE,),
+    file_names=lambda model: (FILE,),
     files=files,
 )

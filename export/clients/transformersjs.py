@@ -1,5 +1,6 @@
 """transformers.js: `onnx/model.onnx` and its data `onnx/model.onnx_data`, …, which link to the graph and the weights.
 
+A float16 graph is `onnx/model_fp16.onnx`, which the client opens with `dtype: "fp16"` (its `src/utils/dtypes.js`, 4.3).
 The client requires the folder `onnx/`, and a graph may refer to data in its own folder or below only. But onnxruntime
 follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target of
 the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
@@ -15,7 +16,7 @@ from typing import Any
 
 import onnx
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent
 from llmconv.files.safe_folder import Link
 from llmconv.output.plan import json_bytes
@@ -25,7 +26,9 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GRAPH = "transformersjs.graph"
 """Not `.onnx`: opened under this name, the graph does not find its data."""
 
-LINKED_GRAPH = "onnx/model.onnx"
+SUFFIXES = {"float32": "", "float16": "_fp16"}
+"""End of the graph's name by precision."""
+
 MAX_DATA_FILES = 100
 """`MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3."""
 
@@ -37,10 +40,11 @@ def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
             f"transformers.js supports at most {MAX_DATA_FILES} data files, the weights are in {len(graphs.weights)}",
             hint="write them into fewer files: `-o OUT --max-shard-size SIZE`",
         )
-    names = dict(zip(graphs.weights, data_names(len(graphs.weights)), strict=True))
+    linked = linked_graph(model)
+    names = dict(zip(graphs.weights, data_names(len(graphs.weights), linked), strict=True))
     encoded = rename_data(graphs.encoded["unified"], names)
     links = {f"onnx/{name}": Link(f"../{file}") for file, name in names.items()}
-    return {GRAPH: encoded, LINKED_GRAPH: Link(f"../{GRAPH}"), **links, **_generation(model)}
+    return {GRAPH: encoded, f"onnx/{linked}": Link(f"../{GRAPH}"), **links, **_generation(model)}
 
 
 def _generation(model: ClientModel) -> dict[str, bytes]:
@@ -54,12 +58,25 @@ def _generation(model: ClientModel) -> dict[str, bytes]:
 
 def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     """The number of data files to download; local files are found by onnxruntime itself."""
-    return {"transformers.js_config": {"use_external_data_format": {"model.onnx": len(graphs.weights)}}}
+    return {"transformers.js_config": {"use_external_data_format": {linked_graph(model): len(graphs.weights)}}}
 
 
-def data_names(count: int) -> Sequence[str]:
+def linked_graph(model: ClientModel) -> str:
+    """Name of the graph in `onnx/`."""
+    return f"model{SUFFIXES.get(model.precision, '')}.onnx"
+
+
+def check(model: ClientModel) -> None:
+    """Raises UnsupportedInput for a precision that the client does not have."""
+    if model.precision not in SUFFIXES:
+        raise UnsupportedInput(
+            f"transformers.js does not run {model.precision} graphs", hint="give `--precision float16 -o OUT`"
+        )
+
+
+def data_names(count: int, graph: str = "model.onnx") -> Sequence[str]:
     """`model.onnx_data`, `model.onnx_data_1` and so on."""
-    return ["model.onnx_data" + (f"_{number}" if number else "") for number in range(count)]
+    return [f"{graph}_data" + (f"_{number}" if number else "") for number in range(count)]
 
 
 def rename_data(encoded: bytes, names: dict[str, str]) -> bytes:
@@ -78,7 +95,8 @@ CLIENT = Client(
     roles=("unified",),
     supports=(frozenset({"unified"}),),
     adds_graphs=True,
-    file_names=(GRAPH, LINKED_GRAPH, "onnx/model.onnx_data"),
+    check=check,
+    file_names=lambda model: (GRAPH, f"onnx/{linked_graph(model)}", f"onnx/{linked_graph(model)}_data"),
     files=files,
     config=config,
 )
