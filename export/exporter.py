@@ -11,7 +11,7 @@ from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import Client, ClientFiles, ClientModel, find_clients, roles_for
+from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
 from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
@@ -273,7 +273,7 @@ def _for_target(
         return given
     dynamic = given["shapes"] == "dynamic"
     fits = dynamic and not given["prefix"] and given["stages"] == 1 and (given["opset"] or 24) >= 24
-    fits = fits and all("shared-buffer" in client.caches for client in clients)
+    fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
     preset = find_preset(
         given["target"],
         Preset(given["precision"] or "", given["cache"] or "", given["opset"]),

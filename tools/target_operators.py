@@ -6,8 +6,8 @@ Types = dict[str, list[str]]
 
 _NAMES = """
     Abs Add And ArgMax ArgMin Attention Cast CastLike Ceil Clip Concat Constant ConstantOfShape Conv Cos CumSum
-    DequantizeLinear Div DynamicQuantizeLinear DynamicQuantizeMatMul Einsum Equal Erf Exp Expand EyeLike FastGelu Flatten
-    Floor FusedMatMul Gather GatherBlockQuantized GatherElements GatherND Gelu Gemm Greater GreaterOrEqual
+    DequantizeLinear Div DynamicQuantizeLinear DynamicQuantizeMatMul Einsum Equal Erf Exp Expand EyeLike FastGelu
+    Flatten Floor FusedMatMul Gather GatherBlockQuantized GatherElements GatherND Gelu Gemm Greater GreaterOrEqual
     GroupNormalization GroupQueryAttention HardSwish Identity If IsInf IsNaN LayerNormalization LeakyRelu Less
     LessOrEqual Log LogSoftmax Loop MatMul MatMulInteger MatMulNBits Max Min Mod Mul Neg NonZero Not OneHot Or Pad Pow
     QMoE QuantizeLinear RMSNormalization Range Reciprocal ReduceL2 ReduceLogSumExp ReduceMax ReduceMean ReduceMin

@@ -107,4 +107,4 @@ def _stated(node: onnx.NodeProto) -> str:
 @cache
 def element_type(code: int) -> str:
     """onnx's number of an element type as llmconv's name, such as `float32`."""
-    return TensorProto.DataType.Name(code).lower() if code != TensorProto.FLOAT else "float32"  # type: ignore[arg-type]
+    return TensorProto.DataType.Name(code).lower() if code != TensorProto.FLOAT else "float32"

@@ -52,7 +52,7 @@ def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, stric
 
 def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
     lines = [
-        f"`{target}` has no kernel for {one}: {one.count:,} of {', '.join(names)}, such as `{one.first}`, run on the CPU"
+        f"no kernel in `{target}` for {one}: {one.count:,} of {', '.join(names)}, such as `{one.first}`, run on the CPU"
         for one, names in graphs.items()
     ]
     left = len(lines) - LINES + 1

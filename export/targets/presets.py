@@ -33,8 +33,8 @@ class Target:
 TARGETS = {
     "ort-cpu": Target(half=FLOAT32, compared=False),
     "ort-cuda": Target(grouped_query=(FLOAT16, BFLOAT16)),
-    "ort-webgpu": Target((FLOAT32, FLOAT16), FLOAT16, FLOAT16, grouped_query=(FLOAT32, FLOAT16)),
-    # has neither opset 23's Attention nor its RMSNormalization, and its GroupQueryAttention reads no bias
+    # neither has opset 23's Attention; DirectML's GroupQueryAttention reads no bias
+    "ort-webgpu": Target((FLOAT32, FLOAT16), FLOAT16, FLOAT16, grouped_query=(FLOAT32, FLOAT16), opset=21),
     "ort-dml": Target((FLOAT32, FLOAT16), FLOAT16, FLOAT16, opset=21),
 }
 
