@@ -44,7 +44,7 @@ def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, stric
     if strict and graphs:
         kinds = list(dict.fromkeys(map(str, graphs)))
         raise UnsupportedInput(
-            f"`{target}` has no kernel for {', '.join(kinds[:LINES])}{' …' if len(kinds) > LINES else ''}",
+            f"no kernel in `{target}` for {', '.join(kinds[:LINES])}{' …' if len(kinds) > LINES else ''}",
             hint="leave out `--strict-target`: these nodes then run on the CPU, with a copy of their values per call",
         )
     warn_all(_lines(graphs, target))

@@ -68,9 +68,8 @@ def _attention(edit: NodeEditor, node: ir.Node) -> ir.Value:
     grouped = reshaped(query, per_key, rest, size)
     scale = node.attributes.get_float("scale", 0.0)
     if half := _half(node):  # scaled first, since products that are not may be too large for float16
-        grouped = edit.one(
-            "Mul", [grouped, constant(edit.graph, f"{half.name}_{scale}", np.array(scale, half.numpy()))]
-        )
+        factor = constant(edit.graph, f"{half.name.lower()}_{scale!r}", np.array(scale, half.numpy()))
+        grouped = edit.one("Mul", [grouped, factor])
     scores = edit.one("MatMul", [grouped, edit.one("Transpose", [key], {"perm": [0, 1, 3, 2]})])
     if half:
         scores, mask = (edit.one("Cast", [value], {"to": ir.DataType.FLOAT}) for value in (scores, mask))
@@ -89,8 +88,8 @@ def _attention(edit: NodeEditor, node: ir.Node) -> ir.Value:
 
 def _half(node: ir.Node) -> ir.DataType | None:
     """The dtype of a node that computes in half precision and, inside, in float32; None for a float32 node."""
-    dtype = node.outputs[0].dtype
-    return None if dtype is None or dtype == ir.DataType.FLOAT else dtype
+    known = [value.dtype for value in (*node.outputs, *node.inputs) if value is not None and value.dtype is not None]
+    return known[0] if known and known[0] != ir.DataType.FLOAT else None
 
 
 def _plain_attention(node: ir.Node) -> Sequence[ir.Value]:
