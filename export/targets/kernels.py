@@ -68,7 +68,7 @@ def fallbacks(model: onnx.ModelProto, target: str) -> list[Fallback]:
         if FLOATS.intersection(node.inputs) and not has_kernel(node, target):
             key = (node.operator, tuple(dict.fromkeys(node.inputs)))
             counts[key] += 1
-            first.setdefault(key, node.name)
+            first.setdefault(key, node.name or node.operator)
     return [Fallback(*key, count, first[key]) for key, count in counts.items()]
 
 
