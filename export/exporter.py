@@ -6,22 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TypedDict, Unpack, get_type_hints
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import Client, ClientFiles, ClientModel, find_clients, roles_for
+from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
 from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.language_model import LanguageModel, open_language_model
-from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
+from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
+from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
@@ -53,9 +55,12 @@ class ExportOptions(TypedDict, total=False):
         prompt_len: static: new tokens per call of `prefill.onnx` (default: the largest divisor of `max_seq_len` up to
             128, so that every prompt that fits can be cut into calls of this length).
         cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
-            required by ORT-GenAI's `past_present_share_buffer`.
-        target: `ort-cpu` for operators that only onnxruntime has.
-        precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache.
+            required by ORT-GenAI's `past_present_share_buffer` (default: that of the target, otherwise `growing`).
+        target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
+            decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
+        strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
+        precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache (default:
+            that of the target, otherwise `float32`).
         logits_dtype: dtype of the logits: `float32`, or the precision.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights; by default, with a new
             folder and a `precision` of less than float32, that precision.
@@ -79,9 +84,10 @@ class ExportOptions(TypedDict, total=False):
     batch_size: int | None
     max_seq_len: int | None
     prompt_len: int | None
-    cache: str
+    cache: str | None
     target: str | None
-    precision: str
+    strict_target: bool
+    precision: str | None
     logits_dtype: str
     dtype: str
     max_shard_size: str | int
@@ -105,9 +111,10 @@ DEFAULTS: ExportOptions = {
     "batch_size": None,
     "max_seq_len": None,
     "prompt_len": None,
-    "cache": "growing",
+    "cache": None,
     "target": None,
-    "precision": "float32",
+    "strict_target": False,
+    "precision": None,
     "logits_dtype": "float32",
     "dtype": "keep",
     "max_shard_size": DEFAULT_SIZE,
@@ -190,13 +197,18 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     """
     given: ExportOptions = {**DEFAULTS, **options}
     clients, roles = _clients_and_roles(given)
-    shapes = ShapeOptions(**{field.name: given[field.name] for field in fields(ShapeOptions)})  # type: ignore[literal-required]
+    _check_target(given)
     _check_weight_options(given, writes=output is not None)
     checkpoint = _open(model, output)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"])
     language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    given = _for_target(given, clients, language_model, checkpoint)
+    _check_weight_options(given, writes=output is not None)
+    shapes = _shape_options(given)
+    changes = GraphOptions(
+        given["last_logits"], choice, given["stages"], prefix, given["opset"], given["strict_target"]
+    )
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs), changes)
@@ -247,6 +259,44 @@ def _make(
     )
 
 
+def _check_target(given: ExportOptions) -> None:
+    """Refuses invalid options before the model is opened, as far as the target does not decide them."""
+    target = given["target"]
+    require_choice(target or "ort-cpu", tuple(TARGETS), "target")
+    if given["strict_target"] and not (target and TARGETS[target].compared):
+        raise UsageProblem(
+            "`--strict-target` compares graphs with the kernels of one provider",
+            hint=f"add `--target`, one of: {', '.join(name for name, row in TARGETS.items() if row.compared)}",
+        )
+    if target is None:
+        _shape_options(given)
+
+
+def _shape_options(given: ExportOptions) -> ShapeOptions:
+    """The options that decide axes, cache and precision."""
+    values: dict[str, Any] = {field.name: given[field.name] for field in fields(ShapeOptions)}  # type: ignore[literal-required]
+    return ShapeOptions(**{name: value for name, value in values.items() if value is not None})
+
+
+def _for_target(
+    given: ExportOptions, clients: Sequence[Client], model: LanguageModel, checkpoint: Checkpoint
+) -> ExportOptions:
+    """The options, with those that the target decides."""
+    if given["target"] is None:
+        return given
+    dynamic = given["shapes"] == "dynamic"
+    fits = dynamic and not given["prefix"] and given["stages"] == 1 and (given["opset"] or 24) >= 24
+    fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
+    preset = find_preset(
+        given["target"],
+        Preset(given["precision"] or "", given["cache"] or "", given["opset"]),
+        main_dtype(checkpoint),
+        buffers=fits and fits_grouped_query(model.input_map.past(model.config)),
+        growing=dynamic,
+    )
+    return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}
+
+
 def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
     """The chosen clients, and the graphs to write."""
     layout = given["layout"]
@@ -267,7 +317,7 @@ def _client_files(
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
     """Refuses invalid values, a dtype that the graphs cannot map, and a shard size if no weights are written."""
-    dtype, precision = given["dtype"], given["precision"]
+    dtype, precision = given["dtype"], given["precision"] or FLOAT32
     require_choice(dtype, ("keep", *FLOATS), "dtype")
     if dtype not in ("keep", precision) and precision != FLOAT32:
         raise UsageProblem(
@@ -306,8 +356,9 @@ def _output_folder(
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
     if output and Path(output).resolve() != checkpoint.path.resolve():
-        if given["precision"] == FLOAT32:
+        precision = given["precision"] or FLOAT32
+        if precision == FLOAT32:
             return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
-        rest = given["precision"], given["max_shard_size"], overwrite, resume
-        return NewFolder(Path(output), checkpoint, *rest, model.kept_in_float32(given["precision"]))
+        rest = precision, given["max_shard_size"], overwrite, resume
+        return NewFolder(Path(output), checkpoint, *rest, model.kept_in_float32(precision))
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

@@ -18,6 +18,8 @@ from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
+from llmconv.export.targets.fallback_report import fallback_fields, find_fallbacks, report
+from llmconv.export.targets.kernels import Fallback
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.files.safetensors_file import FileTensor
@@ -38,12 +40,14 @@ class GraphFiles:
         entries: entries of the manifest's `graphs`, by role.
         config: fields that clients need in the `config.json` of a new folder.
         mapped: number of bytes of weights that the graphs map, each counted once.
+        fallback: nodes without a kernel on the target's provider, by file name.
     """
 
     files: dict[str, FileContent] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     mapped: int = 0
+    fallback: dict[str, list[Fallback]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +128,8 @@ class GraphPlan:
             sources: the same tensors in files that can be read now; only a soft prompt reads them.
 
         Raises:
-            InputRefused: the weights are not of this model, or an option does not fit it.
+            InputRefused: the weights are not of this model, an option does not fit it, or `strict_target` is given and
+                the target's provider has no kernel for a node.
             UsageProblem: more stages than layers, or more tokens to choose than the vocabulary has.
         """
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
@@ -138,6 +143,7 @@ class GraphPlan:
         made = GraphFiles(mapped=mapped_bytes(distinct))
         for traced in distinct:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)
+        report(made.fallback, next(iter(self.specs.values())).target, strict=self.options.strict_target)
         if self.options.stages == 1:  # no client supports stages
             self._add_client_files(made, tuple(sorted({tensor.path.name for tensor in weights.values()})))
         return made
@@ -171,13 +177,15 @@ class GraphPlan:
         parts = [whole]
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
+        missing = find_fallbacks(whole, traced.spec.target)
         contents = [bytes(part.SerializeToString(deterministic=True)) for part in parts]
         for role in roles:
             names = self.file_names(role)
             made.files.update(zip(names, contents, strict=True))
             fields = self.options.manifest_fields() if role in self.specs else {}
             entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
-            made.entries[role] = {**entry, **traced.spec.manifest_fields(), **prefix_fields}
+            made.entries[role] = {**entry, **traced.spec.manifest_fields(), **prefix_fields, **fallback_fields(missing)}
+            made.fallback[names[0]] = missing
 
     def _change_outputs(self, model: ir.Model) -> None:
         if self.options.last_logits:

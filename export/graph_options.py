@@ -21,6 +21,7 @@ class GraphOptions:
         stages: number of graphs that the layers are divided into, see `rewrite.pipeline_stages`.
         prefix: virtual tokens before every prompt; None for none.
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
+        strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
 
     Raises:
         UsageProblem: another `opset`.
@@ -31,6 +32,7 @@ class GraphOptions:
     stages: int = 1
     prefix: Prefix | None = None
     opset: int | None = None
+    strict_target: bool = False
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:

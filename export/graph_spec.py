@@ -15,13 +15,14 @@ from typing import Any
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.export.targets.presets import TARGETS
 from llmconv.runtime.cache_names import is_recurrent
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 
 CACHE_RANK = 4
-SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
-"""Values of the options `shapes`, `cache` and `target`."""
+SHAPES, CACHES = ("dynamic", "static"), ("growing", "shared-buffer")
+"""Values of the options `shapes` and `cache`; those of `target` are the keys of `TARGETS`."""
 
 FLOAT32 = "float32"
 PRECISIONS = (FLOAT32, "float16", "bfloat16")
@@ -51,7 +52,7 @@ class ShapeOptions:
                 require_least(getattr(self, name), 1, name)
         require_choice(self.shapes, SHAPES, "shapes")
         require_choice(self.cache, CACHES, "cache")
-        require_choice(self.target or TARGETS[0], TARGETS, "target")
+        require_choice(self.target or next(iter(TARGETS)), tuple(TARGETS), "target")
         require_choice(self.precision, PRECISIONS, "precision")
         require_choice(self.logits_dtype, tuple(dict.fromkeys((FLOAT32, self.precision))), "logits_dtype")
 
@@ -66,7 +67,7 @@ class GraphSpec:
         slots: number of tokens that the buffer of the cache holds; None leaves the axis dynamic.
         sequence: number of new tokens per call; None leaves the axis dynamic.
         embeddings: size of the `inputs_embeds` that the graph takes instead of `input_ids`; None for `input_ids`.
-        target: the runtime whose own operators may be used, `ort-cpu`; None for standard operators.
+        target: the provider of onnxruntime that the graph is for, a key of `TARGETS`; None for any runtime.
         precision: dtype of weights, activations and cache.
         logits: dtype of the logits, `float32` or `precision`.
         steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
@@ -177,7 +178,7 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
     if fixed:
         option = f"--{fixed[0].replace('_', '-')}"
         raise UsageProblem(f"`{option}` applies to static graphs only", hint="add `--shapes static`, or leave it out")
-    step = replace(spec, steps=options.cache == "shared-buffer" and options.target is not None)
+    step = replace(spec, steps=options.cache == "shared-buffer" and options.target == "ort-cpu")
     return {role: step if role == "decode" else spec for role in roles}
 
 

@@ -106,7 +106,8 @@ class InPlace:
         if precision not in (FLOAT32, stored):
             raise InputRefused(
                 f"the weights are {stored}, so graphs of `--precision {precision}` cannot map them in place",
-                hint=f"give `-o OUT`: the weights are cast to {precision} there once",
+                hint=f"give `-o OUT`: the weights are cast to {precision} there once"
+                + (", or give `--precision float32`" if stored == FLOAT32 else ""),
             )
 
     def weights(self) -> Mapping[str, FileTensor]:

@@ -10,12 +10,15 @@ Source: onnxruntime docs/ContribOperators.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from llmconv.export.families import PAST, Port
+from llmconv.export.graph_spec import CACHE_RANK
 from llmconv.export.node_editor import (
     MICROSOFT,
     NodeEditor,
@@ -44,6 +47,14 @@ def use_grouped_query_attention(traced: TracedGraph) -> None:
             _rewrite(graph, attention, keys, values, lengths)
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
+
+
+def fits_grouped_query(past: Sequence[Port]) -> bool:
+    """Whether the operator can keep this cache: keys and values of the same shape, and no states; `past` its inputs."""
+    keys, values = past[::2], past[1::2]
+    sizes = [port.axes[3] for port in past if len(port.axes) == CACHE_RANK and PAST in port.axes]
+    same = [key.axes for key in keys] == [value.axes for value in values]
+    return bool(past) and len(sizes) == len(past) and same and all(int(size) % HEAD_MULTIPLE == 0 for size in sizes)
 
 
 @dataclass(frozen=True)

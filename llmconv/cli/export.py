@@ -51,17 +51,18 @@ if TYPE_CHECKING:
 @click.option(
     "--cache",
     type=click.Choice(["growing", "shared-buffer"]),
-    default="growing",
-    show_default=True,
-    help="shared-buffer: past and present are one buffer that is filled in place.",
+    help="shared-buffer: past and present are one buffer that is filled in place.  [default: growing, or --target's]",
 )
-@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that only this runtime has.")
+@click.option(
+    "--target",
+    type=click.Choice(["ort-cpu", "ort-cuda", "ort-webgpu", "ort-dml"]),
+    help="Provider of onnxruntime that runs the graphs: options that suit it, and what it leaves to the CPU is listed.",
+)
+@click.option("--strict-target", is_flag=True, help="Refuse graphs of which the target leaves a part to the CPU.")
 @click.option(
     "--precision",
     type=click.Choice(["float32", "float16", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Dtype that the graphs compute in, and of their cache.",
+    help="Dtype that the graphs compute in, and of their cache.  [default: float32, or --target's]",
 )
 @click.option(
     "--logits-dtype",
@@ -82,8 +83,8 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
 
     Three layers are traced and the others are replicated, so the cost does not grow with depth. Graphs are written next
-    to the weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The
-    graphs compute in float32. Without --prefill, --incremental or --unified the first two are written, or those that
+    to the weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. They
+    compute in --precision. Without --prefill, --incremental or --unified the first two are written, or those that
     --layout needs: genai, optimum and transformersjs need --unified. docs/clients.md describes how to open the folder
     with each client.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.node_editor import NodeEditor, integers, replace_value, scalar
+from llmconv.export.node_editor import NodeEditor, constant, integers, replace_value, scalar
 
 TO_THE_END = (1 << 63) - 1
 IR_VERSIONS = {21: 10, 23: 10, 24: 11}
@@ -65,16 +66,30 @@ def _attention(edit: NodeEditor, node: ir.Node) -> ir.Value:
         return edit.one("Reshape", [content, edit.one("Concat", sizes, {"axis": 0})])
 
     grouped = reshaped(query, per_key, rest, size)
+    scale = node.attributes.get_float("scale", 0.0)
+    if half := _half(node):  # scaled first, since products that are not may be too large for float16
+        factor = constant(edit.graph, f"{half.name.lower()}_{scale!r}", np.array(scale, half.numpy()))
+        grouped = edit.one("Mul", [grouped, factor])
     scores = edit.one("MatMul", [grouped, edit.one("Transpose", [key], {"perm": [0, 1, 3, 2]})])
-    scores = edit.one("Mul", [scores, scalar(edit.graph, node.attributes.get_float("scale", 0.0))])
+    if half:
+        scores, mask = (edit.one("Cast", [value], {"to": ir.DataType.FLOAT}) for value in (scores, mask))
+    else:
+        scores = edit.one("Mul", [scores, scalar(edit.graph, scale)])
     scores = reshaped(scores, per_query, rest)
     softcap = node.attributes.get_float("softcap", 0.0)
     if softcap:
         cap = scalar(edit.graph, softcap)
         scores = edit.one("Mul", [edit.one("Tanh", [edit.one("Div", [scores, cap])]), cap])
     weights = edit.one("Softmax", [edit.one("Add", [scores, mask])], {"axis": -1})
+    weights = edit.one("Cast", [weights], {"to": half}) if half else weights
     mixed = edit.one("MatMul", [reshaped(weights, per_key, rest, total), value])
     return reshaped(mixed, per_query, rest)
+
+
+def _half(node: ir.Node) -> ir.DataType | None:
+    """The dtype of a node that computes in half precision and, inside, in float32; None for a float32 node."""
+    known = [value.dtype for value in (*node.outputs, *node.inputs) if value is not None and value.dtype is not None]
+    return known[0] if known and known[0] != ir.DataType.FLOAT else None
 
 
 def _plain_attention(node: ir.Node) -> Sequence[ir.Value]:
@@ -82,7 +97,7 @@ def _plain_attention(node: ir.Node) -> Sequence[ir.Value]:
     inputs = [value for value in node.inputs if value is not None]
     given = {name for name, attribute in node.attributes.items() if attribute.value}
     used = [value for value in node.outputs[1:] if value.uses()]
-    if len(inputs) != 4 or used or not given <= {"scale", "softcap"} or "scale" not in given:
+    if len(inputs) != 4 or used or not given <= {"scale", "softcap", "softmax_precision"} or "scale" not in given:
         _refuse(node, "has inputs or attributes that cannot be expanded")
     return inputs
 
@@ -92,10 +107,13 @@ def _rms_normalization(edit: NodeEditor, node: ir.Node) -> ir.Value:
     content, scale = node.inputs[0], node.inputs[1]
     if content is None or scale is None or node.attributes.get_int("axis", -1) != -1:
         _refuse(node, "normalizes more than the last axis")
+    half = _half(node)
+    content = edit.one("Cast", [content], {"to": ir.DataType.FLOAT}) if half else content
     mean = edit.one("ReduceMean", [edit.one("Mul", [content, content]), integers(edit.graph, -1)])
     epsilon = scalar(edit.graph, node.attributes.get_float("epsilon", 1e-5))
     root = edit.one("Sqrt", [edit.one("Add", [mean, epsilon])])
-    return edit.one("Mul", [edit.one("Div", [content, root]), scale])
+    normal = edit.one("Div", [content, root])
+    return edit.one("Mul", [edit.one("Cast", [normal], {"to": half}) if half else normal, scale])
 
 
 def _rotary_embedding(edit: NodeEditor, node: ir.Node) -> ir.Value:

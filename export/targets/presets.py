@@ -1,0 +1,84 @@
+"""What `--target` means: one row per target, with the options that suit its provider unless others are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmconv.errors import UsageProblem
+
+FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One provider of onnxruntime.
+
+    Attributes:
+        precisions: what its kernels compute in.
+        half: precision for weights that are stored in half precision: `stored` for the dtype of the weights.
+        whole: precision for weights that are stored in float32.
+        grouped_query: precisions in which its `GroupQueryAttention` runs our graphs, which give it the mask as a bias.
+        opset: version of the standard operators for a growing cache; None for the usual one.
+        compared: whether `export` compares the graphs with the kernels of the provider.
+    """
+
+    precisions: tuple[str, ...] = (FLOAT32, FLOAT16, BFLOAT16)
+    half: str = "stored"
+    whole: str = FLOAT32
+    grouped_query: tuple[str, ...] = ()
+    opset: int | None = None
+    compared: bool = True
+
+
+TARGETS = {
+    "ort-cpu": Target(half=FLOAT32, compared=False),
+    "ort-cuda": Target(grouped_query=(FLOAT16, BFLOAT16)),
+    # neither has opset 23's Attention; DirectML's GroupQueryAttention reads no bias
+    "ort-webgpu": Target((FLOAT32, FLOAT16), FLOAT16, FLOAT16, grouped_query=(FLOAT32, FLOAT16), opset=21),
+    "ort-dml": Target((FLOAT32, FLOAT16), FLOAT16, FLOAT16, opset=21),
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The options of an export that a target decides, each as given or else as the target's row has it."""
+
+    precision: str
+    cache: str
+    opset: int | None
+
+
+def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growing: bool) -> Preset:
+    """The options of an export for a target; those that are given win.
+
+    Args:
+        target: a key of `TARGETS`.
+        given: the given options; `precision` and `cache` are empty, and `opset` is None, where nothing was given.
+        stored: dtype of the weights.
+        buffers: whether the model and the other options allow `--cache shared-buffer`.
+        growing: whether a growing cache keeps its axes dynamic; with `--shapes static` it does not.
+
+    Raises:
+        UsageProblem: a given option that the provider cannot run.
+    """
+    row = TARGETS[target]
+    precision = given.precision or _precision(row, stored)
+    if precision not in row.precisions:
+        raise UsageProblem(
+            f"`--target {target}` has no kernels for `--precision {precision}`", hint="`--precision float16 -o OUT`"
+        )
+    if given.cache == "shared-buffer" and not row.grouped_query and row.compared:
+        raise UsageProblem(
+            f"`GroupQueryAttention` of `{target}` does not read the mask that graphs with a shared buffer give it",
+            hint="leave out `--cache shared-buffer`",
+        )
+    shared = buffers and precision in row.grouped_query
+    cache = given.cache or ("shared-buffer" if shared else "growing")
+    opset = given.opset or (row.opset if cache == "growing" and growing else None)
+    return Preset(precision, cache, opset)
+
+
+def _precision(row: Target, stored: str) -> str:
+    if stored not in (FLOAT16, BFLOAT16):
+        return row.whole
+    return stored if row.half == "stored" else row.half
