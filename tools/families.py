@@ -2,6 +2,7 @@
 
     python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
     python -m tools.families --only mixtral --only phi     again, these only
+    python -m tools.families --precision float16           the same in half precision, lines of their own
     python -m tools.families --write docs/families.md      the page, from the lines
 
 Every type runs in a process of its own with a time limit, so that a crash or an endless trace is one line as well.
@@ -30,9 +31,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.verify import verify
-from tools.tiny_models import depth, save_tiny, tiny_config
+from tools.tiny_models import cast_weights, depth, save_tiny, tiny_config
 
-RESULTS = Path("build/families.jsonl")
+PRECISIONS = ("float32", "float16", "bfloat16")
 TIME_LIMIT = 1200
 """Time limit per type, in seconds."""
 
@@ -79,19 +80,25 @@ def main() -> int:
         "--only", action="append", default=[], metavar="TYPE", help="run this type, even if it has a result"
     )
     parser.add_argument("--suite", choices=("quick", "full"), default="full")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--again", action="store_true", help="also run types that did not pass before")
     parser.add_argument("--guess", action="store_true", help="also run types without a row, as plain decoders")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of all results")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     options = parser.parse_args()
+    options.results = results_of(options.precision)
     for model_type in [] if options.page_only else chosen(options):
         result = run(model_type, options)
         print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
         append(options.results, result)
     if options.write:
-        options.write.write_text(page(list(read(options.results).values())))
+        options.write.write_text(page([list(read(results_of(name)).values()) for name in PRECISIONS]))
     return 0
+
+
+def results_of(precision: str) -> Path:
+    """The lines of the runs in a precision."""
+    return Path(f"build/families{'' if precision == 'float32' else f'-{precision}'}.jsonl")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
@@ -118,7 +125,7 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
     """One type in its own process, forked so that the libraries are imported only once."""
     started = time.perf_counter()
     receiver, sender = FORK.Pipe(duplex=False)
-    child = FORK.Process(target=_report, args=(sender, model_type, options.suite, options.guess))
+    child = FORK.Process(target=_report, args=(sender, model_type, options))
     child.start()
     sender.close()
     result = Result(model_type, "error", reason=f"not done after {TIME_LIMIT} s")
@@ -133,14 +140,21 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
     return replace(result, seconds=round(time.perf_counter() - started, 1))
 
 
-def _report(sender: Any, model_type: str, suite: str, guess: bool) -> None:
+def _report(sender: Any, model_type: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # more threads are several times slower on a tiny model
-    sender.send(examine(model_type, suite, guess))
+    sender.send(examine(model_type, options.suite, options.guess, options.precision))
 
 
-def examine(model_type: str, suite: str, guess: bool) -> Result:
-    """Makes, exports and verifies a tiny model; any exception becomes the reason."""
+def examine(model_type: str, suite: str, guess: bool = False, precision: str = "float32") -> Result:
+    """Makes, exports and verifies a tiny model; any exception becomes the reason.
+
+    Args:
+        model_type: of transformers' causal-LM table.
+        suite: of `verify`.
+        guess: try a type without a row as a plain decoder.
+        precision: dtype of the weights and of the graphs.
+    """
     exported = None
     try:
         if guess and model_type not in INPUT_MAPS:
@@ -148,7 +162,9 @@ def examine(model_type: str, suite: str, guess: bool) -> Result:
         with TemporaryDirectory(prefix="llmconv-family-") as name:
             folder = Path(name) / "model"
             save_tiny(model_type, folder, depth(model_type))
-            exported = export(folder, prefill=True, incremental=True)
+            if precision != "float32":
+                cast_weights(folder, precision)
+            exported = export(folder, prefill=True, incremental=True, precision=precision)
             report = verify(folder, suite=suite)
     except LlmconvError as error:
         return Result(model_type, "refused", suite if exported else "", reason=error.message)
@@ -186,8 +202,9 @@ def append(path: Path, result: Result) -> None:
         file.write(json.dumps(asdict(result)) + "\n")
 
 
-def page(results: list[Result]) -> str:
-    """The results as Markdown: what passed, and what was tried and did not."""
+def page(runs: list[list[Result]]) -> str:
+    """The results as Markdown: what passed, and what was tried and did not; `runs` are in the order of `PRECISIONS`."""
+    results, *halves = runs
     passed = sorted((r for r in results if r.verdict == "pass" and r.suite == "full"), key=lambda r: r.model_type)
     others = sorted((r for r in results if r not in passed and r.verdict != "pass"), key=lambda r: r.model_type)
     whole = sum(result.traced == result.layers for result in passed)
@@ -206,6 +223,7 @@ def page(results: list[Result]) -> str:
             "",
             "Sigma counts the eager model's own rounding noise; see [verification.md](verification.md).",
             "",
+            *_in_half_precision(passed, halves),
             "## Tried, and not supported",
             "",
             "| `model_type` | what the run said |",
@@ -214,6 +232,22 @@ def page(results: list[Result]) -> str:
             "",
         ]
     )
+
+
+def _in_half_precision(passed: list[Result], halves: list[list[Result]]) -> list[str]:
+    """The section on `--precision`: how many of the types pass, and what the others report."""
+    wanted = {result.model_type for result in passed}
+    lines = ["## In half precision", "", "`export --precision` over weights of that type, `verify --suite quick`.", ""]
+    rows = []
+    for name, results in zip(PRECISIONS[1:], halves, strict=True):
+        ran = [result for result in results if result.model_type in wanted]
+        good = [result for result in ran if result.verdict == "pass"]
+        sigma = max((result.sigma for result in good), default=0.0)
+        lines.append(f"* {name}: {len(good)} of {len(ran)} types pass, the largest sigma is {sigma:.2f}.")
+        odd = sorted((one for one in ran if one.verdict != "pass"), key=lambda one: one.model_type)
+        rows += [f"| `{one.model_type}` | {name} | {_cell(one.reason)} |" for one in odd]
+    table = ["", "| `model_type` | precision | what the run said |", "| --- | --- | --- |", *rows] if rows else []
+    return [*lines, *table, ""]
 
 
 def _passed(result: Result) -> str:

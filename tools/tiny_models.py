@@ -7,15 +7,17 @@ The fields are chosen to be awkward: an odd vocabulary, fewer key/value heads th
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from llmconv.export.families import decoder_config
-from llmconv.export.tracing.fake_model import period, stored_buffers
+from llmconv.export.tracing.fake_model import kept_in_float32, period, stored_buffers
 from tools.state_configs import STATE_CONFIGS
 
 FIELDS: dict[str, Any] = {
@@ -158,6 +160,29 @@ def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
             tensor.add_(torch.randn_like(tensor) * 0.05)
     model.save_pretrained(folder)
     return config
+
+
+def cast_weights(folder: Path, dtype: str) -> None:
+    """Rounds the float weights of a saved model to a dtype, except those that transformers keeps in float32.
+
+    Args:
+        folder: with one `model.safetensors`, changed in place.
+        dtype: `float16` or `bfloat16`.
+    """
+    path, fields = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    with torch.device("meta"):
+        kept = kept_in_float32(_class_of(folder).from_config(AutoConfig.from_pretrained(folder)), getattr(torch, dtype))
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not (kept and kept.search(name)):
+            tensors[name] = tensor.to(getattr(torch, dtype))
+    save_file(tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**fields, "dtype": dtype}))
+
+
+def _class_of(folder: Path) -> Any:
+    whole = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM
 
 
 def depth(model_type: str) -> int:
