@@ -55,7 +55,7 @@ def main() -> int:
         rows.append(f"| {name} | {cells[0]} | {cells[1]} | {found['runner'] / WEIGHTS:.2f} |")
     body = "\n".join(
         [
-            "A 1.1 B Llama; `prefill.onnx` for a token, then `decode.onnx` for another; private memory of the process, above",
+            "A 1.1 B Llama; `prefill.onnx` for a token, then `decode.onnx` for another; private memory, above",
             "that before the graphs were opened (`Private_Dirty` and `Private_Clean`), MB.\n",
             f"| | {SEPARATE} | {RUNNER} | of the float32 weights |",
             "| --- | --- | --- | --- |",
