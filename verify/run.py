@@ -168,7 +168,7 @@ def recorded_reference(folder: Path) -> Path:
 
 def _prefix(verified: VerifiedFolder, graph: str) -> int:
     """Number of virtual tokens before a graph's input, as recorded in the manifest."""
-    entries = [entry for entry in verified.entries if graph in entry.files and entry.prefix]
+    entries = [entry for entry in verified.entries if graph == entry.name and entry.prefix]
     return entries[0].prefix.length if entries and entries[0].prefix else 0
 
 

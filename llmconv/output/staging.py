@@ -217,10 +217,11 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
             f"`{output}` already exists and is complete",
             hint="choose another `-o`, or give `--overwrite` to make it again",
         )
-    problem = _why_kept(output, [path.resolve() for path in inputs])
+    sources = [path.resolve() for path in inputs]
     if not overwrite:
-        ways = "choose another `-o`" + ("" if problem else ", or give `--overwrite`")
-        raise InputRefused(f"`{output}` already exists" + (f" and {problem}" if problem else ""), hint=ways)
+        ways = ", or give `--overwrite`" if _may_replace(output, sources) else ""
+        raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
+    problem = _why_kept(output, sources)
     if problem:
         raise InputRefused(
             f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
@@ -276,6 +277,13 @@ def _lock_folder(descriptor: int) -> None:
         raise
     except OSError:  # some network disks lock only files
         return
+
+
+def _may_replace(output: Path, inputs: Sequence[Path]) -> bool:
+    try:
+        return not _why_kept(output, inputs)
+    except InputRefused:  # its manifest is invalid
+        return False
 
 
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:

@@ -167,7 +167,7 @@ def test_different_tokens_are_reported_with_exit_code_1(talking: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_opened_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(InputRefused, match="holds no graphs"):
+    with pytest.raises(InputRefused, match="cannot be measured: .* has no graphs"):
         bench(tiny("llama"), lengths=(8,), new_tokens=4)
 
 

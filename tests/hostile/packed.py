@@ -160,12 +160,16 @@ def pointers(files: dict[str, str], refused: str | None, start: str = "latest.pt
     return Case(build, refused)
 
 
+TARGET = "target-of-the-pointer"
+"""A name that no folder above has: pointers are also looked up from the folders above."""
+
+
 def to_what(put: Callable[[Path], object], refused: str) -> Case:
     """A pointer to something else than a file."""
 
     def build(folder: Path) -> Path:
-        put(folder / "target")
-        (folder / "latest.symlink").write_text("target")
+        put(folder / TARGET)
+        (folder / "latest.symlink").write_text(TARGET)
         return folder / "latest.symlink"
 
     return Case(build, refused)
@@ -324,7 +328,7 @@ CASES: dict[str, Case] = {
     "pointer: to a pipe": to_what(lambda path: os.mkfifo(path), UNKNOWN + "|not a regular file"),
     "pointer: to /dev/zero": to_what(lambda path: path.symlink_to("/dev/zero"), UNKNOWN + "|not a regular file"),
     "pointer: to a link to /etc/passwd": to_what(lambda path: path.symlink_to("/etc/hostname"), UNKNOWN),
-    "pointer: to a link to itself": to_what(lambda path: path.symlink_to("target"), "does not exist"),
+    "pointer: to a link to itself": to_what(lambda path: path.symlink_to(TARGET), "does not exist"),
     "pointer: a pipe": alone(lambda path: os.mkfifo(path), NO_FILE, "x.symlink"),
     "written link: to the parent": pointers({"l.pt": "../../etc/passwd"}, UNKNOWN, "l.pt"),
     "written link: to itself": pointers({"l.pt": "l.pt"}, UNKNOWN, "l.pt"),

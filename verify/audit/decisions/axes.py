@@ -37,6 +37,10 @@ def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
         _cut(state, node, known)
     elif node.op_type == "Split":
         _split(state, node, known)
+    elif node.op_type == "Expand":
+        _expand(state, node)
+    elif node.op_type == "Concat":
+        _join(state, node)
     elif node.op_type in ELEMENT_BY_ELEMENT:
         _broadcast(state, node)
     return None
@@ -57,6 +61,25 @@ def _split(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
     if isinstance(sizes, ConstantValue) and sizes.array.size == len(node.output):
         for name, size in zip(node.output, sizes.array.ravel().tolist(), strict=True):
             state.axes[name] = [int(size) if at == axis else one for at, one in enumerate(known)]
+
+
+def _expand(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of an Expand of axes of 1: the list of lengths that it is given."""
+    shape = state.values.get(node.input[1])
+    parts = state.parts(node.input[1], shape) if shape is not None else None
+    if parts is not None and set(state.axes[node.input[0]]) <= {1}:
+        state.name_axes(node.output[0], parts)
+
+
+def _join(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of a Concat: the sum of the lengths along its axis, the others as in the first input."""
+    given = [state.lengths(name) for name in node.input]
+    first = given[0]
+    if not first or any(lengths is None or len(lengths) != len(first) for lengths in given):
+        return
+    axis = attribute(node, "axis", 0) % len(first)
+    joined = sum((lengths[axis] for lengths in given[1:] if lengths), first[axis])
+    state.name_axes(node.output[0], tuple(joined if at == axis else one for at, one in enumerate(first)))
 
 
 def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:

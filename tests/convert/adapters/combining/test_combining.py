@@ -194,8 +194,8 @@ def test_the_manifest_says_how_adapters_were_combined(adapted: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"combine": "ties"}, "has 0 `--density`"),
-        ({"combine": "ties", "densities": [0.5, 0.5]}, "has 2 `--density`"),
+        ({"combine": "ties"}, "got 0"),
+        ({"combine": "ties", "densities": [0.5, 0.5]}, "got 2"),
         ({"densities": [0.5]}, "does not apply"),
         ({"combine": "ties", "densities": [0.0]}, "density"),
         ({"combine": "ties", "densities": [1.5]}, "density"),
