@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import onnx
+from onnx import numpy_helper
 
 from llmconv.checkpoint import read_json
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.guard import is_external
 from llmconv.runtime.onnxruntime.runner import open_graph
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.half_precision import (
@@ -25,7 +27,7 @@ from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_piec
 from llmconv.verify.comparison.run import FolderComparison, open_graphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS
-from llmconv.verify.results.report import Report
+from llmconv.verify.results.report import Check, Report
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking
 
@@ -56,13 +58,13 @@ class Compared:
             return StreamedEager(self.reference, dtype, code=self.code, selection=self.selection)
         return known.in_dtype(dtype) if known else Eager(self.reference, dtype, code=self.code)
 
-    def run(self, known: Eager | None, dtype: str = "", *, varied: bool = True) -> Checking:
+    def run(self, known: Eager | None, dtype: str = "", *, is_half: bool = False) -> Checking:
         """Opens the graphs and runs the scenarios.
 
         Args:
             known: an open reference of the model, if any.
             dtype: of the noise (default: that of the graphs).
-            varied: also compare with scaled weights and with other settings of onnxruntime.
+            is_half: the graphs round to half precision: original weights and settings only, typical rows if routed.
         """
         verified, opener = self.verified, open_in_pieces if self.layered else open_graph
         graphs = yield from open_graphs(opener, verified.path, verified.entries, verified.settings)
@@ -70,7 +72,8 @@ class Compared:
             return known, verified
         eager = self.eager(dtype or graphs[0].dtype.name, known)
         files = verified.path, verified.models, verified.settings
-        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, verified.named, varied)
+        kinds = {"varied": not is_half, "routed": is_half and any(map(routes, verified.models.values()))}
+        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, verified.named, **kinds)
         yield from comparison.checks(graphs)
         return eager, verified
 
@@ -99,15 +102,42 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
     rounding = partial(round_every_value, half=kind)
     compared.report.notes += _notes(half)
     if half == WITHOUT_KERNELS:
-        eager, _ = yield from compared.changed(rounding, "").run(known, half, varied=False)
+        eager, _ = yield from compared.changed(rounding, "").run(known, half, is_half=True)
     else:
-        eager, _ = yield from compared.run(known, half, varied=False)
+        eager, _ = yield from compared.run(known, half, is_half=True)
         if few := compared.few():
-            yield from few.changed(rounding, ROUNDED).run(eager, half, varied=False)
+            yield from few.changed(rounding, ROUNDED).run(eager, half, is_half=True)
     if eager is None:
         return eager, compared.verified
     constants = KnownConstants.of(read_json(compared.reference / "config.json"), eager.rotary_frequencies())
+    if unknown := [
+        check for item in compared.verified.models.items() for check in unknown_tables(*item, kind, constants)
+    ]:
+        yield unknown
+        return eager, compared.verified
     return (yield from compared.changed(partial(widen, half=kind, known=constants), IN_FLOAT32).run(eager, "float32"))
+
+
+def unknown_tables(name: str, model: onnx.ModelProto, kind: int, known: KnownConstants) -> list[Check]:
+    """Skipped checks for tables that the model's code rounds to half precision, so that no float32 copy is exact.
+
+    Args:
+        name: of the graph.
+        model: the graph without its weights.
+        kind: the half-precision element type.
+        known: constants of the model.
+    """
+    blank = Check(IN_FLOAT32.removeprefix(", "), name, "", verdict="skip")
+    tables = [tensor for tensor in model.graph.initializer if tensor.data_type == kind and not is_external(tensor)]
+    detail = "`{}` is a table that the model's code rounds: a float32 copy would keep its rounding"
+    return [
+        replace(blank, detail=detail.format(t.name)) for t in tables if not known.is_exact(numpy_helper.to_array(t))
+    ]
+
+
+def routes(model: onnx.ModelProto) -> bool:
+    """Whether a graph chooses experts for each token."""
+    return any(node.op_type == "TopK" for node in model.graph.node)
 
 
 def _notes(half: str) -> list[str]:

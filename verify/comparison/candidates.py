@@ -17,7 +17,7 @@ from llmconv.verify.comparison.token_choices import expected_count, measure_choi
 from llmconv.verify.reference.eager import ExpectedOutputs, rows_of, run_chain
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import ExpectedOutput, Gates, Measure, measure
+from llmconv.verify.results.sigma import FEW_ROWS, ExpectedOutput, Gates, Measure, measure
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 
@@ -202,6 +202,9 @@ def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput
     return measured(truth.again())
 
 
+FEW_ROUTED = "few rows, for which half precision may choose other experts"
+
+
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
     """The check of one output over all its calls: that of the first failing call, else of the worst.
 
@@ -212,6 +215,12 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
         gates: the largest sigma that passes.
     """
     failing = [index for index, found in enumerate(measures) if not found.passes(gates)]
+    if gates.typical and failing and not any(found.problem for found in measures):
+        rows = np.concatenate([found.ratios.ravel() for found in measures if found.ratios is not None])
+        rows = rows[rows > 0]
+        if len(rows) < FEW_ROWS:
+            return replace(blank, output=output, verdict="skip", detail=FEW_ROUTED)
+        failing = failing if np.median(rows) > gates.aggregate else []
     step = failing[0] if failing else max(range(len(measures)), key=lambda index: measures[index].sigma)
     at = measures[step]
     detail = at.problem or (f"{at.flips} likeliest tokens differ" if at.flips else "")
@@ -244,7 +253,7 @@ class PrefillDecodeAgreement:
 
     def __init__(self, gates: Gates) -> None:
         # two correct graphs may deviate in opposite directions
-        self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
+        self._gates = replace(gates, aggregate=2 * gates.aggregate, row=2 * gates.row)
         self._prefill: dict[CallKey, dict[str, Array]] = {}
         self._measures: dict[str, list[Measure]] = defaultdict(list)
 

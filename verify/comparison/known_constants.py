@@ -65,6 +65,13 @@ class KnownConstants:
                 return np.where(off, wide, table)
         return wide
 
+    def is_exact(self, values: Array) -> bool:
+        """Whether `restored` gives the numbers that the values are roundings of; else they are a table of others."""
+        if values.size <= FEW or bool((values == values.ravel()[0]).all()):
+            return True
+        wide = values.astype(np.float32)
+        return any((np.abs(wide - one) <= ULPS[values.dtype.name]).mean() > EQUAL for one in self._tables(values.shape))
+
     def is_rotary(self, shape: tuple[int, ...]) -> bool:
         """Whether a table of that shape may contain cosines or sines by position."""
         widths = {len(frequencies) * times for frequencies, _ in self.frequencies for times in (1, 2)}

@@ -57,6 +57,7 @@ class FolderComparison:
         open_graph: opens a graph of the folder.
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.
+        routed: judge typical rows, see `Gates.typical`.
     """
 
     eager: Eager
@@ -68,6 +69,7 @@ class FolderComparison:
     open_graph: GraphOpener
     named: str = ""
     varied: bool = True
+    routed: bool = False
 
     def checks(self, opened: Sequence[OrtGraph]) -> Checks:
         """All checks that need the eager model; graphs with unknown inputs are not run, identical files once."""
@@ -93,7 +95,7 @@ class FolderComparison:
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
-        gates = GATES[self.eager.dtype]
+        gates = replace(GATES[self.eager.dtype], typical=self.routed)
         pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             truth = self.eager.with_prefix(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
@@ -168,7 +170,7 @@ class FolderComparison:
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs
     ) -> Checks:
         """One scenario on each graph alone."""
-        gates = GATES[self.eager.dtype]
+        gates = replace(GATES[self.eager.dtype], typical=self.routed)
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             seen = Evidence()

@@ -33,10 +33,13 @@ class Gates:
     Attributes:
         aggregate: over all rows of an output.
         row: of the worst row.
+        typical: judge the median of all rows of a scenario by `aggregate`, and no single row. In half precision a
+            router may choose other experts for a row than the eager model did, in a correct graph, too.
     """
 
     aggregate: float
     row: float
+    typical: bool = False
 
 
 GATES = {

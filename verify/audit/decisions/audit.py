@@ -13,6 +13,7 @@ from onnx.inliner import inline_local_functions
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
+from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.verify.audit.decisions.config_fields import read_fields
 from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
 from llmconv.verify.audit.decisions.graph_walk import GraphWalk
@@ -128,7 +129,8 @@ def decisions_of(
     axes |= _heads(model)
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
     walk = GraphWalk(
-        ConfigNumbers.of(config, _lengths(model, prefix)), WalkState(axes, types, inputs, symbols - {""}, tables)
+        ConfigNumbers.of(config, _lengths(model, prefix)),
+        WalkState(axes, types, inputs, symbols - {""}, tables, bool(half_precision(model))),
     )
     walk.run(model.graph)
     return walk.judge.found

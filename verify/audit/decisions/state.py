@@ -25,6 +25,7 @@ class WalkState:
         ports: the property of a call that each input of the graph contains.
         symbols: names of axes of the graph's inputs.
         tables: whether the contents of constants are analyzed.
+        half: the graph computes in half precision, so computed values may be rounded to it.
         values: known values by name.
         weights: names of weights, and of values computed from weights and constants only.
         changed: the computed ones of these.
@@ -38,6 +39,7 @@ class WalkState:
     ports: Mapping[str, str]
     symbols: frozenset[str]
     tables: bool = True
+    half: bool = False
     values: dict[str, Value] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
