@@ -72,8 +72,8 @@ class Compared:
             return known, verified
         eager = self.eager(dtype or graphs[0].dtype.name, known)
         files = verified.path, verified.models, verified.settings
-        kinds = {"varied": not is_half, "routed": is_half and any(map(routes, verified.models.values()))}
-        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, verified.named, **kinds)
+        kinds = verified.named, not is_half, is_half and any(map(routes, verified.models.values()))
+        comparison = FolderComparison(eager, *files, self.selection, self.report, opener, *kinds)
         yield from comparison.checks(graphs)
         return eager, verified
 
@@ -110,9 +110,8 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
     if eager is None:
         return eager, compared.verified
     constants = KnownConstants.of(read_json(compared.reference / "config.json"), eager.rotary_frequencies())
-    if unknown := [
-        check for item in compared.verified.models.items() for check in unknown_tables(*item, kind, constants)
-    ]:
+    models = compared.verified.models.items()
+    if unknown := [check for name, model in models for check in unknown_tables(name, model, kind, constants)]:
         yield unknown
         return eager, compared.verified
     return (yield from compared.changed(partial(widen, half=kind, known=constants), IN_FLOAT32).run(eager, "float32"))
