@@ -141,6 +141,9 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """
     with fake_parameters() as mode:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        if dtype != torch.float32:
+            exact = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+            _take_buffers(model, exact)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
@@ -149,6 +152,14 @@ def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     _keep_in_float32(model, dtype)
     frequencies_from_positions(model)
     return model.eval()
+
+
+def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
+    """Rounds computed buffers from those of the float32 model: some classes compute tables in the default dtype."""
+    computed = dict(exact.named_buffers())
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not isinstance(buffer, FakeTensor) and name in computed:
+            buffer.data = computed[name].to(buffer.dtype)
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -35,6 +35,7 @@ from llmconv.export.library_patches import (
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
+from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth
 from llmconv.export.tracing.layer_kinds import layers_name
@@ -157,7 +158,9 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
+    traced = _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
+    record_exact_scalars(traced.model, program)
+    return traced
 
 
 def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.runtime.onnxruntime.float32_graph import compute_in_float32
+from llmconv.runtime.onnxruntime.float32_graph import compute_in_float32, exact_number
 from llmconv.runtime.onnxruntime.guard import graphs
 from llmconv.tensors import Array
 from llmconv.verify.comparison.known_constants import KnownConstants
@@ -47,6 +47,9 @@ def widen(model: onnx.ModelProto, half: int, known: KnownConstants, weights: Ite
 
     def values(tensor: onnx.TensorProto) -> Array:
         stored: Array = numpy_helper.to_array(tensor)
+        exact = exact_number(tensor)
+        if exact is not None:
+            return exact
         return stored if tensor.name in kept else known.restored(stored)
 
     compute_in_float32(model, half, values)

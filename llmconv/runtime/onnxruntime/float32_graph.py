@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
@@ -16,8 +17,21 @@ from llmconv.tensors import Array
 
 HALF_PRECISION: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
+EXACT = "llmconv.exact"
+"""Metadata of a half-precision constant: the number of which it is the rounding."""
+
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
 """Attributes that contain an element type."""
+
+
+def exact_number(tensor: onnx.TensorProto) -> Array | None:
+    """The recorded number behind a half-precision scalar; None without one, or if the scalar is not its rounding."""
+    stored: Array = numpy_helper.to_array(tensor)
+    for entry in tensor.metadata_props:
+        if entry.key == EXACT and stored.size == 1:
+            number = np.full(stored.shape, float(entry.value), np.float32)
+            return number if np.array_equal(number.astype(stored.dtype), stored) else None
+    return None
 
 
 def half_precision(model: onnx.ModelProto) -> str:
