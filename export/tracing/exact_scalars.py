@@ -1,6 +1,6 @@
 """Records the exact numbers behind half-precision constants of a graph.
 
-torch multiplies a float16 tensor by 0.7071 exactly and rounds the product; the exporter rounds the number too. A copy of
+torch multiplies a float16 tensor by 0.7071 exactly and rounds the product; the exporter rounds the number. A copy of
 the graph in float32, as `verify` makes, needs the number itself. So the constant gets it as metadata, in ONNX's
 `TensorProto.metadata_props`, which runtimes ignore.
 """
