@@ -30,9 +30,9 @@ def convolve(
     Returns:
         `[batch, channels, 1 + sequence]`; callers keep the last `sequence` columns.
     """
-    weight, bias = weight.to(hidden_states.dtype), None if bias is None else bias.to(hidden_states.dtype)
-    result = F.conv1d(hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return result if activation is None else ACT2FN[activation](result)
+    result = F.conv1d(hidden_states.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
+    result = result if activation is None else ACT2FN[activation](result)
+    return result.to(hidden_states.dtype)
 
 
 def _states(config: Any) -> tuple[CacheState, ...]:
