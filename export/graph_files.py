@@ -12,7 +12,7 @@ import onnx_ir as ir
 from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
@@ -80,6 +80,11 @@ class GraphPlan:
             raise UsageProblem(
                 "`--prefix` changes the graph for prompts, which is not exported",
                 hint="add `--prefill` or `--unified`; the decode graph finds the prefix in its cache",
+            )
+        if options.prefix and spec.precision != FLOAT32:
+            raise UsageProblem(
+                f"`--prefix` adds keys and values in float32 to a cache of {spec.precision}",
+                hint="leave out `--prefix`, or `--precision`",
             )
         if spec.cache != GROWING.cache and options.opset and options.opset < spec.opset:
             raise UsageProblem(
