@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,6 +18,8 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import external_tensors
+from llmconv.verify import verify
+from tests.builders.prefix_models import save_adapter
 from tests.conftest import save_tiny
 
 KINDS = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -194,3 +197,42 @@ def test_masks_are_the_smallest_number_of_float16(stored: Stored) -> None:
     kinds = [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT16]
     values = [onnx.numpy_helper.to_array(tensor) for tensor in kinds if not tensor.external_data]
     assert min(float(np.min(value)) for value in values) == -65504.0
+
+
+def test_a_prefix_in_half_precision_is_refused(stored: Stored, tmp_path: Path) -> None:
+    folder = stored("llama", "float16")
+    with pytest.raises(UsageProblem, match="`--prefix` adds keys and values in float32"):
+        export(folder, precision="float16", prefix=save_adapter(folder, tmp_path / "adapter", "PrefixTuning"))
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"opset": 21}, {"shapes": "static", "max_seq_len": 32}])
+def test_other_options_verify_in_half_precision(stored: Stored, options: dict[str, Any]) -> None:
+    folder = stored("llama", "float16")
+    export(folder, precision="float16", **options)
+    report = verify(folder, only=["prefill, 7 tokens"])
+    assert report.verdict == "pass", report.closing_lines()
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_verify_compares_the_graphs_as_they_are_and_in_float32(stored: Stored, dtype: str) -> None:
+    folder = stored("llama", dtype)
+    export(folder, precision=dtype)
+    report = verify(folder, only=["prefill, 7 tokens"])
+    names = {check.name for check in report.checks}
+    assert report.verdict == "pass", report.closing_lines()
+    assert {"prefill, 7 tokens", "prefill, 7 tokens, in float32"} <= names
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dtype: str) -> None:
+    folder = stored("llama", dtype)
+    export(folder, precision=dtype)
+    for path in folder.glob("*.onnx"):
+        model = onnx.load(path, load_external_data=False)
+        norms = [node for node in model.graph.node if node.op_type == "RMSNormalization"]
+        for attribute in (one for node in norms for one in node.attribute if one.name == "epsilon"):
+            attribute.f *= 1.2
+        onnx.save(model, path)
+    report = verify(folder, only=["prefill, 7 tokens"], allow_changed=True)
+    assert report.verdict == "fail"
+    assert report.where and report.where.scenario.endswith("in float32")
