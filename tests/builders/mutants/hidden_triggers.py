@@ -41,7 +41,7 @@ def _on_hidden(graph: Nodes, condition: Callable[[str], list[tuple[str, list[str
 
 
 def _first_norm(graph: Nodes) -> onnx.NodeProto:
-    return next(node for node in users(graph.model, "Pow") if "layers.1.input_layernorm" in node.name)
+    return next(node for node in users(graph.model, "RMSNormalization") if "layers.1.input_layernorm" in node.name)
 
 
 def _node(graph: Nodes, before: onnx.NodeProto, op: str, inputs: list[str], **attributes: Any) -> str:

@@ -24,6 +24,7 @@ from tests.builders.mutants.surgery import (
     insert,
     layer_of,
     maker,
+    norms,
     replace_input,
     users,
 )
@@ -97,7 +98,7 @@ class Mutant:
 
 def epsilon_of_one_norm(model: onnx.ModelProto, folder: Path) -> bool:
     """One layer's norm has ten times the epsilon."""
-    for node in users(model, "LayerNormalization"):
+    for node in norms(model):
         epsilon = attribute(node, "epsilon")
         if layer_of(node) == 1 and epsilon is not None:
             epsilon.f *= 10

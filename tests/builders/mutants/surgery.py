@@ -81,6 +81,11 @@ def replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
             node.input[index] = new
 
 
+def norms(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The nodes that are norms."""
+    return [node for kind in ("LayerNormalization", "RMSNormalization") for node in users(model, kind)]
+
+
 def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
     """A node's attribute."""
     return next((item for item in node.attribute if item.name == name), None)

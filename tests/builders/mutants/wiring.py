@@ -18,6 +18,7 @@ from tests.builders.mutants.surgery import (
     insert,
     layer_of,
     maker,
+    norms,
     replace_input,
     users,
     weight_names,
@@ -178,6 +179,11 @@ def last_layer_skipped(model: onnx.ModelProto, folder: Path) -> bool:
 
 def norm_skipped(model: onnx.ModelProto, folder: Path) -> bool:
     """One layer's first norm only multiplies by its weight."""
+    for node in users(model, "RMSNormalization"):
+        if layer_of(node) == 1:
+            node.op_type = "Mul"
+            del node.attribute[:]
+            return True
     for node in users(model, "Reciprocal"):
         if layer_of(node) == 1:
             for reader in _readers(model, node.output[0]):
@@ -278,7 +284,7 @@ def weight_one_row_off(model: onnx.ModelProto, folder: Path) -> bool:
 def epsilon_of_every_norm(model: onnx.ModelProto, folder: Path) -> bool:
     """Every norm has a fifth more epsilon."""
     found = False
-    for node in users(model, "LayerNormalization"):
+    for node in norms(model):
         epsilon = attribute(node, "epsilon")
         if epsilon is not None:
             epsilon.f, found = epsilon.f * 1.2, True

@@ -202,7 +202,7 @@ def test_node_names_of_other_exporters_are_recognized(broken: Broken, eager: Ref
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "/" + name.replace(".", "/").replace("layers/", "layers."))
     found = searched(folder, eager("llama"), MASKED).where
-    assert found and found.node == "/model/layers.1/input_layernorm/Add"
+    assert found and found.node == "/model/layers.1/input_layernorm/RMSNormalization"
     assert found.text.startswith("layers.1.input_layernorm: epsilon 1e-05 in the graph")
 
 
