@@ -311,8 +311,8 @@ def _client_files(
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
-    described = ClientModel(decoder_config(model.config), model.input_map, generation, spec.cache, spec.precision)
-    return ClientFiles(clients, described)
+    kinds = spec.cache, spec.precision, spec.target
+    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, *kinds))
 
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:

@@ -30,6 +30,7 @@ class ClientModel:
         generation: the content of `generation_config.json`, None if the file is missing.
         cache: `growing` or `shared-buffer`.
         precision: dtype that the graphs compute in.
+        target: runtime of the graphs, such as `ort-cuda`; None for any.
     """
 
     config: Any
@@ -37,6 +38,7 @@ class ClientModel:
     generation: Mapping[str, Any] | None = None
     cache: str = "growing"
     precision: str = "float32"
+    target: str | None = None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
     # Two sessions share one mapped file only where neither makes a packed copy of the weights.
     packing = {"session.disable_prepacking": "1"} if is_pipeline else {}
     decoder: dict[str, Any] = {
-        "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": []},
+        "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": _providers(model)},
         "hidden_size": int(config.hidden_size),
         "num_attention_heads": int(config.num_attention_heads),
         "num_key_value_heads": kv_heads,
@@ -84,6 +84,14 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
     if is_pipeline:
         return {**decoder, "pipeline": [{role: _stage(model, graphs, role) for role in ("prefill", "decode")}]}
     return {"filename": graphs.files["unified"], **decoder}
+
+
+PROVIDERS = {"ort-cuda": "cuda", "ort-webgpu": "webgpu", "ort-dml": "dml"}
+"""GenAI's name of the provider of a target; without one it runs on the CPU."""
+
+
+def _providers(model: ClientModel) -> list[dict[str, dict[str, str]]]:
+    return [{PROVIDERS[model.target]: {}}] if model.target in PROVIDERS else []
 
 
 def _stage(model: ClientModel, graphs: EncodedGraphs, role: str) -> dict[str, Any]:

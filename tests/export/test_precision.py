@@ -15,7 +15,7 @@ from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import external_tensors
 from llmconv.verify import verify
@@ -236,3 +236,22 @@ def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dty
     report = verify(folder, only=["prefill, 7 tokens"], allow_changed=True)
     assert report.verdict == "fail"
     assert report.where and report.where.scenario.endswith("in float32")
+
+
+def test_the_layout_of_transformers_js_has_its_name_for_float16(stored: Stored) -> None:
+    folder = stored("llama", "float16")
+    export(folder, precision="float16", layout="transformersjs")
+    assert (folder / "onnx" / "model_fp16.onnx").is_symlink()
+    assert (folder / "onnx" / "model_fp16.onnx_data").resolve() == (folder / "model.safetensors").resolve()
+
+
+def test_transformers_js_refuses_bfloat16(stored: Stored) -> None:
+    with pytest.raises(UnsupportedInput, match="does not run bfloat16"):
+        export(stored("llama", "bfloat16"), precision="bfloat16", layout="transformersjs")
+
+
+def test_genai_gets_the_provider_of_the_target(stored: Stored) -> None:
+    folder = stored("llama", "bfloat16")
+    export(folder, target="ort-cuda", layout="genai")
+    config = json.loads((folder / "genai_config.json").read_text())
+    assert config["model"]["decoder"]["session_options"]["provider_options"] == [{"cuda": {}}]
