@@ -172,7 +172,7 @@ def cast_weights(folder: Path, dtype: str) -> None:
     path, fields = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     with torch.device("meta"):
         kept = kept_in_float32(_class_of(folder).from_config(AutoConfig.from_pretrained(folder)), getattr(torch, dtype))
-    tensors = load_file(path)
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not mapped: the file is replaced
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not (kept and kept.search(name)):
             tensors[name] = tensor.to(getattr(torch, dtype))

@@ -41,7 +41,7 @@ def stored(tmp_path: Path) -> Stored:
 def cast_folder(folder: Path, dtype: str, kept: str = "nothing") -> Path:
     """Casts the weights of a folder in place, except those whose name contains `kept`."""
     path = folder / "model.safetensors"
-    tensors = {n: t if kept in n else t.to(getattr(torch, dtype)) for n, t in load_file(path).items()}
+    tensors = {n: t.clone() if kept in n else t.to(getattr(torch, dtype)) for n, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
@@ -124,7 +124,7 @@ def test_weights_of_another_dtype_are_written_once_in_the_precision(stored: Stor
 
 def test_a_weight_that_overflows_float16_is_refused(stored: Stored, tmp_path: Path) -> None:
     folder = stored("llama", "bfloat16")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}  # not mapped
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputRefused, match=r"`model.norm.weight` contains 999424, and the largest number"):
@@ -136,7 +136,7 @@ def test_weights_that_become_zero_in_float16_are_counted(
     stored: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = stored("llama", "bfloat16")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}  # not mapped
     tensors["model.norm.weight"][:5] = 1e-9
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     export(folder, tmp_path / "out", precision="float16")
