@@ -57,7 +57,7 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
         found = [_of_json(number, line) for number, line in lines]
     if not found:
         raise InputRefused(
-            "there are no prompts",
+            "no prompts",
             hint="write one prompt per line; on the command line give it as an argument, or `--prompt-file FILE`",
         )
     return found
@@ -122,7 +122,7 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
     items = document if isinstance(document, list) else [document]
     found = [_of_item(f"item {number}", item) for number, item in enumerate(items, start=1)]
     if not found:
-        raise InputRefused("there are no prompts", hint="the array is empty")
+        raise InputRefused("no prompts", hint="the array is empty")
     return found
 
 
@@ -196,7 +196,7 @@ def contents_of(prompts: Any) -> list[PromptContent]:
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
     found = list(prompts)
     if not found:
-        raise UsageProblem("there are no prompts", hint="give at least one")
+        raise UsageProblem("no prompts", hint="give at least one")
     if all(map(is_message, found)):
         return [found]
     for number, one in enumerate(found, start=1):

@@ -233,9 +233,18 @@ def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dty
         for attribute in (one for node in norms for one in node.attribute if one.name == "epsilon"):
             attribute.f *= 1.2
         onnx.save(model, path)
-    report = verify(folder, only=["prefill, 7 tokens"], allow_changed=True)
+    report = verify(folder, only=["prefill, 7 tokens"], allow_changed=True, bisect=True)
     assert report.verdict == "fail"
     assert report.where and report.where.scenario.endswith("in float32")
+    assert "epsilon" in report.where.text
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_verify_goes_layer_by_layer_in_half_precision(stored: Stored, dtype: str) -> None:
+    folder = stored("llama", dtype)
+    export(folder, precision=dtype)
+    report = verify(folder, only=["prefill, 7 tokens"], low_memory=True)
+    assert report.verdict == "pass", report.closing_lines()
 
 
 def test_the_layout_of_transformers_js_has_its_name_for_float16(stored: Stored) -> None:

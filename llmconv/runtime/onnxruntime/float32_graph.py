@@ -29,9 +29,18 @@ def exact_number(tensor: onnx.TensorProto) -> Array | None:
     stored: Array = numpy_helper.to_array(tensor)
     for entry in tensor.metadata_props:
         if entry.key == EXACT and stored.size == 1:
-            number = np.full(stored.shape, float(entry.value), np.float32)
+            number = np.full(stored.shape, _number(entry.value), np.float32)
             return number if np.array_equal(number.astype(stored.dtype), stored) else None
     return None
+
+
+def _number(text: str) -> float:
+    """NaN, which equals no constant, for a text that is not a number in the range of float32."""
+    try:
+        number = float(text)
+    except ValueError:
+        return float("nan")
+    return number if abs(number) <= np.finfo(np.float32).max else float("nan")
 
 
 def half_precision(model: onnx.ModelProto) -> str:

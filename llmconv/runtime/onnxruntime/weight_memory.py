@@ -81,8 +81,9 @@ def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto
     found = {}
     for tensor in external_tensors(model):
         fields = external_fields(tensor)
-        place = (path.parent / fields["location"]).resolve(), int(fields.get("offset") or 0), int(fields["length"])
-        found[place] = tensor
+        file, offset = (path.parent / fields["location"]).resolve(), int(fields.get("offset") or 0)
+        length = int(fields.get("length") or 0) or file.stat().st_size - offset  # optional: up to the end
+        found[file, offset, length] = tensor
     return found
 
 

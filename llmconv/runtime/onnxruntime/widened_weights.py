@@ -25,6 +25,9 @@ STORED: dict[int, np.dtype[Any]] = {
     TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
 
+PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Gather"}
+"""Operators that read matrices, and are never folded, because their other input depends on the call."""
+
 Place = tuple[Path, int, int, tuple[int, ...]]
 """File, offset, element type and shape of a stored weight."""
 
@@ -36,7 +39,9 @@ class WidenedWeights:
         self._values: dict[Place, ort.OrtValue] = {}
 
     def share(self, path: Path, model: onnx.ModelProto, options: ort.SessionOptions) -> None:
-        """Replaces every Cast of a stored weight to float32 by the shared copy, in place.
+        """Replaces every Cast of a stored matrix to float32 by the shared copy, in place.
+
+        Other weights are small, and onnxruntime may fold nodes that read them, for which it needs their own values.
 
         Args:
             path: file of the graph; its weights are in the same folder.
@@ -45,7 +50,12 @@ class WidenedWeights:
         """
         weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_half(tensor)}
         uses = Counter(name for node in model.graph.node for name in node.input)
-        casts = [node for node in model.graph.node if _widens(node, weights) and uses[node.input[0]] == 1]
+        read = Counter(name for node in model.graph.node if node.op_type in PRODUCTS for name in node.input)
+        casts = [
+            node
+            for node in model.graph.node
+            if _widens(node, weights) and uses[node.input[0]] == 1 and read[node.output[0]] == uses[node.output[0]]
+        ]
         for node in casts:
             tensor = weights[node.input[0]]
             options.add_initializer(node.output[0], self._copy(path.parent, tensor))

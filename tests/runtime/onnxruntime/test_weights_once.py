@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -13,6 +14,7 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.generation import TextModel
 from llmconv.runtime.onnxruntime import weight_memory, widened_weights
+from llmconv.runtime.onnxruntime.float32_graph import EXACT, exact_number
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
@@ -61,8 +63,11 @@ def test_equal_graphs_by_path_share_one_session(talking: Path, opened: list[obje
     assert len(opened) == 1
 
 
-def test_different_graphs_share_float32_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = half(tmp_path / "model")
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])  # onnxruntime folds the 1 + weight of Gemma's norms
+def test_different_graphs_share_float32_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    folder = cast_folder(save_tiny(model_type, tmp_path / "model"), "bfloat16")
     export(folder, cache="shared-buffer", target="ort-cpu")
     made = Counter[tuple[object, ...]]()
     original = widened_weights.widened
@@ -110,3 +115,22 @@ def test_copies_that_exceed_the_memory_are_refused_with_the_way_out(
     with pytest.raises(InputRefused, match="GB of memory") as caught:
         TextModel.open(folder)
     assert "--dtype float32" in caught.value.hint
+
+
+def test_weights_without_a_recorded_length_end_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(64))
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[12], data_location="EXTERNAL")
+    tensor.external_data.add(key="location", value="w.bin")
+    tensor.external_data.add(key="offset", value="16")
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [12])
+    node = onnx.helper.make_node("Identity", ["w"], ["y"])
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [], [output], [tensor])), tmp_path / "g.onnx")
+    assert WeightMemory.of([tmp_path / "g.onnx"], SessionSettings()) == WeightMemory(48, 0)
+
+
+@pytest.mark.parametrize("text", ["0.7071", "0.9", "nan", "1e400", "x"])
+def test_a_recorded_number_counts_only_if_it_rounds_to_the_constant(text: str) -> None:
+    tensor = onnx.numpy_helper.from_array(np.float16(0.7071).reshape(()), "c")
+    tensor.metadata_props.add(key=EXACT, value=text)
+    found = exact_number(tensor)
+    assert (found is not None) == (text == "0.7071")

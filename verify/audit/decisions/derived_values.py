@@ -168,8 +168,7 @@ class DerivedValues:
         form, to = as_form(first), attribute(node, "to", onnx.TensorProto.FLOAT)
         if form is None or not form.terms:
             return first
-        rounding = {ValueKind.BINARY, ValueKind.PERIODIC} | ({ValueKind.UNKNOWN} if self.state.half else set())
-        is_rounded = to in HALVES and form.kind in rounding
+        is_rounded = self.state.half and to in HALVES and form.kind is not ValueKind.COUNT
         if to in EXACT_BITS and not is_rounded and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
             self.judge.flag(node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only")
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
