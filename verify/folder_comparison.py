@@ -112,6 +112,7 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
     constants = KnownConstants.of(read_json(compared.reference / "config.json"), eager.rotary_frequencies())
     models = compared.verified.models.items()
     if unknown := [check for name, model in models for check in unknown_tables(name, model, kind, constants)]:
+        compared.report.unseen.append("faults that the rounding of half precision hides")
         yield unknown
         return eager, compared.verified
     return (yield from compared.changed(partial(widen, half=kind, known=constants), IN_FLOAT32).run(eager, "float32"))
