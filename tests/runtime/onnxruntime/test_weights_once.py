@@ -130,7 +130,7 @@ def test_weights_without_a_recorded_length_end_with_their_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("text", ["0.7071", "0.9", "nan", "1e400", "x"])
 def test_a_recorded_number_counts_only_if_it_rounds_to_the_constant(text: str) -> None:
-    tensor = onnx.numpy_helper.from_array(np.float16(0.7071).reshape(()), "c")
+    tensor = onnx.numpy_helper.from_array(np.array(0.7071, np.float16), "c")
     tensor.metadata_props.add(key=EXACT, value=text)
     found = exact_number(tensor)
     assert (found is not None) == (text == "0.7071")
