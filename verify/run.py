@@ -9,7 +9,7 @@ import onnx
 
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches
 from llmconv.output.manifest import MANIFEST
@@ -17,7 +17,7 @@ from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.file_checksums import audit_graph_files
@@ -125,6 +125,10 @@ def _is_layered(
     """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""
     paths = [path for entry in verified.entries for path in entry.paths(verified.path)]
     why_not = why_not_layered(verified.entries, verified.models)
+    if provider_name(session.settings.provider) != CPU:
+        why_not = "`--provider` holds the whole model"
+        if wanted:
+            raise UsageProblem("`--low-memory` runs on the CPU", hint="leave out `--low-memory` or `--provider`")
     if session.bisect or session.minimized or session.selection.repeat > 1:
         why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
     layered, note = choose(CostEstimate.of(reference, distinct_files(paths)), wanted, why_not)

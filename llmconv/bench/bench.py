@@ -28,7 +28,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @fetches
 @checked
-def bench(
+def bench(  # noqa: PLR0913 - one parameter per option of the command
     model: str | Path | BenchCandidate,
     *,
     against: Sequence[str | Path | BenchCandidate] = (),
@@ -37,6 +37,7 @@ def bench(
     new_tokens: int = NEW_TOKENS,
     repeat: int = REPEAT,
     threads: int = 0,
+    provider: str = "cpu",
     on_cell: Callable[[Measurement], object] | None = None,
 ) -> BenchResult:
     """Measures greedy search; the candidates take turns, so that noise of the machine affects all of them.
@@ -50,6 +51,7 @@ def bench(
         new_tokens: number of new tokens after each prompt, at least 2.
         repeat: number of measured rounds, after one to warm up.
         threads: threads of each candidate; 0 for the cores that this process may use.
+        provider: execution provider of onnxruntime; torch computes on the device of that name.
         on_cell: called with every finished measurement.
 
     Raises:
@@ -65,7 +67,8 @@ def bench(
     tokens = _usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []
     with ExitStack() as stack:
-        workers = [stack.enter_context(closing(WorkerProcess(candidate, threads))) for candidate in candidates]
+        opened = (WorkerProcess(candidate, threads, provider) for candidate in candidates)
+        workers = [stack.enter_context(closing(worker)) for worker in opened]
         for batch, length in product(batch_sizes, lengths):
             for cell in _measure(workers, random_prompts(tokens, batch, length), new_tokens, repeat):
                 cells.append(cell)

@@ -22,19 +22,21 @@ class NoTokenizer:
         return ""
 
 
-def open_text_model(folder: str, threads: int, prepack: bool) -> TextModel:
+def open_text_model(folder: str, threads: int, prepack: bool, provider: str = "cpu") -> TextModel:
     """The model without end token; every token is decoded if there is a tokenizer.
 
     Args:
         folder: has the graphs.
         threads: of onnxruntime.
         prepack: let onnxruntime pack the weights.
+        provider: of onnxruntime.
     """
+    settings = SessionSettings(threads=threads, prepack=prepack, provider=provider)
     path = Path(folder)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
     return TextModel(
         tokenizer=load_tokenizer(path) if has_tokenizer else NoTokenizer(),
-        runner=load_runner(ModelFiles.find(path), "onnx", SessionSettings(threads=threads, prepack=prepack)),
+        runner=load_runner(ModelFiles.find(path), "onnx", settings),
         defaults=GenerationSettings(),
         positions=positions_of(path),
         folder=path,

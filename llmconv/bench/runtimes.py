@@ -85,15 +85,20 @@ class WorkerProcess:
         candidate: what it runs.
         versions: versions of the packages that run it.
 
+    Args:
+        candidate: to run.
+        threads: of the runtime.
+        provider: of onnxruntime; torch computes on the device of that name.
+
     Raises:
         InputRefused: the runtime is not installed, cannot open the folder, or the folder is unsafe.
     """
 
-    def __init__(self, candidate: BenchCandidate, threads: int) -> None:
+    def __init__(self, candidate: BenchCandidate, threads: int, provider: str = "cpu") -> None:
         self.candidate = candidate
         if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
             read_genai_config(candidate.folder)
-        command = [candidate.interpreter, "-c", START, WORKER, candidate.kind, candidate.folder, threads]
+        command = [candidate.interpreter, "-c", START, WORKER, candidate.kind, candidate.folder, threads, provider]
         try:
             self._process = subprocess.Popen(
                 list(map(str, command)),

@@ -3,7 +3,7 @@
 Needs only the standard library and the measured runtime, so that it also runs in another environment. All runtimes do
 the same: greedy search without an end token.
 
-    arguments   KIND FOLDER THREADS
+    arguments   KIND FOLDER THREADS PROVIDER
     at start    {"ready": {package: version}}
     request     {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; `expected`
                 are the tokens of the first candidate, among which GenAI's end token must not be
@@ -29,18 +29,19 @@ Answer = tuple[list[float], list[list[int]]]
 Run = Callable[[list[list[int]], int], Answer]
 
 
-def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
+def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -> Run:
     """llmconv's own loop over its graphs; decodes every token if there is a tokenizer.
 
     Args:
         folder: of the graphs.
         threads: of onnxruntime.
+        provider: of onnxruntime, such as `cpu` or `cuda`.
         prepack: pack the weights when the session opens.
     """
     from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
     from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
 
-    opened = open_text_model(folder, threads, prepack)
+    opened = open_text_model(folder, threads, prepack, provider)
 
     def run(prompts: list[list[int]], new: int) -> Answer:
         tokens: list[list[int]] = [[] for _ in prompts]
@@ -55,38 +56,42 @@ def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
     return run
 
 
-def open_packed(folder: str, threads: int) -> Run:
+def open_packed(folder: str, threads: int, provider: str) -> Run:
     """As `open_onnx`, with weights packed by onnxruntime."""
-    return open_onnx(folder, threads, prepack=True)
+    return open_onnx(folder, threads, provider, prepack=True)
 
 
-def open_torch(folder: str, threads: int) -> Run:
-    """`generate` of transformers over the eager model."""
+def open_torch(folder: str, threads: int, provider: str) -> Run:
+    """`generate` of transformers over the eager model: in float32 on the CPU, elsewhere in the dtype of its weights."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(threads)
-    return _hugging_face(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    dtype = torch.float32 if provider == "cpu" else "auto"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return _hugging_face(model.to(provider).eval(), provider)
 
 
-def open_optimum(folder: str, threads: int) -> Run:
+def open_optimum(folder: str, threads: int, provider: str) -> Run:
     """`generate` of optimum's `ORTModelForCausalLM`."""
     importlib.import_module("torch").set_num_threads(threads)
-    options = importlib.import_module("onnxruntime").SessionOptions()
+    library = importlib.import_module("onnxruntime")
+    options = library.SessionOptions()
     options.intra_op_num_threads = threads
     model = importlib.import_module("optimum.onnxruntime").ORTModelForCausalLM
-    return _hugging_face(model.from_pretrained(folder, session_options=options))
+    names = {name.removesuffix("ExecutionProvider").lower(): name for name in library.get_available_providers()}
+    return _hugging_face(model.from_pretrained(folder, session_options=options, provider=names[provider]), provider)
 
 
-def _hugging_face(model: Any) -> Run:
+def _hugging_face(model: Any, device: str) -> Run:
     """Greedy search by `generate`; a stopping criterion that never stops takes the time of every step."""
     torch = importlib.import_module("torch")
     config = importlib.import_module("transformers").GenerationConfig
 
     def run(prompts: list[list[int]], new: int) -> Answer:
-        ids, times, started = torch.tensor(prompts), [], time.perf_counter()
+        ids, times, started = torch.tensor(prompts, device=device), [], time.perf_counter()
 
         def see(*_: Any, **__: Any) -> Any:
             times.append(time.perf_counter() - started)
-            return torch.zeros(len(prompts), dtype=torch.bool)
+            return torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
         settings = config(max_new_tokens=new, do_sample=False, pad_token_id=0, use_cache=True)
         found = model.generate(
@@ -99,9 +104,12 @@ def _hugging_face(model: Any) -> Run:
 
 
 class Genai:
-    """The generator of ONNX Runtime GenAI. It needs an end token, so that is one that does not occur in the output."""
+    """The generator of ONNX Runtime GenAI, on the provider that its configuration names.
 
-    def __init__(self, folder: str, threads: int) -> None:
+    It needs an end token, so that is one that does not occur in the output.
+    """
+
+    def __init__(self, folder: str, threads: int, provider: str) -> None:
         self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
         self._folder, self._threads = folder, threads
         self._vocabulary = json.loads((Path(folder) / "genai_config.json").read_text())["model"]["vocab_size"]
@@ -133,7 +141,7 @@ class Genai:
         return times, [row.tolist()[-new:] for row in rows]
 
 
-KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
+KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
     "packed": (open_packed, ("llmconv", "onnxruntime")),
     "torch": (open_torch, ("transformers", "torch")),
@@ -143,18 +151,19 @@ KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
 """Runtime to the function that opens a folder, and the packages whose versions are reported."""
 
 
-def serve(kind: str, folder: str, threads: int, answer: Callable[[dict[str, Any]], None]) -> None:
+def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[[dict[str, Any]], None]) -> None:
     """Answers requests until stdin ends.
 
     Args:
         kind: one of `KINDS`.
         folder: to measure.
         threads: of the runtime.
+        provider: of onnxruntime; torch computes on the device of that name.
         answer: writes an answer.
     """
     opener, packages = KINDS[kind]
     try:
-        run = opener(folder, threads)
+        run = opener(folder, threads, provider)
     except Exception as error:  # any library can raise anything
         return answer({"error": _first_line(error)})
     answer({"ready": {name: _version(name) for name in packages}})
@@ -206,8 +215,8 @@ def main() -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    kind, folder, threads = sys.argv[1:]
-    serve(kind, folder, int(threads), answer)
+    kind, folder, threads, provider = sys.argv[1:]
+    serve(kind, folder, int(threads), provider, answer)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after a warm-up.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads per candidate; 0 for one per core.")
 @click.option(
+    "--provider",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
+    help="Provider of onnxruntime: cpu, cuda, …; torch uses the device of that name, genai its own configuration.",
+)
+@click.option(
     "--python",
     "pythons",
     multiple=True,
@@ -65,6 +72,7 @@ def command(
     new_tokens: int,
     repeat: int,
     threads: int,
+    provider: str,
     pythons: tuple[str, ...],
     csv_file: Path | None,
     plot_file: Path | None,
@@ -92,6 +100,7 @@ def command(
         new_tokens=new_tokens,
         repeat=repeat,
         threads=threads,
+        provider=provider,
         on_cell=lambda cell: say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}"),
     )
     if as_json:

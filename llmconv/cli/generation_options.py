@@ -44,6 +44,12 @@ PICKING = (
 RUNNING = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
+    click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "float16", "bfloat16"]),
+        help="Dtype of the model, with `--backend torch`. Default: that of its weights.",
+    ),
     click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
     click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
     click.option(
@@ -118,11 +124,11 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
     if odd:
         raise UsageProblem(
             f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use",
-            hint="leave it out, the eager model runs on the CPU; or leave out `--backend torch`",
+            hint="leave it out and give `--device`; or leave out `--backend torch`",
         )
 
 
-OPENING = ("backend", "adapter", "trust_remote_code")
+OPENING = ("backend", "adapter", "trust_remote_code", "device", "dtype")
 """Options that are passed to `TextModel.open` unchanged."""
 
 OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "timeout")

@@ -75,6 +75,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     help="Name the first node that differs, and list nodes without a counterpart in the model.",
 )
 @click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
+@click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of onnxruntime; 0 for one per core.")
 @click.option(
     "--timeout",
@@ -103,6 +104,7 @@ def command(
     /,
     folder: str | None,
     graphs: tuple[Path, ...],
+    provider: str | None,
     threads: int,
     timeout: float | None,
     report_folder: Path | None,
@@ -121,7 +123,7 @@ def command(
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
-    from llmconv.runtime import SessionSettings
+    from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
     from llmconv.verify.report.files import require_writable, write_report
     from llmconv.verify.report.github import annotation_lines
 
@@ -131,7 +133,7 @@ def command(
     started = time.perf_counter()
     shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
-    settings = SessionSettings(threads=threads, timeout=timeout)
+    settings = SessionSettings(threads=threads, timeout=timeout, provider=provider_name(provider or CPU))
     report = _verified(folder, graphs, choices, settings=settings, show=None if quiet else shown)
     if report_folder:
         write_report(report, report_folder)

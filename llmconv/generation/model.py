@@ -19,7 +19,7 @@ from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner
+from llmconv.generation.runners import load_genai, load_runner, refuse_torch_options
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -61,6 +61,8 @@ class TextModel:
         settings: SessionSettings | None = None,
         adapter: str | Path | None = None,
         trust_remote_code: bool = False,
+        device: str | None = None,
+        dtype: str | None = None,
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
@@ -71,20 +73,32 @@ class TextModel:
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
             adapter: PEFT adapter folder, for `torch`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
+            device: torch's name of the device, for `torch`; None for the CPU.
+            dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
 
         Raises:
             InputRefused: there is no tokenizer, or nothing to run.
-            UsageProblem: an unknown backend, or an adapter for the graphs.
+            OutOfMemory: the device has too little memory.
+            UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         with fetching() as fetched:
             files = ModelFiles.find(model)
             tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
-                engine = load_genai(files, settings, adapter)
+                refuse_torch_options(adapter, device, dtype)
+                engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
-                runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
+                runner = load_runner(
+                    files,
+                    backend,
+                    settings,
+                    adapter=adapter,
+                    trust_remote_code=trust_remote_code,
+                    device=device,
+                    dtype=dtype,
+                )
                 lengths = [context_length(files.folder), runner.cache_capacity]
                 length = min((length for length in lengths if length), default=None)
             defaults = GenerationSettings.of(files.generation_config or files.folder)

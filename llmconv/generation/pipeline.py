@@ -13,6 +13,7 @@ from llmconv.files.paths import kind_of
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.generation.generate import BATCH_SIZE
 from llmconv.generation.model import TextModel
+from llmconv.generation.runners import refuse_torch_options
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import token_ids
@@ -31,6 +32,8 @@ def pipeline(
     adapter: str | Path | None = None,
     session: SessionSettings | None = None,
     trust_remote_code: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
     **options: Any,
 ) -> TextGeneration:
     """Opens a model, to be called like transformers' pipeline.
@@ -43,6 +46,8 @@ def pipeline(
         adapter: PEFT adapter folder, for `torch`.
         session: session settings of onnxruntime.
         trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
+        device: torch's name of the device, for `torch`; None for the CPU.
+        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
         options: default options of every call, see `TextGeneration.__call__`.
 
     Raises:
@@ -55,11 +60,31 @@ def pipeline(
         raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
     require_options(options)
     opened = model
-    if not isinstance(model, TextModel):
+    if isinstance(model, TextModel) and model.backend != "torch":
+        refuse_torch_options(adapter, device, dtype)
+    if isinstance(model, TextModel):
+        _refuse_opening(adapter=adapter, session=session, device=device, dtype=dtype)
+    else:
         opened = TextModel.open(
-            model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
+            model,
+            backend=backend,
+            settings=session,
+            adapter=adapter,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            dtype=dtype,
         )
     return TextGeneration(opened, **options)
+
+
+def _refuse_opening(**given: Any) -> None:
+    """Refuses options that have no effect on a model that is open."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageProblem(
+                f"`{name}` has no effect on an open model",
+                hint="give it to `TextModel.open`, or give `pipeline` the folder",
+            )
 
 
 class TextGeneration:

@@ -15,6 +15,9 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.runner import Runner
 
+DTYPES = ("float32", "float16", "bfloat16")
+"""Dtypes of the eager model."""
+
 
 def load_runner(
     files: ModelFiles,
@@ -23,6 +26,8 @@ def load_runner(
     *,
     adapter: str | Path | None = None,
     trust_remote_code: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> Runner:
     """The graphs, or the eager model (torch is imported only for that).
 
@@ -32,13 +37,15 @@ def load_runner(
         settings: session settings of onnxruntime; `torch` takes the number of threads from them.
         adapter: PEFT adapter folder, for `torch`.
         trust_remote_code: run the model code in the folder, for `torch`.
+        device: torch's name of the device, for `torch`; None for the CPU.
+        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
 
     Raises:
         InputRefused: the folder has no graphs, or transformers cannot load it.
-        UsageProblem: an unknown backend, or an adapter for the graphs.
+        UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
     """
     if backend == "onnx":
-        _refuse_adapter(adapter)
+        refuse_torch_options(adapter, device, dtype)
         WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
@@ -46,13 +53,17 @@ def load_runner(
     if backend != "torch":
         raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
     _refuse_session(settings)
+    if dtype not in (None, *DTYPES):
+        raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"give one of: {', '.join(DTYPES)}")
     from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
 
     return TorchRunner(
         files.folder,
+        dtype or "auto",
         code=files.folder if trust_remote_code else None,
         adapter=Path(adapter) if adapter else None,
         threads=settings.threads if settings else 0,
+        device=device or "cpu",
     )
 
 
@@ -65,28 +76,45 @@ def _graph_files(files: ModelFiles) -> list[Path]:
     return [path for role in roles if role in entries for path in entries[role].paths(files.folder)]
 
 
-def load_genai(files: ModelFiles, settings: SessionSettings | None, adapter: str | Path | None) -> GenaiEngine:
+def load_genai(files: ModelFiles, settings: SessionSettings | None) -> GenaiEngine:
     """The folder's graphs in ONNX Runtime GenAI, an optional package.
 
     Args:
         files: found from a folder, not from single graphs.
         settings: session settings of onnxruntime.
-        adapter: must be None.
 
     Raises:
         InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.
-        UsageProblem: an adapter, a single graph, or settings that GenAI does not have.
+        UsageProblem: a single graph, or settings that GenAI does not have.
     """
-    _refuse_adapter(adapter)
     if files.prefill:
         raise UsageProblem("GenAI opens folders, not single graphs", hint="give the folder that has genai_config.json")
     return GenaiEngine.load(files.folder, settings, context_length(files.folder))
 
 
-def _refuse_adapter(adapter: str | Path | None) -> None:
+def refuse_torch_options(adapter: str | Path | None, device: str | None, dtype: str | None) -> None:
+    """Refuses what only the eager model takes.
+
+    Args:
+        adapter: PEFT adapter folder.
+        device: torch's name of a device.
+        dtype: of the weights.
+
+    Raises:
+        UsageProblem: one of them is given.
+    """
     if adapter is not None:
         raise UsageProblem(
             "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
+        )
+    if device is not None:
+        raise UsageProblem(
+            "`device` is for `--backend torch`",
+            hint='for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',
+        )
+    if dtype is not None:
+        raise UsageProblem(
+            "`dtype` is for `--backend torch`", hint="graphs compute in the type of `llmconv export --precision`"
         )
 
 
@@ -97,5 +125,5 @@ def _refuse_session(settings: SessionSettings | None) -> None:
     if odd:
         raise UsageProblem(
             f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does not use",
-            hint="leave it out, the eager model runs on the CPU; or leave out `backend`",
+            hint="leave it out and give `device`; or leave out `backend`",
         )

@@ -13,8 +13,8 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.runner import (
     OrtGraph,
     OrtRunner,

@@ -240,7 +240,7 @@ RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "outpu
 
 ELSEWHERE = {
     "tokenizer": "the tokenizer is the model folder's; `model=ModelFiles(FOLDER, tokenizer=OTHER)` selects another one",
-    "device": 'give `session=SessionSettings(provider="cuda")`; `backend="torch"` runs on the CPU',
+    "device": 'give `session=SessionSettings(provider="cuda")`; with `backend="torch"` open the model with `device`',
     "device_map": "one process runs the whole model; `llmconv export --stages` splits its graphs",
     "torch_dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
     "dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",

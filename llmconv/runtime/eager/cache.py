@@ -97,6 +97,6 @@ def _restore_keys(cache: Any, index: int, part: str, tensor: torch.Tensor) -> No
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """A numpy view of a tensor; bfloat16, which numpy lacks, is converted to float32."""
-    array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
+    """A numpy view of a tensor, or its copy from a device; bfloat16, which numpy lacks, is converted to float32."""
+    array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().cpu().numpy()
     return array

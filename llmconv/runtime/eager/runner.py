@@ -89,9 +89,12 @@ class EagerRunner(Runner):
         code: a trusted folder whose custom code, if any, builds the model.
         factors: scales the weights while they are read.
         like: the same model in float32; its weights are copied instead of read again.
+        device: torch's name of the device.
 
     Raises:
         InputRefused: transformers cannot load the folder.
+        OutOfMemory: the device has too little memory.
+        UsageProblem: torch does not have the device.
     """
 
     attention: str | None = "eager"
@@ -104,7 +107,9 @@ class EagerRunner(Runner):
         code: Path | None = None,
         factors: ScaleFactors | None = None,
         like: EagerRunner | None = None,
+        device: str = "cpu",
     ) -> None:
+        self._device = require_device(device)
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -147,7 +152,17 @@ class EagerRunner(Runner):
         if self.dtype == "float64":
             for name, layer in layer_modules(model).items():
                 layer.register_forward_pre_hook(partial(_begin_layer, self.limit_margins, name))
-        return (model.double() if self.dtype == "float64" else model).eval()
+        return self._moved(model.double() if self.dtype == "float64" else model).eval()
+
+    def _moved(self, model: Any) -> Any:
+        """The model on its device; on the CPU its weights may still be without content."""
+        if self._device.type == "cpu":
+            return model
+        try:
+            return model.to(self._device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise_if_out_of_memory(error, f"while `{self._folder.name}` was moved to `{self._device}`")
+            raise
 
     @property
     def model(self) -> Any:
@@ -211,7 +226,7 @@ class EagerRunner(Runner):
     def embed(self, input_ids: Array) -> Array:
         """Embeddings [batch, tokens, hidden] of `input_ids` int64 [batch, tokens]."""
         with torch.no_grad():
-            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
+            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids).to(self._device)))
 
     @property
     def vocab_size(self) -> int:
@@ -254,7 +269,7 @@ class EagerRunner(Runner):
             return copy.deepcopy(past.cache)
         cache = fresh_cache(self.config)
         for name, array in past.arrays().items() if past else ():
-            restore(cache, name, torch.from_numpy(array).to(self.model.dtype))
+            restore(cache, name, torch.from_numpy(array).to(self._device, self.model.dtype))
         return cache
 
     def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
@@ -279,7 +294,9 @@ class EagerRunner(Runner):
 
     def _call(self, inputs: dict[str, Array], cache: Any) -> torch.Tensor:
         """Casts floats to the model's precision, runs it and returns the logits."""
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()
+        }
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         with single_torch_thread() if self._is_small else nullcontext(), self._compute_mode():
             cached = {self._cache_name: cache, "use_cache": True}
@@ -293,6 +310,21 @@ class EagerRunner(Runner):
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):
             yield
+
+
+def require_device(name: str) -> torch.device:
+    """A device of this machine by torch's name.
+
+    Raises:
+        UsageProblem: torch does not have it.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageProblem(
+            f"torch cannot use the device `{name}`: {first_line(error)}",
+            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
+        ) from error
 
 
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:

@@ -59,6 +59,7 @@ class TorchRunner(EagerRunner):
         code: see `EagerRunner`.
         adapter: folder of a PEFT adapter, which is applied without merging.
         threads: number of torch threads in this process; 0 for no change.
+        device: torch's name of the device.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -74,8 +75,9 @@ class TorchRunner(EagerRunner):
         code: Path | None = None,
         adapter: Path | None = None,
         threads: int = 0,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(folder, dtype, code=code)
+        super().__init__(folder, dtype, code=code, device=device)
         if threads:
             torch.set_num_threads(threads)
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:

@@ -18,9 +18,10 @@ from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueType
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
-from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, as_input
+from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmconv.runtime.onnxruntime.device import as_array
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
@@ -33,4 +34,4 @@ class EmbeddingGraph:
         """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""
         ids = np.ascontiguousarray(input_ids, dtype=np.int64)
         (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
-        return np.asarray(embedded.numpy())
+        return as_array(embedded)

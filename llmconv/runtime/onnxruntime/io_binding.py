@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from llmconv.runtime.onnxruntime.device import Device, host_value
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.tensors import Array
-
-TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
-"""numpy types by onnxruntime's names."""
 
 
 class BoundSession:
@@ -21,11 +19,14 @@ class BoundSession:
     Args:
         session: the session to run.
         results: names of the outputs other than the cache.
+        device: memory in which the session computes.
     """
 
-    def __init__(self, session: LimitedSession, results: Sequence[str]) -> None:
+    def __init__(self, session: LimitedSession, results: Sequence[str], device: Device) -> None:
         self._session, self._results, self._binding = session, results, session.io_binding()
+        self._device = device
         self._inputs: dict[str, Array] = {}
+        self._cache: dict[str, ort.OrtValue] = {}
         self._bind_results()  # before the cache: outputs have the order of their binding
 
     def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
@@ -37,6 +38,7 @@ class BoundSession:
             values: one value per pair.
         """
         for past_name, present_name, value in zip(past, present, values, strict=True):
+            self._cache[past_name] = value
             self._binding.bind_ortvalue_input(past_name, value)
             self._binding.bind_ortvalue_output(present_name, value)
 
@@ -47,15 +49,24 @@ class BoundSession:
             held[...] = array
         else:
             self._inputs[name] = np.array(array, dtype=input_dtype(array), order="C")
-            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(self._inputs[name]))
+            self._binding.bind_ortvalue_input(name, host_value(self._inputs[name]))
 
     def run(self) -> list[Array]:
         """Runs the session and returns the results, which later runs do not change."""
+        if self._device.copies:
+            self._bind_inputs_again()
         self._session.run_with_iobinding(self._binding, [array.shape for array in self._inputs.values()])
         values = self._binding.get_outputs_as_ortvaluevector()
         results = [values[at].numpy() for at in range(len(self._results))]
         self._bind_results()  # the next results may have other shapes
         return results
+
+    def _bind_inputs_again(self) -> None:
+        """Passes on what the host has changed; a cache that lies where its nodes read it is not copied."""
+        for name, array in self._inputs.items():
+            self._binding.bind_ortvalue_input(name, host_value(array))
+        for name, value in self._cache.items():
+            self._binding.bind_ortvalue_input(name, value)
 
     def _bind_results(self) -> None:
         for name in self._results:
@@ -64,9 +75,9 @@ class BoundSession:
 
 def as_input(array: Array) -> ort.OrtValue:
     """A graph input: tokens, mask and positions as int64, embeddings unchanged."""
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=input_dtype(array)))
+    return host_value(np.ascontiguousarray(array, dtype=input_dtype(array)))
 
 
 def input_dtype(array: Array) -> Any:
-    """int64 for integers, else the dtype of the array."""
-    return array.dtype if array.dtype.kind == "f" else np.int64
+    """int64 for integers and booleans, else the dtype of the array."""
+    return np.int64 if array.dtype.kind in "iub" else array.dtype

@@ -14,9 +14,10 @@ import onnxruntime as ort
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
-from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, as_input
+from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.session_settings import (
     SessionSettings as SessionSettings,  # part of this module's interface
 )
@@ -44,7 +45,7 @@ class OrtCache:
 
     def arrays(self) -> dict[str, Array]:
         """See `Cache.arrays`."""
-        return {name: value.numpy() for name, value in zip(self.names, self.values, strict=True)}
+        return {name: as_array(value) for name, value in zip(self.names, self.values, strict=True)}
 
 
 LENGTH_AXIS = 2
@@ -78,7 +79,7 @@ class OrtGraph:
         entry = entry or GraphEntry("", (path.name,))
         settings = settings or SessionSettings()
         settings = replace(settings, yields=settings.yields or len(entry.files) > 1)
-        self._fixed = settings.free_dimensions
+        self._fixed, self._device = settings.free_dimensions, settings.device
         self._session = self._connect(entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
@@ -105,7 +106,9 @@ class OrtGraph:
         self._buffered = None
         if self.sizes:
             names = self.result_names
-            self._buffered = BufferedSession(self._session.last, self.sizes, names, self.embed, self._garbage)
+            self._buffered = BufferedSession(
+                self._session.last, self.sizes, names, self.embed, self._garbage, self._device
+            )
 
     def under(self, entry: GraphEntry) -> OrtGraph:
         """The same sessions, and so the same memory, as the graph of another entry with the same content."""
@@ -149,7 +152,7 @@ class OrtGraph:
         feeds = {name: as_input(array) for name, array in tokens.items() if name in self.inputs}
         feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
-        results = [value.numpy() for value in outputs[: len(self.result_names)]]
+        results = [as_array(value) for value in outputs[: len(self.result_names)]]
         present = outputs[len(self.result_names) :]
         lengths = [present[at].shape()[LENGTH_AXIS] for at in self._grows]
         return results, OrtCache(self.present_names, present, max(lengths, default=given["attention_mask"].shape[1]))
@@ -169,7 +172,7 @@ class OrtGraph:
         arrays = past.arrays()
         dtypes = [TENSOR_DTYPES.get(self.types[name], np.float32) for name in self.past_names]
         typed = [array.astype(dtype, copy=False) for array, dtype in zip(arrays.values(), dtypes, strict=True)]
-        return [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in typed]
+        return [self._device.place(array) for array in typed]
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
         """Keys or values of no tokens, or a state of zeros.
@@ -180,7 +183,7 @@ class OrtGraph:
         declared = self.inputs[name]
         shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return ort.OrtValue.ortvalue_from_numpy(np.zeros([batch, *shape[1:]], dtype))
+        return self._device.place(np.zeros([batch, *shape[1:]], dtype))
 
 
 class OrtRunner(Runner):

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import UsageProblem, first_line
+from llmconv.runtime.onnxruntime.device import Device
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, half_precision
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 
@@ -21,6 +22,9 @@ GraphTransform = Callable[[Path, onnx.ModelProto], None]
 
 WITHOUT_KERNELS = ("bfloat16",)
 """Dtypes for which onnxruntime's CPU provider has almost no kernels: such graphs compute in float32 there."""
+
+EXACT = {"CUDAExecutionProvider": {"use_tf32": "0"}}
+"""Defaults of providers: products of float32 are not rounded to TF32's 10 bits, as in torch."""
 
 LEVELS = {
     "all": "ORT_ENABLE_ALL",
@@ -120,6 +124,15 @@ class SessionSettings:
             self.widened.share(path, model, options)
         return bool(self.change or (is_on_cpu and (self.widened or half in WITHOUT_KERNELS)))
 
+    @property
+    def device(self) -> Device:
+        """Memory in which the provider computes.
+
+        Raises:
+            UsageProblem: this build of onnxruntime does not have the provider.
+        """
+        return Device.of(provider_name(self.provider), self.provider_options)
+
     def providers(self) -> list[Any]:
         """Execution providers, preferred first, in the form of `InferenceSession`.
 
@@ -127,7 +140,7 @@ class SessionSettings:
             UsageProblem: this build of onnxruntime does not have the provider.
         """
         name = provider_name(self.provider)
-        return [(name, dict(self.provider_options))] + [CPU] * (name != CPU)
+        return [(name, {**EXACT.get(name, {}), **self.provider_options})] + [CPU] * (name != CPU)
 
 
 NAMES = "names and values are those of onnxruntime's `SessionOptions` and session configuration keys"

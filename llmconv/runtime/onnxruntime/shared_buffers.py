@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnxruntime as ort
 
 from llmconv.errors import InputRefused
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device, as_array
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.io_binding import TENSOR_DTYPES, BoundSession
+from llmconv.runtime.onnxruntime.io_binding import BoundSession
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
@@ -45,10 +45,12 @@ class CacheBuffers:
     Args:
         arrays: the initial values, which are copied.
         filled: number of tokens in them.
+        device: where the memory lies.
     """
 
-    def __init__(self, arrays: Sequence[Array], filled: int = 0) -> None:
-        self.values = [ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C")) for array in arrays]
+    def __init__(self, arrays: Sequence[Array], filled: int = 0, device: Device | None = None) -> None:
+        self._device = device or Device()
+        self.values = [self._device.place(array) for array in arrays]
         self.filled = filled
         self.capacity = int(self.values[0].shape()[2])
         self._bound: dict[LimitedSession, BoundSession] = {}
@@ -65,13 +67,13 @@ class CacheBuffers:
             present: names of the present outputs.
         """
         if session not in self._bound:
-            self._bound[session] = BoundSession(session, results)
+            self._bound[session] = BoundSession(session, results, self._device)
             self._bound[session].bind_cache(past, present, self.values)
         return self._bound[session]
 
     def arrays(self) -> list[Array]:
         """Numpy arrays of the full capacity."""
-        return [value.numpy() for value in self.values]
+        return [as_array(value) for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class BufferedSession:
         results: names of the outputs other than the cache.
         embed: returns the token input by name for `input_ids`.
         garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
+        device: where the buffers lie.
     """
 
     def __init__(
@@ -175,9 +178,10 @@ class BufferedSession:
         results: Sequence[str],
         embed: Callable[[Array], dict[str, Array]],
         garbage: bool = False,
+        device: Device | None = None,
     ) -> None:
         self._session, self.sizes, self._embed, self._fill = session, sizes, embed, GARBAGE if garbage else 0.0
-        self._results = results
+        self._results, self._device = results, device
         self._shapes = {arg.name: arg.shape for arg in session.get_inputs()}
         self._dtypes = {arg.name: TENSOR_DTYPES.get(arg.type, np.float32) for arg in session.get_inputs()}
         self._past = [name for name in self._shapes if name.startswith("past_key_values.")]
@@ -227,7 +231,7 @@ class BufferedSession:
                 array[:rows, :, : content[index].shape[2]] = content[index]
                 array[rows:] = array[:1]
             arrays.append(array)
-        return CacheBuffers(arrays, past.length if past else 0)
+        return CacheBuffers(arrays, past.length if past else 0, self._device)
 
     def _can_extend(self, past: BufferCache, needed: int) -> bool:
         """Whether the buffers of the past can be extended in place."""

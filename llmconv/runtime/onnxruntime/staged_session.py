@@ -11,6 +11,8 @@ import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
+from llmconv.runtime.cache_names import is_present
+from llmconv.runtime.onnxruntime.device import HOST
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -36,8 +38,10 @@ class SessionChain:
         models = [load_guarded(path) for path in paths]
         limits = [TimeLimit(weight_bytes(model), settings.timeout) for model in models]
         opened = zip(paths, models, limits, strict=True)
+        self._device = settings.device
         self._sessions = [_open(path, model, settings, limit, joins) for path, model, limit in opened]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
+        self._results = self.get_outputs()
         self._names = [  # onnxruntime builds these lists anew for every request
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
             for session in self._sessions
@@ -66,12 +70,25 @@ class SessionChain:
         return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """The values of the outputs `names` of any session; `feeds` are all inputs by name."""
+        """The values of the outputs `names` of any session; `feeds` are all inputs by name.
+
+        The results lie in the host's memory; the cache, and what one session passes to the next, stay on the device.
+        """
         values = dict(feeds)
         for session, (inputs, outputs) in zip(self._sessions, self._names, strict=True):
             feeds = {name: values[name] for name in inputs}
-            values.update(zip(outputs, session.run_with_ort_values(outputs, feeds), strict=True))
+            made = (
+                session.run_with_ort_values(outputs, feeds)
+                if self._device.memory == HOST
+                else session.run_on_device(self._places(outputs), feeds, self._device.index)
+            )
+            values.update(zip(outputs, made, strict=True))
         return [values[name] for name in names]
+
+    def _places(self, outputs: Sequence[str]) -> dict[str, str]:
+        """The memory of each output."""
+        results = {arg.name for arg in self._results if not is_present(arg.name)}
+        return {name: HOST if name in results else self._device.memory for name in outputs}
 
 
 def _open(

@@ -184,6 +184,25 @@ class LimitedSession:
             values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
         return values
 
+    def run_on_device(
+        self, outputs: Mapping[str, str], feeds: Mapping[str, ort.OrtValue], index: int
+    ) -> list[ort.OrtValue]:
+        """Like `run_with_ort_values`, with the outputs left where the next run reads them.
+
+        Args:
+            outputs: memory of each output, `cpu` or `cuda`, by name.
+            feeds: the inputs, in any memory.
+            index: number of the device.
+        """
+        binding = self.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        for name, memory in outputs.items():
+            binding.bind_output(name, memory, index if memory != "cpu" else 0)
+        self.run_with_iobinding(binding, [value.shape() for value in islice(feeds.values(), FEEDS)])
+        values: list[ort.OrtValue] = binding.get_outputs()
+        return values
+
     def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
         """As in `InferenceSession`."""
         with self._limit.running(*_tokens([array.shape for array in islice(feeds.values(), FEEDS)])) as options:
