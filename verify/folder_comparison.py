@@ -64,7 +64,7 @@ class Compared:
         Args:
             known: an open reference of the model, if any.
             dtype: of the noise (default: that of the graphs).
-            is_half: the graphs round to half precision: original weights and settings only, typical rows if routed.
+            is_half: the graphs round to half precision: original weights and settings only, calmest rows if routed.
         """
         verified, opener = self.verified, open_in_pieces if self.layered else open_graph
         graphs = yield from open_graphs(opener, verified.path, verified.entries, verified.settings)

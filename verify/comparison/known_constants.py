@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import frexp, isfinite, log2, pi, sqrt
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from llmconv.tensors import Array
@@ -19,6 +20,9 @@ from llmconv.verify.results.sigma import ULPS
 
 FEW = 8
 """Maximum number of elements of an initializer that is treated as constants of a formula."""
+
+FINFO = ml_dtypes.finfo
+"""numpy's own does not know bfloat16."""
 
 EQUAL = 0.99
 """Minimum share of equal elements of a table, up to one unit in the last place of 1; others are not replaced."""
@@ -113,8 +117,13 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _restored(values: Array, known: Sequence[float]) -> Array:
-    """The first known number with each value as its rounding; exact values are not replaced."""
+    """The first known number with each value as its rounding; exact values are not replaced.
+
+    The smallest number of a dtype, which masks add to scores, becomes that of float32.
+    """
     wide = values.astype(np.float32)
+    lowest = np.float32(FINFO(values.dtype).min)
+    wide[values == lowest] = np.finfo(np.float32).min
     candidates = np.array(known, dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = candidates.astype(values.dtype).astype(np.float32)

@@ -57,7 +57,7 @@ class FolderComparison:
         open_graph: opens a graph of the folder.
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.
-        routed: judge typical rows, see `Gates.typical`.
+        routed: judge the calmest rows, see `Gates.calmest`.
     """
 
     eager: Eager
@@ -95,7 +95,7 @@ class FolderComparison:
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
-        gates = replace(GATES[self.eager.dtype], typical=self.routed)
+        gates = replace(GATES[self.eager.dtype], calmest=self.routed)
         pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             truth = self.eager.with_prefix(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
@@ -170,7 +170,7 @@ class FolderComparison:
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs
     ) -> Checks:
         """One scenario on each graph alone."""
-        gates = replace(GATES[self.eager.dtype], typical=self.routed)
+        gates = replace(GATES[self.eager.dtype], calmest=self.routed)
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             seen = Evidence()

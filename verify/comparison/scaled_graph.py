@@ -103,15 +103,24 @@ class _Scaling:
             else:
                 alpha.f *= factor
             return
+        self._scale_output(node, kind, np.array(factor))
+
+    def _scale_output(self, node: onnx.NodeProto, kind: int, factor: Array) -> None:
+        """Renames the node's output and gives its name to the product."""
         name = node.output[0]
         node.output[0] = f"{name}:unscaled"
         dtype = helper.tensor_dtype_to_np_dtype(kind)
-        self._after[node.output[0]] += self._times(node.output[0], np.array(factor, dtype), name)
+        self._after[node.output[0]] += self._times(node.output[0], factor.astype(dtype), name)
         self._after[node.output[0]] += self._after.pop(name, [])
 
     def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
-        """Renames the initializer and gives its name to the product."""
+        """Renames the initializer and gives its name to the product, in the type that its users read."""
         name, kind = tensor.name, tensor.data_type
+        users = [(node, _cast_to(node)) for node, _ in self._users[name]]
+        if users and name not in self._hidden and all(to in WIDE for _, to in users):
+            for node, to in users:
+                self._scale_output(node, to, factor)
+            return
         tensor.name = stored = f"{name}:unscaled"
         ports = [
             port for port in self._graph.input if port.name != name

@@ -18,7 +18,8 @@ from llmconv.verify.other_exporters.position_counts import (
     with_padding_counted,
 )
 from llmconv.verify.other_exporters.runners import ExternalRunner, RecordedSteps
-from llmconv.verify.reference.eager import Eager, ExpectedOutputs, run_chain
+from llmconv.verify.reference.chain_runs import run_chain
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.report import Check
 from llmconv.verify.results.sigma import ExpectedOutput, Gates, rms

@@ -22,7 +22,8 @@ from llmconv.verify.other_exporters.graph_cache import ExternalCache
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.port_map import AXES, Binding
 from llmconv.verify.other_exporters.scaled_weights import scaled_settings
-from llmconv.verify.reference.eager import Eager, edited, run_chain
+from llmconv.verify.reference.chain_runs import edited, run_chain
+from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import scaling_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.reference.merged_chain import LEAST, another_order, are_merged, is_another, joined, merged_steps
+from llmconv.verify.reference.chain_runs import rows_of, run_chain, valid_rows
+from llmconv.verify.reference.merged_chain import LEAST, are_merged, is_another, merged_steps
+from llmconv.verify.reference.other_roundings import other_roundings
 from llmconv.verify.reference.prefix import PrefixedRunner, PrefixStart
 from llmconv.verify.reference.weight_scaling import WeightScaling
-from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor, cache_rows, state_rows
+from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor
 from llmconv.verify.scenarios.calls import (
     GARBAGE,
     GARBAGE_AFTER_FLOAT16,
@@ -278,19 +280,10 @@ class Eager:
             found.append(self._with_others(truths, chain[: at + 1]))
         return found
 
-    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
-        """Adds to the outputs of the last call a run in another order of operations."""
-        chain = another_order(calls)
-        if chain is None:
-            return truths
-        step = cache(lambda: rows_of(joined(run_chain(self._rounded, chain)), chain[0].known))
-        new = calls[-1].input_ids.shape[1]
-
-        def other(name: str) -> Array:
-            rows = step()[name]
-            return rows[:, -new:] if name == "logits" else rows
-
-        return {name: replace(truth, other=partial(other, name)) for name, truth in truths.items()}
+    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Chain) -> dict[str, ExpectedOutput]:
+        """Adds to the outputs of the last call runs that round otherwise."""
+        runs = other_roundings(self._rounded_model, self._rounded, calls)
+        return {name: replace(truth, others=[partial(run, name) for run in runs]) for name, truth in truths.items()}
 
     def _valid(self, call: Call, output: str) -> Array:
         """The rows that are not padding; in the cache, the prefix comes first."""
@@ -314,35 +307,3 @@ def original_context(config: Any) -> int | None:
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):
         return int(config.max_position_embeddings)
     return next((int(kind[ORIGINAL]) for kind in kinds if kind.get(ORIGINAL)), None)
-
-
-def run_chain(runner: Runner, chain: Chain) -> list[Step]:
-    """Runs the calls one after another, each on the cache of the previous; the first one as prefill."""
-    steps: list[Step] = []
-    past: Cache | None = None
-    for index, call in enumerate(chain):
-        run = runner.decode if index else runner.prefill
-        past = edited(past, call)
-        steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
-        past = steps[-1].present
-    return steps
-
-
-def edited(past: Cache | None, call: Call) -> Cache | None:
-    """The cache that a call continues: the edited cache of the previous call, or a synthetic past."""
-    return call.start or (call.edit.apply(past, call.past_mask) if past else None)
-
-
-def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
-    """Every output as rows [batch, tokens, features], by name; keys and values without the first `known` tokens."""
-    arrays = step.present.arrays().items()
-    cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}
-    return {"logits": step.logits, **cached}
-
-
-def valid_rows(call: Call, output: str) -> Array:
-    """Which rows of an output are not padding, bool [batch, tokens]; a state has one row."""
-    if is_state(output):
-        return np.ones((len(call.input_ids), 1), dtype=bool)
-    valid: Array = call.attention_mask[:, call.known :] == 1
-    return call.valid if output == "logits" else valid

@@ -10,9 +10,10 @@ sequence), so that a single broken position is not diluted by correct ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,14 @@ class Gates:
     Attributes:
         aggregate: over all rows of an output.
         row: of the worst row.
-        typical: judge the median of all rows of a scenario by `aggregate`, and no single row. In half precision a
-            router may choose other experts for a row than the eager model did, in a correct graph, too.
+        calmest: judge only the calmest tenth of all rows of a scenario, by `aggregate`. In half precision a router may
+            choose other experts for a token than the eager model did, in a correct graph, too; that token and those
+            after it differ then, while a fault of the graph changes every row.
     """
 
     aggregate: float
     row: float
-    typical: bool = False
+    calmest: bool = False
 
 
 GATES = {
@@ -76,8 +78,8 @@ class ExpectedOutput:
         total_noise: RMS of the rounding error over all valid rows.
         max_noise: largest absolute rounding error per row, [batch, tokens].
         valid: bool [batch, tokens]; False for padding, which is not compared.
-        other: computes the output in the graph's dtype again, [batch, tokens, features], in another order of
-            operations; None where no other order exists.
+        others: functions that compute the output in the graph's dtype again, rounded otherwise, [batch, tokens,
+            features].
         excess: the measured noise relative to the usual noise of the output so far (the larger ratio of all rows and
             of the worst row), in units of the float32 gates; 0 without earlier measurements.
     """
@@ -87,7 +89,7 @@ class ExpectedOutput:
     total_noise: float
     max_noise: Array
     valid: Array
-    other: Callable[[], Array] | None = field(default=None, compare=False, repr=False)
+    others: Sequence[Callable[[], Array]] = field(default=(), compare=False, repr=False)
     excess: float = 0.0
 
     @property
@@ -109,30 +111,35 @@ class ExpectedOutput:
 
     def last(self) -> ExpectedOutput:
         """The last token only, for graphs that return the logits of the last token."""
-        noise, valid, other = self.noise[:, -1:], self.valid[:, -1:], self.other
+        noise, valid = self.noise[:, -1:], self.valid[:, -1:]
         total = max(rms(noise[valid]), 1e-300)
-        again = (lambda: other()[:, -1:]) if other else None
+        again = [partial(_last_row, other) for other in self.others]
         return ExpectedOutput(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
 
     @property
     def is_doubtful(self) -> bool:
         """Whether the noise may be small by chance, because it was measured on few rows."""
-        return self.other is not None and int(self.valid.sum()) <= FEW_ROWS
+        return bool(self.others) and int(self.valid.sum()) <= FEW_ROWS
 
     def again(self) -> ExpectedOutput:
-        """The same output with the larger noise, row by row, of the measured run and of another order of operations.
+        """The same output with the largest noise, row by row, of the measured run and of those that round otherwise.
 
-        A far larger difference is not noise: with rotary frequencies that depend on the length, the two orders are
-        different computations.
+        A far larger difference is not noise: with rotary frequencies that depend on the length, the same tokens in
+        other calls are different computations.
         """
-        assert self.other
-        error = self.other().astype(np.float64) - self.exact
-        noise = rms_rows(error)
-        understated = (noise > self.noise) & (noise < CHANCE * self.noise)
-        rows = np.where(understated, noise, self.noise)
-        most = np.where(understated, np.abs(error).max(axis=-1, initial=0.0), self.max_noise)
-        total = max(self.total_noise, rms(rows[self.valid & understated]))
-        return replace(self, noise=rows, total_noise=total, max_noise=np.maximum(most, self.max_noise), other=None)
+        noise, most = self.noise, self.max_noise
+        for other in self.others:
+            error = other().astype(np.float64) - self.exact
+            rows = rms_rows(error)
+            understated = (rows > noise) & (rows < CHANCE * self.noise)
+            noise = np.where(understated, rows, noise)
+            most = np.where(understated, np.maximum(np.abs(error).max(axis=-1, initial=0.0), most), most)
+        total = max(self.total_noise, rms(noise[self.valid & (noise > self.noise)]))
+        return replace(self, noise=noise, total_noise=total, max_noise=most, others=())
+
+
+def _last_row(rows: Callable[[], Array]) -> Array:
+    return rows()[:, -1:]
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,7 @@ class Measure:
         divergence: largest Kullback-Leibler divergence of a row from the exact one, in nats (logits only).
         agreement: share of rows with the same likeliest token as the exact logits (logits only).
         ratios: sigma of every row, [batch, tokens]; 0 under padding.
+        noise: the noise that a sigma of 1 stands for, [batch, tokens].
         problem: why the output could not be measured, or another defect; empty if there is none.
     """
 
@@ -160,10 +168,29 @@ class Measure:
     divergence: float = 0.0
     agreement: float = 1.0
     ratios: Array | None = field(default=None, compare=False, repr=False)
+    noise: Array | None = field(default=None, compare=False, repr=False)
 
     def passes(self, gates: Gates) -> bool:
         """Whether sigma is within the gates and no other problem was found."""
         return not self.problem and not self.flips and self.sigma <= gates.aggregate and self.row_sigma <= gates.row
+
+
+CALMEST = 0.1
+"""Share of the rows that `calmest_sigma` judges."""
+
+
+def calmest_sigma(measures: Sequence[Measure]) -> float | None:
+    """Sigma of the calmest tenth of all rows: its largest error relative to its largest noise; None for few rows.
+
+    Args:
+        measures: the measured errors of each call.
+    """
+    known = [(found.ratios, found.noise) for found in measures if found.ratios is not None and found.noise is not None]
+    pairs = [(ratios[ratios > 0], noise[ratios > 0]) for ratios, noise in known]
+    if sum(len(ratios) for ratios, _ in pairs) < FEW_ROWS:
+        return None
+    errors = np.concatenate([ratios * noise for ratios, noise in pairs])
+    return float(np.quantile(errors, CALMEST) / np.quantile(np.concatenate([noise for _, noise in pairs]), CALMEST))
 
 
 class NoiseFloor:
@@ -249,6 +276,7 @@ def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Me
         row=(int(worst[0]), int(worst[1])),
         max_abs=float(np.abs(error[truth.valid]).max(initial=0.0)),
         ratios=ratio,
+        noise=truth.noise,
     )
     return replace(found, **_of_tokens(truth, output)) if tokens else found
 

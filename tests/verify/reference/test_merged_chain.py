@@ -11,7 +11,8 @@ import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
-from llmconv.verify.reference.eager import Eager, ExpectedOutputs, rows_of, run_chain, valid_rows
+from llmconv.verify.reference.chain_runs import rows_of, run_chain, valid_rows
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs
 from llmconv.verify.reference.merged_chain import MergedPrefix, are_merged, merged_steps
 from llmconv.verify.scenarios.calls import Chain
 from llmconv.verify.scenarios.selection import Selection

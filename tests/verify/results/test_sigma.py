@@ -114,7 +114,7 @@ def understated(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
     """An expected output of few rows with too small a noise, and an output with the noise of the other order."""
     truth, output = expected_and_output(rows)
     noise = (output - truth.exact) * other
-    return replace(truth, other=lambda: truth.exact + noise[:, ::-1]), truth.exact + noise
+    return replace(truth, others=[lambda: truth.exact + noise[:, ::-1]]), truth.exact + noise
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -136,6 +136,6 @@ def test_another_order_with_another_result_is_not_noise() -> None:
 
 def test_a_fault_fails_also_with_another_order() -> None:
     truth, output = expected_and_output(1)
-    doubted = replace(truth, other=lambda: output)
+    doubted = replace(truth, others=[lambda: output])
     wrong = truth.exact + 10 * (output - truth.exact)
     assert not with_checked_noise(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)

@@ -1,0 +1,78 @@
+"""Runs of the eager model that round otherwise, for outputs of a few rows, whose noise may be small by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.runner import Runner
+from llmconv.tensors import Array
+from llmconv.verify.reference.chain_runs import rows_of, run_chain
+from llmconv.verify.reference.merged_chain import another_order, joined
+from llmconv.verify.results.sigma import ULPS
+from llmconv.verify.scenarios.calls import Chain
+
+SEEDS = (0, 1)
+"""Of the runs from nudged embeddings."""
+
+Rows = dict[str, Array]
+"""Outputs as rows, by name."""
+
+
+def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Callable[[str], Array]]:
+    """Functions from the name of an output of the last call to its rows in another run.
+
+    One run has another order of operations, where one exists; the others begin with nudged embeddings. Nothing is run
+    before its rows are asked for.
+
+    Args:
+        model: the model in the graph's dtype.
+        runner: runs calls with it.
+        calls: the calls up to the one whose outputs are wanted.
+    """
+    order, new = another_order(calls), calls[-1].input_ids.shape[1]
+
+    @cache
+    def in_another_order() -> Rows:
+        assert order
+        return rows_of(joined(run_chain(runner, order)), order[0].known)
+
+    @cache
+    def after_a_nudge(seed: int) -> Rows:
+        with nudged(model, seed):
+            return rows_of(run_chain(runner, calls)[-1], calls[-1].known)
+
+    def rows(run: Callable[[], Rows], name: str) -> Array:
+        return run()[name][:, -new:] if name == "logits" else run()[name]
+
+    runs: list[Callable[[], Rows]] = [
+        *([in_another_order] if order else []),
+        *(partial(after_a_nudge, seed) for seed in SEEDS),
+    ]
+    return [partial(rows, run) for run in runs]
+
+
+@contextmanager
+def nudged(model: EagerRunner, seed: int) -> Iterator[None]:
+    """Context in which embedded values are moved by at most half a unit in the last place before they are rounded.
+
+    Args:
+        model: computes in its own dtype.
+        seed: of the random moves.
+    """
+    generator, unit = torch.Generator().manual_seed(seed), ULPS[model.dtype]
+
+    def nudge(_module: Any, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        moves = torch.rand(embedded.shape, generator=generator, dtype=torch.float64) - 0.5
+        return (embedded.double() * (1 + unit * moves)).to(embedded.dtype)
+
+    hook = model.model.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        yield
+    finally:
+        hook.remove()
