@@ -7,8 +7,8 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 
-LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""Fields of `config.json`; families with ALiBi or states have no limit."""
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
+"""Fields of `config.json`, the last two of MPT and of Whisper's decoder; most models with ALiBi or states have none."""
 
 LONGEST = 1 << 40
 """Maximum in tokens; larger numbers are not context lengths."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.context_length import LENGTHS
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
@@ -134,7 +135,7 @@ class Eager:
     def facts(self) -> ModelFacts:
         """The properties of the model that the scenarios depend on."""
         config = self._model.config
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = next(filter(None, (getattr(config, name, None) for name in LENGTHS)), None)
         original = original_context(config)
         if limit:
             limit = max(limit, 4 * (original or 0)) - self._first_position
