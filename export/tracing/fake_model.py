@@ -162,6 +162,23 @@ def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
             buffer.data = computed[name].to(buffer.dtype)
 
 
+@contextmanager
+def unchanged_buffers(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Context after which computed buffers are again what they were; transformers' CTRL assigns to one in its forward.
+
+    Args:
+        model: the model to run or trace.
+
+    Yields:
+        The buffers by name, with the prefix of a traced program.
+    """
+    buffers = dict(model.named_buffers())
+    yield {f"model.{name}": buffer for name, buffer in buffers.items()}
+    for name, buffer in buffers.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own] = buffer
+
+
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Widens the parameters and buffers that `from_pretrained` loads in float32 in a model of another dtype."""
     pattern = kept_in_float32(model, dtype)

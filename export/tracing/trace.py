@@ -37,7 +37,7 @@ from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
 from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
-from llmconv.export.tracing.fake_model import build, depth
+from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
@@ -136,19 +136,20 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
     """
     with _quiet_libraries(), torch.no_grad():
         model = build(config, getattr(torch, spec.precision))
-        with complex_as_pairs():
+        with complex_as_pairs(), unchanged_buffers(model):
             found = ports_of(model, input_map)
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
-        with transformers_fixes(), complex_as_pairs(), traceable:
+        with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
             program = torch.export.export(
                 CacheAsTensors(model, past, spec),
                 example_arguments(inputs),
                 dynamic_shapes=dynamic_axes(inputs),
                 strict=False,
             )
+            program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
                 program,

@@ -128,9 +128,10 @@ def decisions_of(
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     axes |= _heads(model)
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
+    half = half_precision(model)
     walk = GraphWalk(
-        ConfigNumbers.of(config, _lengths(model, prefix)),
-        WalkState(axes, types, inputs, symbols - {""}, tables, bool(half_precision(model))),
+        ConfigNumbers.of(config, _lengths(model, prefix), half),
+        WalkState(axes, types, inputs, symbols - {""}, tables, bool(half)),
     )
     walk.run(model.graph)
     return walk.judge.found

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - makes `bfloat16` a name of a dtype
+import numpy as np
+
 from llmconv.verify.audit.decisions.affine_forms import BATCH, TOKEN, AffineForm
 
 LENGTHS = re.compile(
@@ -57,12 +60,13 @@ class ConfigNumbers:
     data: frozenset[float]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = ()) -> ConfigNumbers:
+    def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = (), half: str = "") -> ConfigNumbers:
         """The numbers of a config and of a graph's fixed axes.
 
         Args:
             config: content of `config.json`.
             sizes: lengths that are fixed in the graph.
+            half: dtype to which the graph rounds numbers, `float16` or `bfloat16`; empty for none.
         """
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
@@ -70,6 +74,8 @@ class ConfigNumbers:
         tokens = {number for name, number in found if TOKENS.search(name)}
         data = {abs(number) for name, number in found if not SIZES.search(name)}
         data |= {2 * number for name, number in found if JITTER.search(name)}
+        if half:
+            data |= {rounded(number, half) for number in data if abs(number) <= LARGEST}
         return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
     def explain(self, form: AffineForm) -> bool:
@@ -156,3 +162,9 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list):
         for content in value:
             yield from _numbers(name, content)
+
+
+def rounded(number: float, dtype: str) -> float:
+    """A number rounded to a dtype of `ml_dtypes` or numpy; infinity beyond its range."""
+    with np.errstate(over="ignore"):
+        return float(np.float64(number).astype(np.dtype(dtype)))
