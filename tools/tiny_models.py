@@ -157,7 +157,8 @@ def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
     with torch.no_grad():
         stored = [module._buffers[name] for module, name in stored_buffers(model)]
         for tensor in [*model.parameters(), *stored]:
-            tensor.add_(torch.randn_like(tensor) * 0.05)
+            moved = torch.randn_like(tensor) * 0.05
+            tensor.add_(moved if tensor.numel() > 1 else moved * tensor)  # a single number may be an epsilon
     model.save_pretrained(folder)
     return config
 

@@ -163,7 +163,7 @@ def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:
 
 
 @contextmanager
-def unchanged_buffers(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Context after which computed buffers are again what they were; transformers' CTRL assigns to one in its forward.
 
     Args:

@@ -26,7 +26,6 @@ from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.families import BATCH, SEQUENCE, InputMap, Port, decoder_config
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.library_patches import (
-    TRANSLATIONS,
     complex_as_pairs,
     exact_constants,
     fix_program,
@@ -39,6 +38,7 @@ from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
+from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.tensors import BY_NAME

@@ -198,6 +198,12 @@ def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tm
     audit_all(tmp_path / "model")
 
 
+def test_a_half_precision_graph_may_round_a_limit() -> None:
+    rounded = float(np.float16(0.001))
+    assert not ConfigNumbers.of({"time_step_min": 0.001}).bounds_data(rounded)
+    assert ConfigNumbers.of({"time_step_min": 0.001}, half="float16").bounds_data(rounded)
+
+
 def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
     assert ConfigNumbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
     assert not ConfigNumbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)

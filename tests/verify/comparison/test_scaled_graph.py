@@ -52,6 +52,19 @@ def made(nodes: list[onnx.NodeProto], weight: Array, short: Array) -> onnx.Model
     return copied
 
 
+SMALL = 1e-3 * WEIGHT.astype(np.float16)
+"""Times 1/32, these are no longer whole numbers of the smallest step of float16."""
+
+
+def test_a_weight_that_is_cast_is_not_rounded_again() -> None:
+    nodes = [node("Cast", "h", "c", to=TensorProto.FLOAT), node("Exp", "c", "e"), node("MatMul", "x e", "y")]
+    model = made(nodes, WEIGHT, SMALL)
+    scale(model, {"h": 1 / 32})
+    exact = VALUES @ np.exp(SMALL.astype(np.float32) / 32)
+    assert np.allclose(ran(model), exact, rtol=1e-6, atol=1e-6)
+    assert not any(one.attribute[0].i == TensorProto.FLOAT16 for one in model.graph.node if one.op_type == "Cast")
+
+
 def ran(model: onnx.ModelProto) -> Array:
     """What it gives."""
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
