@@ -16,17 +16,23 @@ from llmconv.tensors import BY_NAME
 ROUNDS = 5
 
 
-def sparse(layers: int) -> Path:
-    """A folder whose weights are a hole in a file: the export reads headers only, so no byte is needed."""
-    folder = FOLDER / f"sparse-{layers}"
+def sparse(layers: int, dtype: str = "float32", name: str = "") -> Path:
+    """A folder whose weights are a hole in a file: the export reads headers only, so no byte is needed.
+
+    Args:
+        layers: of the model.
+        dtype: of its weights.
+        name: end of the folder's name.
+    """
+    folder = FOLDER / f"sparse-{layers}{name}"
     folder.mkdir(parents=True, exist_ok=True)
     dropped = tuple(f"model.layers.{layer}." for layer in range(layers, CONFIG_LAYERS))
     kept = {name: shape for name, shape in shapes().items() if not name.startswith(dropped)}
-    header = encode_header({name: (BY_NAME["float32"], shape) for name, shape in kept.items()})
+    header = encode_header({name: (BY_NAME[dtype], shape) for name, shape in kept.items()})
     with open(folder / "model.safetensors", "wb") as file:
         file.write(header)
-        file.truncate(len(header) + 4 * sum(map(prod, kept.values())))
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers, "dtype": "float32"}))
+        file.truncate(len(header) + BY_NAME[dtype].numpy.itemsize * sum(map(prod, kept.values())))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers, "dtype": dtype}))
     return folder
 
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
+from llmconv.export.float32_nodes import float32_fields
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
@@ -183,13 +184,15 @@ class GraphPlan:
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
         missing = find_fallbacks(whole, traced.spec.target)
+        wide = float32_fields(whole, traced.spec.precision)
         contents = [bytes(part.SerializeToString(deterministic=True)) for part in parts]
         for role in roles:
             names = self.file_names(role)
             made.files.update(zip(names, contents, strict=True))
             fields = self.options.manifest_fields() if role in self.specs else {}
             entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
-            made.entries[role] = {**entry, **traced.spec.manifest_fields(), **prefix_fields, **fallback_fields(missing)}
+            entry |= {**traced.spec.manifest_fields(), **wide, **prefix_fields, **fallback_fields(missing)}
+            made.entries[role] = entry
             made.fallback[names[0]] = missing
 
     def _change_outputs(self, model: ir.Model) -> None:

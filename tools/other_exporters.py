@@ -72,6 +72,13 @@ EXPORTERS = {
 }
 """Name to its environment; empty for llmconv's own."""
 
+HALF = {
+    f"{OPTIMUM}, fp16": ("optimum", ("--dtype", "fp16")),
+    f"{GENAI}, fp16 for CUDA": ("builders", ("-p", "fp16", "-e", "cuda")),
+    f"{GENAI}, bf16 for CUDA": ("builders", ("-p", "bf16", "-e", "cuda")),
+}
+"""Name to its environment and the options for half precision; the models are the same, in float32."""
+
 _TRANSFORMERS = """
 import sys
 import torch
@@ -100,7 +107,7 @@ def main() -> int:
     reports = 0
     for model in options.models:
         eager = None
-        for exporter in EXPORTERS:
+        for exporter in (*EXPORTERS, *HALF):
             paths, problem = exported(model, exporter)
             if not paths:
                 lines.append(
@@ -135,7 +142,7 @@ def _model(name: str) -> Path:
 
 def exported(model: str, exporter: str) -> tuple[list[Path], str]:
     """The graphs of an exporter, exported unless they exist; or the reason why there are none."""
-    environment = EXPORTERS[exporter]
+    environment = HALF[exporter][0] if exporter in HALF else EXPORTERS[exporter]
     if environment and not (environments.folder(environment) / "complete").exists():
         return [], f"`{environments.folder(environment)}` is not there"
     folder = FOLDER / f"{model}-{re.sub('[^a-z]+', '-', exporter.lower())}"
@@ -154,9 +161,18 @@ def exported(model: str, exporter: str) -> tuple[list[Path], str]:
 def _command(exporter: str, model: Path, folder: Path) -> list[str]:
     if exporter in {TRANSFORMERS, FUSED}:
         return [sys.executable, "-c", _TRANSFORMERS, str(model), str(folder), "cpu" if exporter == FUSED else ""]
+    if exporter in HALF:
+        return _half_command(exporter, model, folder)
     if exporter == PORTABLE:
         return [part if part != "cpu" else "default" for part in command(MOBIUS, model, folder)]
     return command(exporter, model, folder)
+
+
+def _half_command(exporter: str, model: Path, folder: Path) -> list[str]:
+    plain, given = command(exporter.partition(",")[0], model, folder), HALF[exporter][1]
+    replaced = set(given[::2])
+    kept = [part for at, part in enumerate(plain) if not replaced & {part, *plain[max(0, at - 1) : at]}]
+    return [*kept, *given]
 
 
 def _row(model: str, exporter: str, paths: list[Path], eager: Eager, suite: str) -> str:

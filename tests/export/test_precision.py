@@ -264,3 +264,16 @@ def test_genai_gets_the_provider_of_the_target(stored: Stored) -> None:
     export(folder, target="ort-cuda", layout="genai")
     config = json.loads((folder / "genai_config.json").read_text())
     assert config["model"]["decoder"]["session_options"]["provider_options"] == [{"cuda": {}}]
+
+
+def test_the_manifest_names_what_computes_in_float32(tmp_path: Path) -> None:
+    folder = cast_folder(save_tiny("llama", tmp_path), "float16")
+    export(folder, prefill=True, incremental=True, precision="float16")
+    for entry in json.loads((folder / "llmconv.json").read_text())["graphs"].values():
+        assert entry["float32"]["model.rotary_emb"] == ["Cos", "Mul", "Sin"]
+        assert not any("proj" in module for module in entry["float32"])
+
+
+def test_a_float32_graph_has_no_such_field(tmp_path: Path) -> None:
+    export(save_tiny("llama", tmp_path), prefill=True)
+    assert "float32" not in json.loads((tmp_path / "llmconv.json").read_text())["graphs"]["prefill"]

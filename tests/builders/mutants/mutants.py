@@ -21,7 +21,9 @@ from tests.builders.mutants.surgery import (
     attribute,
     constant_value,
     constants,
+    float_type,
     insert,
+    is_float,
     layer_of,
     maker,
     norms,
@@ -145,8 +147,8 @@ def attention_softcap(model: onnx.ModelProto, folder: Path) -> bool:
 def final_softcap(model: onnx.ModelProto, folder: Path) -> bool:
     """The cap of the logits is 33 instead of 30."""
     for tensor, value in list(constants(model)):
-        if value.dtype == np.float32 and value.size == 1 and float(value.ravel()[0]) == 30.0:
-            tensor.CopyFrom(numpy_helper.from_array(value * np.float32(1.1), tensor.name))
+        if is_float(value) and value.size == 1 and float(value.ravel()[0]) == 30.0:
+            tensor.CopyFrom(numpy_helper.from_array(np.full_like(value, 33.0), tensor.name))
             return True
     return False
 
@@ -159,7 +161,7 @@ def activation(model: onnx.ModelProto, folder: Path) -> bool:
             return True
     for node in users(model, "Sigmoid"):
         if layer_of(node) == 1:
-            factor = add_constant(model, np.float32(1.001))
+            factor = add_constant(model, np.asarray(1.001, float_type(model)))
             node.input[0] = insert(model, node, "Mul", [node.input[0], factor])
             return True
     return _gelu_by_erf(model)
@@ -318,9 +320,9 @@ def rotary_table(change: Callable[[Array], Array]) -> Surgery:
 def alibi_slopes(model: onnx.ModelProto, folder: Path) -> bool:
     """One head's ALiBi slope is 1 % too steep."""
     for tensor, value in list(constants(model)):
-        if value.dtype == np.float32 and value.size == 4 and float(value.ravel()[0]) == 0.25:
+        if is_float(value) and value.size == 4 and float(value.ravel()[0]) == 0.25:
             changed = value.copy()
-            changed.ravel()[1] *= 1.01
+            changed.ravel()[1] = float(changed.ravel()[1]) * 1.01
             tensor.CopyFrom(numpy_helper.from_array(changed, tensor.name))
             return True
     return False

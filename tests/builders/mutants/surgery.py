@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,6 +39,17 @@ def constant_value(model: onnx.ModelProto, name: str) -> Array | None:
         return numpy_helper.to_array(node.attribute[0].t)
     tensor = initializer(model, name)
     return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
+
+
+def float_type(model: onnx.ModelProto) -> np.dtype[Any]:
+    """What the graph computes in: the type of its cache."""
+    past = next(port for port in model.graph.input if port.name.startswith("past_key_values"))
+    return np.dtype(helper.tensor_dtype_to_np_dtype(past.type.tensor_type.elem_type))
+
+
+def is_float(value: Array) -> bool:
+    """Whether it is of a floating-point type, bfloat16 included."""
+    return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
 
 
 def users(model: onnx.ModelProto, op: str) -> list[onnx.NodeProto]:
@@ -97,7 +109,8 @@ def make_inline(model: onnx.ModelProto, name: str, folder: Path, change: Callabl
     assert tensor is not None
     fields = external_fields(tensor)
     raw = (folder / fields["location"]).read_bytes()[int(fields["offset"]) :][: int(fields["length"])]
-    values = np.frombuffer(raw, np.float32).reshape(tuple(tensor.dims))
-    changed = np.ascontiguousarray(change(values.copy()), dtype=np.float32)
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    values = np.frombuffer(raw, dtype).reshape(tuple(tensor.dims)).astype(np.float32)
+    changed = np.ascontiguousarray(change(values)).astype(dtype)
     tensor.CopyFrom(numpy_helper.from_array(changed, name))
     return True
