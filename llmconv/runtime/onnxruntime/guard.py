@@ -6,8 +6,9 @@ project's ExternalDataSecurity notes: plain names of files in the folder of the 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,8 @@ from llmconv.errors import MalformedInput
 from llmconv.runtime.onnxruntime.graph_size import constant_problem, expansion_problem
 
 KEYS = {"location", "offset", "length", "checksum"}
-DOMAINS = {"", "ai.onnx", "com.microsoft"}
+MICROSOFT = "com.microsoft"
+DOMAINS = {"", "ai.onnx", MICROSOFT}
 FORBIDDEN_OPS = {"EPContext"}
 DEPTH_LIMIT = 8
 DIGITS = 100
@@ -39,6 +41,7 @@ def load_guarded(path: Path) -> onnx.ModelProto:
     except (DecodeError, ValueError) as error:
         raise MalformedInput(f"`{path.name}` is not an ONNX file", hint="export the graph again") from error
     _require_text(path, model)
+    _drop_fallbacks(model)
     own = {function.domain for function in model.functions}
     if shadowing := [function for function in model.functions if function.domain in DOMAINS]:
         _refuse(path, f"redefines the operator `{shadowing[0].name}`")
@@ -53,6 +56,27 @@ def load_guarded(path: Path) -> onnx.ModelProto:
         _check_range(path, tensor, sizes)
     _require_order(path, model)
     return model
+
+
+def _drop_fallbacks(model: onnx.ModelProto) -> None:
+    """Removes functions that stand in for operators of onnxruntime on other runtimes: it never runs their bodies."""
+    if not any(function.domain == MICROSOFT for function in model.functions):
+        return
+    kept = [function for function in model.functions if (function.domain, function.name) not in _own_operators()]
+    if len(kept) < len(model.functions):
+        copies = [onnx.FunctionProto.FromString(function.SerializeToString()) for function in kept]
+        del model.functions[:]
+        model.functions.extend(copies)
+
+
+@cache
+def _own_operators() -> frozenset[tuple[str, str]]:
+    """Domain and name of onnxruntime's operators outside the standard; empty if this release does not list them."""
+    library = importlib.import_module(
+        "onnxruntime.capi.onnxruntime_pybind11_state"
+    )
+    schemas: Any = getattr(library, "get_all_operator_schema", list)()
+    return frozenset((schema.domain, schema.name) for schema in schemas if schema.domain == MICROSOFT)
 
 
 def _require_order(path: Path, model: onnx.ModelProto) -> None:

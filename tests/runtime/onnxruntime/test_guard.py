@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.errors import MalformedInput
 from llmconv.runtime.onnxruntime.guard import load_guarded
@@ -144,3 +145,18 @@ def test_a_function_in_the_domain_of_the_operators_is_refused(domain: str, tmp_p
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(MalformedInput, match="redefines the operator `Neg`"):
         load_guarded(tmp_path / "model.onnx")
+
+
+def test_a_fallback_for_an_operator_of_onnxruntime_is_not_read_because_it_is_not_run(tmp_path: Path) -> None:
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "abc"]
+    node = helper.make_node("BiasGelu", ["a", "b"], ["c"], domain="com.microsoft")
+    body = [helper.make_node("Sub", ["a", "b"], ["c"])]  # not what onnxruntime computes
+    function = helper.make_function("com.microsoft", "BiasGelu", ["a", "b"], ["c"], body, [helper.make_opsetid("", 20)])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", ports[:2], ports[2:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[function]), path)
+    assert not load_guarded(path).functions
+    given = {"a": np.ones(4, np.float32), "b": np.zeros(4, np.float32)}
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert np.allclose(session.run(None, given)[0], 0.8413447)
