@@ -72,9 +72,7 @@ def _drop_fallbacks(model: onnx.ModelProto) -> None:
 @cache
 def _own_operators() -> frozenset[tuple[str, str]]:
     """Domain and name of onnxruntime's operators outside the standard; empty if this release does not list them."""
-    library = importlib.import_module(
-        "onnxruntime.capi.onnxruntime_pybind11_state"
-    )
+    library = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
     schemas: Any = getattr(library, "get_all_operator_schema", list)()
     return frozenset((schema.domain, schema.name) for schema in schemas if schema.domain == MICROSOFT)
 
