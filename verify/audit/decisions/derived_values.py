@@ -156,10 +156,10 @@ class DerivedValues:
 
     def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
         """Tables that are put together with what follows from the call, place by place."""
-        for value in given:
-            array = value.array if isinstance(value, ConstantValue) and as_form(value) is None else np.zeros(0)
+        for value in (one for one in given if isinstance(one, ConstantValue) and as_form(one) is None):
+            array = value.array
             for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
-                if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
+                if (row := odd_row(np.moveaxis(array, axis, 0), value.step)) is not None:
                     self.judge.flag(
                         node, f"uses a table whose row {row} does not follow from the others", certain=False
                     )

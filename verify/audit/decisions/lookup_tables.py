@@ -17,12 +17,16 @@ LARGEST = 3e38
 """Numbers of this size hide a key."""
 
 
-def odd_row(table: Array) -> int | None:
+def odd_row(table: Array, step: float = 0.0) -> int | None:
     """The first irregular row; None if the table is regular.
 
     Regular columns are constants, lines and scaled sinusoids of the row number. A square table whose rows are the
     previous row shifted by one place is regular as well: a mask by distance. Rows with numbers that are not finite
     are regular only in constant tables and such masks.
+
+    Args:
+        table: rows along the first axis.
+        step: unit in the last place to which its numbers were rounded, if that is larger than the tolerance.
     """
     rows = table.reshape(len(table), -1).astype(np.float64) if table.ndim > 1 else table.astype(np.float64)[:, None]
     if len(rows) < 4 or (rows == rows[0]).all():
@@ -34,7 +38,8 @@ def odd_row(table: Array) -> int | None:
     finite = np.isfinite(rows).all(axis=1)
     if not finite.all():
         return int(np.argmin(finite))
-    odd = (_odd_in(column, (np.abs(column).max() or 1.0) * TOLERANCE) for column in rows.T)
+    share = max(TOLERANCE, step)
+    odd = (_odd_in(column, (np.abs(column).max() or 1.0) * share) for column in rows.T)
     return min((row for row in odd if row is not None), default=None)
 
 

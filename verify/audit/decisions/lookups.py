@@ -130,7 +130,7 @@ class Lookups:
             self.judge.flag(node, f"looks up {index} in a table of {array.dtype}", certain=False)
             return
         for axis in (axis for axis in axes if -array.ndim <= axis < array.ndim and array.shape[axis] >= TABLE_ROWS):
-            if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
+            if (row := odd_row(np.moveaxis(array, axis, 0), table.step)) is not None:
                 text = f"looks up {index} in a table whose row {row} does not follow from the others"
                 self.judge.flag(node, text, certain=False)
 

@@ -19,10 +19,17 @@ class ConstantValue:
     """A constant of the graph.
 
     Attributes:
-        array: its elements.
+        array: its elements; bfloat16, which is no number type of numpy, as float32.
+        step: one unit in the last place of 1 if the elements were bfloat16; else 0.
     """
 
     array: Array
+    step: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.array.dtype.name == "bfloat16":
+            object.__setattr__(self, "step", 2.0**-7)
+            object.__setattr__(self, "array", self.array.astype(np.float32))
 
     @property
     def number(self) -> float | None:
