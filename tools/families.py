@@ -242,8 +242,7 @@ def _in_half_precision(passed: list[Result], halves: list[list[Result]]) -> list
     for name, results in zip(PRECISIONS[1:], halves, strict=True):
         ran = [result for result in results if result.model_type in wanted]
         good = [result for result in ran if result.verdict == "pass"]
-        sigma = max((result.sigma for result in good), default=0.0)
-        lines.append(f"* {name}: {len(good)} of {len(ran)} types pass, the largest sigma is {sigma:.2f}.")
+        lines.append(f"* {name}: {len(good)} of {len(ran)} types pass.")
         odd = sorted((one for one in ran if one.verdict != "pass"), key=lambda one: one.model_type)
         rows += [f"| `{one.model_type}` | {name} | {_cell(one.reason)} |" for one in odd]
     table = ["", "| `model_type` | precision | what the run said |", "| --- | --- | --- |", *rows] if rows else []

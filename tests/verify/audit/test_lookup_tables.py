@@ -32,4 +32,5 @@ def test_a_row_that_is_more_than_rounded_is_found(dtype: type) -> None:
 
 def test_constants_of_bfloat16_are_numbers() -> None:
     constant = ConstantValue(np.full(3, 2.5, ml_dtypes.bfloat16))
-    assert (constant.number, constant.array.dtype, constant.step) == (2.5, np.float32, 2.0**-7)
+    assert (constant.number, constant.step) == (2.5, 2.0**-7)
+    assert constant.array.dtype == np.float32
