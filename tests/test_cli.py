@@ -90,7 +90,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found |= {field.name: field.default for field in dataclasses.fields(kind)}
     if function is llmconv.generation.generate:  # what is left out is as generation_config.json or a file says
         found |= {field.name: None for field in dataclasses.fields(llmconv.generation.GenerationSettings)}
-        found["provider"] = None
+    if "provider" in found:  # left out, it is the session file's or the CPU
+        found["provider"] = found["provider"] if function is llmconv.bench.bench else None
     if function is llmconv.export.export:
         found |= EXPORT_DEFAULTS
     return found | (dict(MERGE_DEFAULTS) if function is llmconv.convert.merge_lora else {})

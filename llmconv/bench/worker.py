@@ -57,12 +57,24 @@ def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -
 
 
 def open_packed(folder: str, threads: int, provider: str) -> Run:
-    """As `open_onnx`, with weights packed by onnxruntime."""
+    """As `open_onnx`, with weights packed by onnxruntime.
+
+    Args:
+        folder: of the graphs.
+        threads: of onnxruntime.
+        provider: of onnxruntime.
+    """
     return open_onnx(folder, threads, provider, prepack=True)
 
 
 def open_torch(folder: str, threads: int, provider: str) -> Run:
-    """`generate` of transformers over the eager model: in float32 on the CPU, elsewhere in the dtype of its weights."""
+    """`generate` of transformers over the eager model: in float32 on the CPU, elsewhere in the dtype of its weights.
+
+    Args:
+        folder: of the model.
+        threads: of torch.
+        provider: the device of torch.
+    """
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(threads)
     dtype = torch.float32 if provider == "cpu" else "auto"
@@ -71,7 +83,13 @@ def open_torch(folder: str, threads: int, provider: str) -> Run:
 
 
 def open_optimum(folder: str, threads: int, provider: str) -> Run:
-    """`generate` of optimum's `ORTModelForCausalLM`."""
+    """`generate` of optimum's `ORTModelForCausalLM`.
+
+    Args:
+        folder: of the graphs.
+        threads: of onnxruntime.
+        provider: of onnxruntime.
+    """
     importlib.import_module("torch").set_num_threads(threads)
     library = importlib.import_module("onnxruntime")
     options = library.SessionOptions()

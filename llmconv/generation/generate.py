@@ -10,7 +10,7 @@ from llmconv.argument_checks import OWN, checked, require_least
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
-from llmconv.generation.model import TextModel
+from llmconv.generation.model import TextModel, refuse_opening
 from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
@@ -69,7 +69,7 @@ class _GrowingText:
 
 
 @checked
-def generate(
+def generate(  # noqa: PLR0913 - one parameter per option of the command
     model: Any,
     prompts: Prompts,
     *,
@@ -79,6 +79,8 @@ def generate(
     session: SessionSettings | None = None,
     on_piece: OnPiece | None = None,
     trust_remote_code: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
     **options: Any,
 ) -> Generation:
     """Continues every prompt; in a batch each prompt gives the same text as alone.
@@ -93,6 +95,8 @@ def generate(
         session: session settings of onnxruntime.
         on_piece: called with every piece of text.
         trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
+        device: torch's name of the device, for `torch`; None for the CPU.
+        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
         options: fields of `GenerationSettings`; they replace those of `generation_config.json`.
 
     Raises:
@@ -103,8 +107,17 @@ def generate(
     require_least(batch_size, 1, "batch_size")
     GenerationSettings().but(**options)  # reports mistakes before anything is loaded
     opened = model
-    if not isinstance(model, TextModel):
-        opened = TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code)
+    if isinstance(model, TextModel):
+        refuse_opening(model, session=session, device=device, dtype=dtype)
+    else:
+        opened = TextModel.open(
+            model,
+            backend=backend,
+            settings=session,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            dtype=dtype,
+        )
     wording = wording or Wording()
     settings = settings_for(opened, wording, options)
     done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))

@@ -242,3 +242,22 @@ def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
     if not row.finish or not tokens:
         row.finish = "length"
         yield TextPiece(row.index, row.rest(), None, row.finish)
+
+
+def refuse_opening(model: TextModel, **given: Any) -> None:
+    """Refuses options that have no effect on a model that is open.
+
+    Args:
+        model: the open model.
+        given: the options by name; None for those that were not given.
+
+    Raises:
+        UsageProblem: an option was given.
+    """
+    if model.backend != "torch":
+        refuse_torch_options(given.get("adapter"), given.get("device"), given.get("dtype"))
+    for name, value in given.items():
+        if value is not None:
+            raise UsageProblem(
+                f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"
+            )

@@ -12,8 +12,7 @@ from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.generation.generate import BATCH_SIZE
-from llmconv.generation.model import TextModel
-from llmconv.generation.runners import refuse_torch_options
+from llmconv.generation.model import TextModel, refuse_opening
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import token_ids
@@ -60,10 +59,8 @@ def pipeline(
         raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
     require_options(options)
     opened = model
-    if isinstance(model, TextModel) and model.backend != "torch":
-        refuse_torch_options(adapter, device, dtype)
     if isinstance(model, TextModel):
-        _refuse_opening(adapter=adapter, session=session, device=device, dtype=dtype)
+        refuse_opening(model, adapter=adapter, session=session, device=device, dtype=dtype)
     else:
         opened = TextModel.open(
             model,
@@ -75,16 +72,6 @@ def pipeline(
             dtype=dtype,
         )
     return TextGeneration(opened, **options)
-
-
-def _refuse_opening(**given: Any) -> None:
-    """Refuses options that have no effect on a model that is open."""
-    for name, value in given.items():
-        if value is not None:
-            raise UsageProblem(
-                f"`{name}` has no effect on an open model",
-                hint="give it to `TextModel.open`, or give `pipeline` the folder",
-            )
 
 
 class TextGeneration:
