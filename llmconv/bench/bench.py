@@ -17,6 +17,10 @@ from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.sources import fetches
 from llmconv.files.system_calls import cores
 from llmconv.runtime.context_length import context_length, language_config
+from llmconv.runtime.onnxruntime.session_settings import provider_name
+
+OWN = ("onnx", "packed")
+"""Runtimes that use the onnxruntime of this process's environment."""
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -63,6 +67,8 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
     require_least(new_tokens, 2, "new_tokens")
     threads = require_least(threads, 0, "threads") or cores()
     candidates = _candidates(model, against)
+    if any(candidate.kind in OWN for candidate in candidates):
+        provider_name(provider)  # refuses one that this onnxruntime does not have
     lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
     tokens = _usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []

@@ -133,7 +133,9 @@ def command(
     started = time.perf_counter()
     shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
-    settings = SessionSettings(threads=threads, timeout=timeout, provider=provider_name(provider or CPU))
+    settings = SessionSettings(
+        threads=threads, timeout=timeout, provider=provider_name(CPU if provider is None else provider)
+    )
     report = _verified(folder, graphs, choices, settings=settings, show=None if quiet else shown)
     if report_folder:
         write_report(report, report_folder)

@@ -217,16 +217,16 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
         measures: the measured errors of each call.
         gates: the largest sigma that passes.
     """
-    failing = [index for index, found in enumerate(measures) if not found.passes(gates)]
+    failing, passed = [index for index, found in enumerate(measures) if not found.passes(gates)], ""
     if gates.calmest and failing and not any(found.problem for found in measures):
         calmest = None if is_state(output) else calmest_sigma(measures)
         if calmest is None:
             return replace(blank, output=output, verdict="skip", detail=FEW_ROUTED)
         if calmest <= gates.aggregate:
-            return replace(blank, output=output, sigma=round(calmest, 4), steps=len(measures), detail=CALMEST_PASS)
+            failing, passed = [], CALMEST_PASS
     step = failing[0] if failing else max(range(len(measures)), key=lambda index: measures[index].sigma)
     at = measures[step]
-    detail = at.problem or (f"{at.flips} likeliest tokens differ" if at.flips else "")
+    detail = passed or at.problem or (f"{at.flips} likeliest tokens differ" if at.flips else "")
     return replace(
         blank,
         output=output,

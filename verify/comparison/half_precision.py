@@ -7,15 +7,16 @@ copy that computes in float32 with the same weights, with the noise of float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
-from llmconv.runtime.onnxruntime.float32_graph import compute_in_float32, exact_number
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.runtime.onnxruntime.guard import graphs
 from llmconv.tensors import Array
-from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.comparison.known_constants import KnownConstants, hiding
 from llmconv.verify.results.report import Check
 
 WITHOUT_KERNELS = "bfloat16"
@@ -26,6 +27,14 @@ IN_FLOAT32 = ", in float32"
 
 ROUNDED = ", every value rounded"
 """Suffix of the scenarios of the copy that rounds after every node."""
+
+HALF = set(HALF_PRECISION.values())
+
+ADDING = {"Add", "Attention", "GroupQueryAttention", "MultiHeadAttention"}
+"""Operators that add a mask to scores."""
+
+ARRANGING = {"Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast"}
+"""Operators through which a mask gets there."""
 
 COPYING = {
     *("Reshape", "Transpose", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Expand", "Split", "Identity"),
@@ -43,16 +52,44 @@ def widen(model: onnx.ModelProto, half: int, known: KnownConstants, weights: Ite
         known: numbers that constants may be roundings of.
         weights: inline initializers that are tensors of the model, whose values are exact.
     """
-    kept = set(weights)
+    kept, masks = set(weights), _masks(model.graph)
 
     def values(tensor: onnx.TensorProto) -> Array:
         stored: Array = numpy_helper.to_array(tensor)
         exact = exact_number(tensor)
         if exact is not None:
             return exact
+        if tensor.name in masks:
+            return hiding(stored)
         return stored if tensor.name in kept else known.restored(stored)
 
     compute_in_float32(model, half, values)
+
+
+def _masks(graph: onnx.GraphProto) -> set[str]:
+    """Initializers that `Where` puts into a mask, and nothing computes with: what hides a key, not a number."""
+    users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            users[name].append(node)
+    chosen = {
+        tensor.name: users[tensor.name]
+        for tensor in graph.initializer
+        if users[tensor.name] and tensor.data_type in HALF
+    }
+    return {
+        name
+        for name, nodes in chosen.items()
+        if all(node.op_type == "Where" and _reaches_scores(node.output[0], users) for node in nodes)
+    }
+
+
+def _reaches_scores(name: str, users: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
+    """Whether a mask is only arranged before it is added to scores."""
+    return all(
+        node.op_type in ADDING or (node.op_type in ARRANGING and _reaches_scores(node.output[0], users))
+        for node in users[name]
+    )
 
 
 def round_every_value(model: onnx.ModelProto, half: int, *, typed: onnx.ModelProto | None = None) -> None:

@@ -117,13 +117,8 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _restored(values: Array, known: Sequence[float]) -> Array:
-    """The first known number with each value as its rounding; exact values are not replaced.
-
-    The smallest number of a dtype, which masks add to scores, becomes that of float32.
-    """
+    """The first known number with each value as its rounding; exact values are not replaced."""
     wide = values.astype(np.float32)
-    lowest = np.float32(FINFO(values.dtype).min)
-    wide[values == lowest] = np.finfo(np.float32).min
     candidates = np.array(known, dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = candidates.astype(values.dtype).astype(np.float32)
@@ -131,6 +126,13 @@ def _restored(values: Array, known: Sequence[float]) -> Array:
         matching = candidates[rounded == value]
         if matching.size and not _is_exact(float(value)) and float(value) not in matching:
             wide.flat[at] = np.float32(matching[0])
+    return wide
+
+
+def hiding(values: Array) -> Array:
+    """Numbers of a mask in float32: the smallest number of the dtype, which hides a key, becomes that of float32."""
+    wide = values.astype(np.float32)
+    wide[values == FINFO(values.dtype).min] = np.finfo(np.float32).min
     return wide
 
 

@@ -60,8 +60,9 @@ def load_guarded(path: Path) -> onnx.ModelProto:
 
 def _drop_fallbacks(model: onnx.ModelProto) -> None:
     """Removes functions that stand in for operators of onnxruntime on other runtimes: it never runs their bodies."""
-    if not any(function.domain == MICROSOFT for function in model.functions):
-        return
+    versions = [opset.version for opset in model.opset_import if opset.domain == MICROSOFT]
+    if not any(function.domain == MICROSOFT for function in model.functions) or min(versions, default=1) < 1:
+        return  # of version 0 it does run the bodies; they are refused
     kept = [function for function in model.functions if (function.domain, function.name) not in _own_operators()]
     if len(kept) < len(model.functions):
         copies = [onnx.FunctionProto.FromString(function.SerializeToString()) for function in kept]

@@ -160,3 +160,8 @@ def test_a_fallback_for_an_operator_of_onnxruntime_is_not_read_because_it_is_not
     given = {"a": np.ones(4, np.float32), "b": np.zeros(4, np.float32)}
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert np.allclose(session.run(None, given)[0], 0.8413447)
+    model = onnx.load(path)
+    model.opset_import[1].version = 0  # then it does run the function
+    onnx.save(model, path)
+    with pytest.raises(MalformedInput, match="redefines the operator `BiasGelu`"):
+        load_guarded(path)

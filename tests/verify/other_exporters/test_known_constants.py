@@ -19,15 +19,10 @@ def test_a_number_of_the_model_is_restored_from_its_rounding(number: float, dtyp
     assert KNOWN.restored(np.array(number, dtype=dtype)) == np.float32(number)
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0, -0.5, 3.0, 0.0123, -65472.0])
+@pytest.mark.parametrize("number", [0.0, 1.0, -0.5, 3.0, 0.0123, -65504.0])
 def test_other_numbers_do_not_change(number: float) -> None:
     value = np.array([number], dtype=np.float16)
     assert KNOWN.restored(value) == value.astype(np.float32)
-
-
-def test_the_smallest_number_hides_a_key_in_float32_too() -> None:
-    mask = np.array([0.0, -65504.0], dtype=np.float16)
-    assert KNOWN.restored(mask).tolist() == [0.0, float(np.finfo(np.float32).min)]
 
 
 def test_weights_are_not_treated_as_constants() -> None:

@@ -1,0 +1,52 @@
+"""What hides a key in half precision hides it in the float32 copy, but only as a mask: a number stays what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from llmconv.verify.comparison.half_precision import widen
+from llmconv.verify.comparison.known_constants import KnownConstants
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def lowest_after(*nodes: onnx.NodeProto) -> float:
+    """The constant of -65504 after a graph was widened, in which `Where` makes `mask` of it."""
+    where = helper.make_node("Where", ["seen", "zero", "low"], ["mask"])
+    tensors = {"zero": np.zeros(1, np.float16), "low": np.full(1, -65504, np.float16), "share": np.ones(1, np.float16)}
+    graph = helper.make_graph(
+        [where, *nodes],
+        "g",
+        [
+            helper.make_tensor_value_info("seen", TensorProto.BOOL, ["n"]),
+            helper.make_tensor_value_info("scores", TensorProto.FLOAT16, ["n"]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, ["n"])],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    )
+    model = helper.make_model(graph)
+    widen(model, TensorProto.FLOAT16, KnownConstants())
+    low = next(tensor for tensor in model.graph.initializer if tensor.name == "low")
+    return float(numpy_helper.to_array(low)[0])
+
+
+@pytest.mark.parametrize("arranging", ["Identity", "Cast"])
+def test_a_mask_that_is_added_to_scores_is_widened(arranging: str) -> None:
+    attributes: dict[str, Any] = {"to": TensorProto.FLOAT16} if arranging == "Cast" else {}
+    arranged = helper.make_node(arranging, ["mask"], ["m"], **attributes)
+    assert lowest_after(arranged, helper.make_node("Add", ["scores", "m"], ["y"])) == LOWEST
+
+
+def test_a_number_that_is_computed_with_is_not() -> None:
+    scaled = helper.make_node("Mul", ["mask", "share"], ["m"])
+    assert lowest_after(scaled, helper.make_node("Add", ["scores", "m"], ["y"])) == -65504
+
+
+def test_one_other_use_is_enough() -> None:
+    other = helper.make_node("Mul", ["scores", "low"], ["s"])
+    assert lowest_after(other, helper.make_node("Add", ["s", "mask"], ["y"])) == -65504
