@@ -43,7 +43,9 @@ COPYING = {
 """Operators whose results are rounded if their inputs are."""
 
 
-def widen(model: onnx.ModelProto, half: int, known: KnownConstants, weights: Iterable[str] = ()) -> None:
+def widen(
+    model: onnx.ModelProto, half: int, known: KnownConstants, weights: Iterable[str] = (), *, masks: bool = True
+) -> None:
     """Replaces one half-precision dtype by float32 in a graph; the other one would be a fault and stays.
 
     Args:
@@ -51,15 +53,16 @@ def widen(model: onnx.ModelProto, half: int, known: KnownConstants, weights: Ite
         half: the half-precision element type.
         known: numbers that constants may be roundings of.
         weights: inline initializers that are tensors of the model, whose values are exact.
+        masks: masks hide keys with the smallest number of float32.
     """
-    kept, masks = set(weights), _masks(model.graph)
+    kept, hidden = set(weights), _masks(model.graph) if masks else set()
 
     def values(tensor: onnx.TensorProto) -> Array:
         stored: Array = numpy_helper.to_array(tensor)
         exact = exact_number(tensor)
         if exact is not None:
             return exact
-        if tensor.name in masks:
+        if tensor.name in hidden:
             return hiding(stored)
         return stored if tensor.name in kept else known.restored(stored)
 
@@ -104,7 +107,7 @@ def round_every_value(model: onnx.ModelProto, half: int, *, typed: onnx.ModelPro
         typed: the same graph without its weights, from which types are inferred (default: `model`).
     """
     rounded = _half_precision_values(typed or model, half)
-    widen(model, half, KnownConstants())
+    widen(model, half, KnownConstants(), masks=False)  # rounded, they would be infinite
     _round(model, half, rounded)
 
 

@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from llmconv.verify.comparison.half_precision import widen
+from llmconv.verify.comparison.half_precision import round_every_value, widen
 from llmconv.verify.comparison.known_constants import KnownConstants
 
 LOWEST = float(np.finfo(np.float32).min)
 
 
-def lowest_after(*nodes: onnx.NodeProto) -> float:
+def lowest_after(*nodes: onnx.NodeProto, rounded: bool = False) -> float:
     """The constant of -65504 after a graph was widened, in which `Where` makes `mask` of it."""
     where = helper.make_node("Where", ["seen", "zero", "low"], ["mask"])
     tensors = {"zero": np.zeros(1, np.float16), "low": np.full(1, -65504, np.float16), "share": np.ones(1, np.float16)}
@@ -30,7 +30,10 @@ def lowest_after(*nodes: onnx.NodeProto) -> float:
         [numpy_helper.from_array(array, name) for name, array in tensors.items()],
     )
     model = helper.make_model(graph)
-    widen(model, TensorProto.FLOAT16, KnownConstants())
+    if rounded:
+        round_every_value(model, TensorProto.FLOAT16)
+    else:
+        widen(model, TensorProto.FLOAT16, KnownConstants())
     low = next(tensor for tensor in model.graph.initializer if tensor.name == "low")
     return float(numpy_helper.to_array(low)[0])
 
@@ -50,3 +53,8 @@ def test_a_number_that_is_computed_with_is_not() -> None:
 def test_one_other_use_is_enough() -> None:
     other = helper.make_node("Mul", ["scores", "low"], ["s"])
     assert lowest_after(other, helper.make_node("Add", ["s", "mask"], ["y"])) == -65504
+
+
+def test_a_copy_that_rounds_keeps_the_number_which_would_be_infinite() -> None:
+    nodes = [helper.make_node("Add", ["scores", "mask"], ["y"])]
+    assert lowest_after(*nodes, rounded=True) == -65504
