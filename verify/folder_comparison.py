@@ -14,6 +14,7 @@ from llmconv.checkpoint import read_json
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.guard import is_external
 from llmconv.runtime.onnxruntime.runner import open_graph
+from llmconv.runtime.onnxruntime.session_settings import CPU, provider_name
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.half_precision import (
     IN_FLOAT32,
@@ -51,6 +52,11 @@ class Compared:
     selection: Selection
     code: Path | None
     layered: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether onnxruntime's CPU provider runs the graphs."""
+        return provider_name(self.verified.settings.provider) == CPU
 
     def eager(self, dtype: str, known: Eager | None) -> Eager:
         """The reference with the noise of a dtype; `known` is an open reference of the model."""
@@ -100,8 +106,8 @@ def compare_half_precision(compared: Compared, half: str, known: Eager | None) -
     """
     kind = HALF_PRECISION[half]
     rounding = partial(round_every_value, half=kind)
-    compared.report.notes += _notes(half)
-    if half == WITHOUT_KERNELS:
+    compared.report.notes += _notes(half, on_cpu=compared.on_cpu)
+    if half == WITHOUT_KERNELS and compared.on_cpu:
         eager, _ = yield from compared.changed(rounding, "").run(known, half, is_half=True)
     else:
         eager, _ = yield from compared.run(known, half, is_half=True)
@@ -140,8 +146,8 @@ def routes(model: onnx.ModelProto) -> bool:
     return any(node.op_type == "TopK" for node in model.graph.node)
 
 
-def _notes(half: str) -> list[str]:
+def _notes(half: str, *, on_cpu: bool) -> list[str]:
     notes = [f"the graphs compute in {half}; scenarios named `…{IN_FLOAT32}` run copies with the same weights"]
-    if half == WITHOUT_KERNELS:
+    if half == WITHOUT_KERNELS and on_cpu:
         notes.append(f"onnxruntime's CPU has no {half} kernels: nodes run in float32, results are rounded")
     return notes

@@ -173,10 +173,12 @@ def unchanged_buffers(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         The buffers by name, with the prefix of a traced program.
     """
     buffers = dict(model.named_buffers())
-    yield {f"model.{name}": buffer for name, buffer in buffers.items()}
-    for name, buffer in buffers.items():
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own] = buffer
+    try:
+        yield {f"model.{name}": buffer for name, buffer in buffers.items()}
+    finally:
+        for name, buffer in buffers.items():
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own] = buffer
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -66,9 +66,7 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
     threads = require_least(threads, 0, "threads") or cores()
-    candidates = _candidates(model, against)
-    if any(candidate.kind in OWN for candidate in candidates):
-        provider_name(provider)  # refuses one that this onnxruntime does not have
+    candidates = _candidates(model, against, provider)
     lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
     tokens = _usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []
@@ -87,7 +85,7 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
 
 
 def _candidates(
-    model: str | Path | BenchCandidate, against: Sequence[str | Path | BenchCandidate]
+    model: str | Path | BenchCandidate, against: Sequence[str | Path | BenchCandidate], provider: str
 ) -> list[BenchCandidate]:
     first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
     others = (
@@ -97,6 +95,8 @@ def _candidates(
     candidates = [first, *others]
     if len({candidate.name for candidate in candidates}) < len(candidates):
         raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
+    if any(candidate.kind in OWN for candidate in candidates):
+        provider_name(provider)  # refuses one that this onnxruntime does not have
     return candidates
 
 

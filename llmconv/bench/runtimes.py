@@ -15,6 +15,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_remote, local_path
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
+from llmconv.runtime.onnxruntime.session_settings import short_provider
 
 WORKER = Path(__file__).with_name("worker.py")
 START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -98,7 +99,8 @@ class WorkerProcess:
         self.candidate = candidate
         if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
             read_genai_config(candidate.folder)
-        command = [candidate.interpreter, "-c", START, WORKER, candidate.kind, candidate.folder, threads, provider]
+        start = [candidate.interpreter, "-c", START, WORKER]
+        command = [*start, candidate.kind, candidate.folder, threads, short_provider(provider)]
         try:
             self._process = subprocess.Popen(
                 list(map(str, command)),

@@ -96,6 +96,8 @@ def open_optimum(folder: str, threads: int, provider: str) -> Run:
     options.intra_op_num_threads = threads
     model = importlib.import_module("optimum.onnxruntime").ORTModelForCausalLM
     names = {name.removesuffix("ExecutionProvider").lower(): name for name in library.get_available_providers()}
+    if provider not in names:
+        raise ValueError(f"its onnxruntime has no provider `{provider}`; it has {', '.join(names)}")
     return _hugging_face(model.from_pretrained(folder, session_options=options, provider=names[provider]), provider)
 
 

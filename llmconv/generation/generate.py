@@ -10,7 +10,7 @@ from llmconv.argument_checks import OWN, checked, require_least
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
-from llmconv.generation.model import TextModel, refuse_opening
+from llmconv.generation.model import TextModel, open_model
 from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
@@ -106,18 +106,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     contents = contents_of(prompts)
     require_least(batch_size, 1, "batch_size")
     GenerationSettings().but(**options)  # reports mistakes before anything is loaded
-    opened = model
-    if isinstance(model, TextModel):
-        refuse_opening(model, session=session, device=device, dtype=dtype)
-    else:
-        opened = TextModel.open(
-            model,
-            backend=backend,
-            settings=session,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            dtype=dtype,
-        )
+    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, device=device, dtype=dtype)
     wording = wording or Wording()
     settings = settings_for(opened, wording, options)
     done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))

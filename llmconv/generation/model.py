@@ -19,8 +19,9 @@ from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner, refuse_torch_options
+from llmconv.generation.runners import load_genai, load_runner
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
+from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
@@ -81,24 +82,17 @@ class TextModel:
             OutOfMemory: the device has too little memory.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
+        options = TorchOptions(adapter, device, dtype)
         with fetching() as fetched:
             files = ModelFiles.find(model)
             tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
-                refuse_torch_options(adapter, device, dtype)
+                options.refuse()
                 engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
-                runner = load_runner(
-                    files,
-                    backend,
-                    settings,
-                    adapter=adapter,
-                    trust_remote_code=trust_remote_code,
-                    device=device,
-                    dtype=dtype,
-                )
+                runner = load_runner(files, backend, settings, options, trust_remote_code=trust_remote_code)
                 lengths = [context_length(files.folder), runner.cache_capacity]
                 length = min((length for length in lengths if length), default=None)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
@@ -244,20 +238,29 @@ def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
         yield TextPiece(row.index, row.rest(), None, row.finish)
 
 
-def refuse_opening(model: TextModel, **given: Any) -> None:
-    """Refuses options that have no effect on a model that is open.
+def open_model(
+    model: Any, backend: str, session: SessionSettings | None, *, trust_remote_code: bool, **options: Any
+) -> TextModel:
+    """An open model as it is, or what `TextModel.open` opens.
 
     Args:
-        model: the open model.
-        given: the options by name; None for those that were not given.
+        model: an open `TextModel`, or what `TextModel.open` accepts.
+        backend: `onnx`, `torch` or `genai`, unless the model is open.
+        session: session settings of onnxruntime.
+        trust_remote_code: run the code in the folder.
+        options: fields of `TorchOptions`.
 
     Raises:
-        UsageProblem: an option was given.
+        InputRefused: there is no tokenizer, or nothing to run.
+        UsageProblem: an unknown backend or option, or settings or options for a model that is open.
     """
+    if not isinstance(model, TextModel):
+        return TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code, **options)
     if model.backend != "torch":
-        refuse_torch_options(given.get("adapter"), given.get("device"), given.get("dtype"))
-    for name, value in given.items():
+        TorchOptions(**options).refuse()
+    for name, value in {"session": session, **options}.items():
         if value is not None:
             raise UsageProblem(
                 f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"
             )
+    return model

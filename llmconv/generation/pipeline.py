@@ -12,7 +12,7 @@ from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.generation.generate import BATCH_SIZE
-from llmconv.generation.model import TextModel, refuse_opening
+from llmconv.generation.model import TextModel, open_model
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import token_ids
@@ -58,19 +58,9 @@ def pipeline(
     if model is None:
         raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
     require_options(options)
-    opened = model
-    if isinstance(model, TextModel):
-        refuse_opening(model, adapter=adapter, session=session, device=device, dtype=dtype)
-    else:
-        opened = TextModel.open(
-            model,
-            backend=backend,
-            settings=session,
-            adapter=adapter,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            dtype=dtype,
-        )
+    opened = open_model(
+        model, backend, session, trust_remote_code=trust_remote_code, adapter=adapter, device=device, dtype=dtype
+    )
     return TextGeneration(opened, **options)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from llmconv.errors import UsageProblem
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -15,19 +16,14 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.runner import Runner
 
-DTYPES = ("float32", "float16", "bfloat16")
-"""Dtypes of the eager model."""
-
 
 def load_runner(
     files: ModelFiles,
     backend: str,
     settings: SessionSettings | None = None,
+    options: TorchOptions | None = None,
     *,
-    adapter: str | Path | None = None,
     trust_remote_code: bool = False,
-    device: str | None = None,
-    dtype: str | None = None,
 ) -> Runner:
     """The graphs, or the eager model (torch is imported only for that).
 
@@ -35,17 +31,16 @@ def load_runner(
         files: where the graphs and the configuration are.
         backend: `onnx` or `torch`.
         settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-        adapter: PEFT adapter folder, for `torch`.
+        options: of the eager model, for `torch`.
         trust_remote_code: run the model code in the folder, for `torch`.
-        device: torch's name of the device, for `torch`; None for the CPU.
-        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
 
     Raises:
         InputRefused: the folder has no graphs, or transformers cannot load it.
         UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
     """
+    options = options or TorchOptions()
     if backend == "onnx":
-        refuse_torch_options(adapter, device, dtype)
+        options.refuse()
         WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
@@ -53,17 +48,16 @@ def load_runner(
     if backend != "torch":
         raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
     _refuse_session(settings)
-    if dtype not in (None, *DTYPES):
-        raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"give one of: {', '.join(DTYPES)}")
+    options.require_dtype()
     from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
 
     return TorchRunner(
         files.folder,
-        dtype or "auto",
+        options.dtype or "auto",
         code=files.folder if trust_remote_code else None,
-        adapter=Path(adapter) if adapter else None,
+        adapter=Path(options.adapter) if options.adapter else None,
         threads=settings.threads if settings else 0,
-        device=device or "cpu",
+        device="cpu" if options.device is None else options.device,
     )
 
 
@@ -90,32 +84,6 @@ def load_genai(files: ModelFiles, settings: SessionSettings | None) -> GenaiEngi
     if files.prefill:
         raise UsageProblem("GenAI opens folders, not single graphs", hint="give the folder that has genai_config.json")
     return GenaiEngine.load(files.folder, settings, context_length(files.folder))
-
-
-def refuse_torch_options(adapter: str | Path | None, device: str | None, dtype: str | None) -> None:
-    """Refuses what only the eager model takes.
-
-    Args:
-        adapter: PEFT adapter folder.
-        device: torch's name of a device.
-        dtype: of the weights.
-
-    Raises:
-        UsageProblem: one of them is given.
-    """
-    if adapter is not None:
-        raise UsageProblem(
-            "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
-        )
-    if device is not None:
-        raise UsageProblem(
-            "`device` is for `--backend torch`",
-            hint='for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',
-        )
-    if dtype is not None:
-        raise UsageProblem(
-            "`dtype` is for `--backend torch`", hint="graphs compute in the type of `llmconv export --precision`"
-        )
 
 
 def _refuse_session(settings: SessionSettings | None) -> None:

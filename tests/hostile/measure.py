@@ -21,7 +21,7 @@ from typing import Any
 from llmconv.errors import LlmconvError
 from tests.hostile.child import COMMANDS, _inspect
 
-SECONDS = 12
+SECONDS = 20
 """Of processor time, before a process is ended."""
 
 MEMORY = 4 << 30

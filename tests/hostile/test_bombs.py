@@ -16,7 +16,7 @@ import pytest
 from tests.hostile import bombs
 from tests.hostile.test_hostile import HONEST, ROOT, job
 
-SECONDS, MEBIBYTES = 6, 500
+SECONDS, MEBIBYTES = 10, 500
 """3 s on an idle machine."""
 
 QUICK = re.compile(

@@ -80,8 +80,7 @@ def test_every_mutant_is_caught(
     broken = shutil.copytree(folder, tmp_path / "broken")
     (broken / "llmconv.json").write_text(json.dumps({"graphs": {"decode": {"file": "decode.onnx"}}}))
     model = onnx.load(broken / "decode.onnx", load_external_data=False)
-    if not mutant.apply(model, broken):
-        pytest.skip("the graph in half precision has no place for this mutant")
+    assert mutant.apply(model, broken)
     onnx.save(model, broken / "decode.onnx")
     report = verify(broken, reference=folder, eager=eager)
     assert any(check.verdict == "fail" and check.name != "decisions" for check in report.checks)

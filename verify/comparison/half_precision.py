@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, exact_number
 from llmconv.runtime.onnxruntime.guard import graphs
 from llmconv.tensors import Array
+from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.comparison.known_constants import KnownConstants, hiding
 from llmconv.verify.results.report import Check
 
@@ -30,11 +31,13 @@ ROUNDED = ", every value rounded"
 
 HALF = set(HALF_PRECISION.values())
 
-ADDING = {"Add", "Attention", "GroupQueryAttention", "MultiHeadAttention"}
-"""Operators that add a mask to scores."""
+MASKED = {"Softmax", "Attention", "GroupQueryAttention", "MultiHeadAttention"}
+"""Operators in which a large negative number hides a key."""
 
-ARRANGING = {"Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast"}
-"""Operators through which a mask gets there."""
+MASKING = {
+    *("Unsqueeze", "Squeeze", "Reshape", "Expand", "Slice", "Concat", "Transpose", "Identity", "Where", "Cast", "Add"),
+}
+"""Operators through which a mask gets there: they arrange it, and add it to scores."""
 
 COPYING = {
     *("Reshape", "Transpose", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Expand", "Split", "Identity"),
@@ -73,7 +76,7 @@ def _masks(graph: onnx.GraphProto) -> set[str]:
     """Initializers that `Where` puts into a mask, and nothing computes with: what hides a key, not a number."""
     users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
-        for name in node.input:
+        for name in inner_inputs(node):
             users[name].append(node)
     chosen = {
         tensor.name: users[tensor.name]
@@ -88,9 +91,9 @@ def _masks(graph: onnx.GraphProto) -> set[str]:
 
 
 def _reaches_scores(name: str, users: Mapping[str, Sequence[onnx.NodeProto]]) -> bool:
-    """Whether a mask is only arranged before it is added to scores."""
-    return all(
-        node.op_type in ADDING or (node.op_type in ARRANGING and _reaches_scores(node.output[0], users))
+    """Whether a mask is only arranged and added on its way to operators in which it hides keys."""
+    return bool(users[name]) and all(
+        node.op_type in MASKED or (node.op_type in MASKING and _reaches_scores(node.output[0], users))
         for node in users[name]
     )
 

@@ -21,9 +21,6 @@ from llmconv.verify.results.sigma import ULPS
 FEW = 8
 """Maximum number of elements of an initializer that is treated as constants of a formula."""
 
-FINFO = ml_dtypes.finfo
-"""numpy's own does not know bfloat16."""
-
 EQUAL = 0.99
 """Minimum share of equal elements of a table, up to one unit in the last place of 1; others are not replaced."""
 
@@ -132,7 +129,7 @@ def _restored(values: Array, known: Sequence[float]) -> Array:
 def hiding(values: Array) -> Array:
     """Numbers of a mask in float32: the smallest number of the dtype, which hides a key, becomes that of float32."""
     wide = values.astype(np.float32)
-    wide[values == FINFO(values.dtype).min] = np.finfo(np.float32).min
+    wide[values == ml_dtypes.finfo(values.dtype).min] = np.finfo(np.float32).min
     return wide
 
 

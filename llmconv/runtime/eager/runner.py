@@ -320,13 +320,15 @@ def require_device(name: str) -> torch.device:
     Raises:
         UsageProblem: torch does not have it.
     """
-    try:
-        return torch.empty(0, device=name).device
+    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
+        probe = torch.zeros(1, device=name)
+        probe.item()  # the device `meta` has no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageProblem(
             f"torch cannot use the device `{name}`: {first_line(error)}",
             hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
         ) from error
+    return probe.device
 
 
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:

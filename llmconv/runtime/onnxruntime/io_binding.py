@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.runtime.onnxruntime.device import Device, host_value
+from llmconv.runtime.onnxruntime.device import Device, as_array, host_value
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
@@ -57,7 +57,7 @@ class BoundSession:
             self._bind_inputs_again()
         self._session.run_with_iobinding(self._binding, [array.shape for array in self._inputs.values()])
         values = self._binding.get_outputs_as_ortvaluevector()
-        results = [values[at].numpy() for at in range(len(self._results))]
+        results = [as_array(ort.OrtValue(values[at])) for at in range(len(self._results))]
         self._bind_results()  # the next results may have other shapes
         return results
 

@@ -146,6 +146,11 @@ class SessionSettings:
 NAMES = "names and values are those of onnxruntime's `SessionOptions` and session configuration keys"
 
 
+def short_provider(provider: str) -> str:
+    """The short name of a provider, such as `cuda` for `CUDAExecutionProvider`."""
+    return provider.lower().removesuffix("executionprovider")
+
+
 def provider_name(provider: str) -> str:
     """onnxruntime's name of a provider such as `cuda` or `CUDAExecutionProvider`.
 
@@ -154,10 +159,9 @@ def provider_name(provider: str) -> str:
     """
     available = ort.get_available_providers()
     spelled: dict[str, str] = {name.lower(): name for name in available}
-    wanted = provider.lower().removesuffix("executionprovider")
-    found = spelled.get(wanted + "executionprovider")
+    found = spelled.get(short_provider(provider) + "executionprovider")
     if found is None:
-        short = ", ".join(name.removesuffix("ExecutionProvider").lower() for name in available)
+        short = ", ".join(map(short_provider, available))
         raise UsageProblem(
             f"this onnxruntime has no provider `{provider}`",
             hint=f"it has {short}; other builds of onnxruntime (onnxruntime-gpu, onnxruntime-openvino, …) have others",

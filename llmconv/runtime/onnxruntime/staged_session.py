@@ -9,13 +9,13 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from llmconv.errors import MalformedInput, first_line
+from llmconv.errors import MalformedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
 from llmconv.runtime.onnxruntime.device import HOST
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
@@ -98,10 +98,11 @@ def _open(
     try:
         changed = settings.prepare(path, model, options)
         if settings.prepack and joins:
-            return open_packed(path, model, options, providers, limit)
-        if changed:
-            return open_changed(path, model, options, providers, limit)
-        return LimitedSession(path, options, providers, limit)
+            session = open_packed(path, model, options, providers, limit)
+        elif changed:
+            session = open_changed(path, model, options, providers, limit)
+        else:
+            session = LimitedSession(path, options, providers, limit)
     except TimeoutError as error:
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
@@ -109,3 +110,14 @@ def _open(
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error
+    _require_provider(session, provider_name(settings.provider))
+    return session
+
+
+def _require_provider(session: LimitedSession, provider: str) -> None:
+    """onnxruntime computes on the CPU if a provider does not start, and only logs it."""
+    if provider not in session.get_providers():
+        raise UsageProblem(
+            f"onnxruntime could not start `{provider}` and would compute on the CPU",
+            hint="install the libraries that it needs (docs/targets.md); without `--provider` the CPU is used",
+        )

@@ -17,6 +17,8 @@ from typing import Any
 
 import onnxruntime as ort
 
+from llmconv.runtime.onnxruntime.device import HOST
+
 TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
 
 SECONDS = 60.0
@@ -198,7 +200,7 @@ class LimitedSession:
         for name, value in feeds.items():
             binding.bind_ortvalue_input(name, value)
         for name, memory in outputs.items():
-            binding.bind_output(name, memory, index if memory != "cpu" else 0)
+            binding.bind_output(name, memory, index if memory != HOST else 0)
         self.run_with_iobinding(binding, [value.shape() for value in islice(feeds.values(), FEEDS)])
         values: list[ort.OrtValue] = binding.get_outputs()
         return values

@@ -196,9 +196,16 @@ def norm_skipped(model: onnx.ModelProto, folder: Path) -> bool:
 def norm_weight_without_one(model: onnx.ModelProto, folder: Path) -> bool:
     """One norm multiplies by its weight where it should by one more."""
     for node in users(model, "Add"):
-        if layer_of(node) == 1 and any(name.endswith("norm.weight") for name in node.input):
-            return _becomes(node, next(name for name in node.input if name.endswith("norm.weight")))
+        weights = [name for name in node.input if _source(model, name).endswith("norm.weight")]
+        if layer_of(node) == 1 and weights:
+            return _becomes(node, weights[0])
     return False
+
+
+def _source(model: onnx.ModelProto, name: str) -> str:
+    """The name of what a value is a cast of, or its own."""
+    cast = maker(model, name)
+    return cast.input[0] if cast is not None and cast.op_type == "Cast" else name
 
 
 def embedding_not_scaled(model: onnx.ModelProto, folder: Path) -> bool:

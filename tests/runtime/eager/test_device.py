@@ -26,9 +26,10 @@ def test_a_dtype_other_than_that_of_the_weights_is_computed_in(talking: Path) ->
     assert np.allclose(first, second, atol=0.1)
 
 
-def test_a_device_that_torch_does_not_have_is_refused(talking: Path) -> None:
-    with pytest.raises(UsageProblem, match="torch cannot use the device `nonsense`"):
-        TextModel.open(talking, backend="torch", device="nonsense")
+@pytest.mark.parametrize("device", ["nonsense", "", "meta", "cuda:99", "xla"])
+def test_a_device_that_torch_does_not_have_is_refused(talking: Path, device: str) -> None:
+    with pytest.raises(UsageProblem, match=f"torch cannot use the device `{device}`"):
+        TextModel.open(talking, backend="torch", device=device)
 
 
 @pytest.mark.parametrize(("option", "value"), [("device", "cuda"), ("dtype", "float16")])

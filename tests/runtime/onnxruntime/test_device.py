@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.device import Device, as_array, host_value
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -52,6 +53,15 @@ def test_an_array_becomes_a_value_and_an_array_again(dtype: type) -> None:
 def test_an_empty_value_of_bfloat16_has_its_shape() -> None:
     array = np.zeros((1, 2, 0, 4), ml_dtypes.bfloat16)
     assert as_array(Device().place(array)).shape == (1, 2, 0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_provider_that_does_not_start_is_refused_instead_of_replaced_by_the_cpu(
+    buffered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    with pytest.raises(UsageProblem, match="could not start `CUDAExecutionProvider`"):
+        OrtRunner.from_folder(buffered, SessionSettings(provider="cuda"))
 
 
 def test_an_array_outlives_the_value_that_it_was_read_from() -> None:

@@ -1,4 +1,4 @@
-"""Lookup tables of half-precision graphs: rounding is no irregular row, another number is."""
+"""Lookup tables of half-precision graphs: rounded rows are regular, a row with another number is not."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ROWS = 20
 
 
 def errors(factors: Array, output: str = "present.3.key") -> Check:
-    """The check of one output whose rows differ by so many times the noise."""
+    """The check of one output; each row differs by `factors` times the noise."""
     rng = np.random.default_rng(0)
     exact, noise = rng.standard_normal((1, len(factors), 64)), 1e-3 * rng.standard_normal((2, 1, len(factors), 64))
     truth = NoiseFloor("float16").truth(output, exact, exact + noise[0], np.ones((1, len(factors)), bool))

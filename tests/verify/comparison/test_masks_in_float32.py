@@ -15,6 +15,13 @@ from llmconv.verify.comparison.known_constants import KnownConstants
 LOWEST = float(np.finfo(np.float32).min)
 
 
+def masked(scores: str, mask: str, *, scaled: bool = False) -> list[onnx.NodeProto]:
+    """Nodes that add a mask to scores and hide keys, with a product between if `scaled`."""
+    product = [helper.make_node("Mul", ["sum", "share"], ["product"])] if scaled else []
+    last = helper.make_node("Softmax", ["product" if scaled else "sum"], ["y"])
+    return [helper.make_node("Add", [scores, mask], ["sum"]), *product, last]
+
+
 def lowest_after(*nodes: onnx.NodeProto, rounded: bool = False) -> float:
     """The constant of -65504 after a graph was widened, in which `Where` makes `mask` of it."""
     where = helper.make_node("Where", ["seen", "zero", "low"], ["mask"])
@@ -42,19 +49,37 @@ def lowest_after(*nodes: onnx.NodeProto, rounded: bool = False) -> float:
 def test_a_mask_that_is_added_to_scores_is_widened(arranging: str) -> None:
     attributes: dict[str, Any] = {"to": TensorProto.FLOAT16} if arranging == "Cast" else {}
     arranged = helper.make_node(arranging, ["mask"], ["m"], **attributes)
-    assert lowest_after(arranged, helper.make_node("Add", ["scores", "m"], ["y"])) == LOWEST
+    assert lowest_after(arranged, *masked("scores", "m")) == LOWEST
 
 
 def test_a_number_that_is_computed_with_is_not() -> None:
     scaled = helper.make_node("Mul", ["mask", "share"], ["m"])
-    assert lowest_after(scaled, helper.make_node("Add", ["scores", "m"], ["y"])) == -65504
+    assert lowest_after(scaled, *masked("scores", "m")) == -65504
+
+
+def test_a_sum_that_is_computed_with_is_not_a_mask_either() -> None:
+    assert lowest_after(*masked("scores", "mask", scaled=True)) == -65504
+
+
+def test_a_mask_that_nothing_reads_is_not_widened() -> None:
+    assert lowest_after(helper.make_node("Softmax", ["scores"], ["y"])) == -65504
+
+
+def test_a_mask_that_a_branch_reads_is_not_widened() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Mul", ["mask", "share"], ["m"])],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("m", TensorProto.FLOAT16, ["n"])],
+    )
+    chosen = helper.make_node("If", ["seen"], ["other"], then_branch=branch, else_branch=branch)
+    assert lowest_after(chosen, *masked("scores", "mask")) == -65504
 
 
 def test_one_other_use_is_enough() -> None:
     other = helper.make_node("Mul", ["scores", "low"], ["s"])
-    assert lowest_after(other, helper.make_node("Add", ["s", "mask"], ["y"])) == -65504
+    assert lowest_after(other, *masked("s", "mask")) == -65504
 
 
 def test_a_copy_that_rounds_keeps_the_number_which_would_be_infinite() -> None:
-    nodes = [helper.make_node("Add", ["scores", "mask"], ["y"])]
-    assert lowest_after(*nodes, rounded=True) == -65504
+    assert lowest_after(*masked("scores", "mask"), rounded=True) == -65504

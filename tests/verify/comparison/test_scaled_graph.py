@@ -53,7 +53,7 @@ def made(nodes: list[onnx.NodeProto], weight: Array, short: Array) -> onnx.Model
 
 
 SMALL = 1e-3 * WEIGHT.astype(np.float16)
-"""Times 1/32, these are no longer whole numbers of the smallest step of float16."""
+"""So small that times 1/32 float16 cannot hold them exactly."""
 
 
 def test_a_weight_that_is_cast_is_not_rounded_again() -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - makes `bfloat16` a name of a dtype
 import numpy as np
 
+from llmconv.tensors import BY_NAME
 from llmconv.verify.audit.decisions.affine_forms import BATCH, TOKEN, AffineForm
 
 LENGTHS = re.compile(
@@ -165,6 +165,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def rounded(number: float, dtype: str) -> float:
-    """A number rounded to a dtype of `ml_dtypes` or numpy; infinity beyond its range."""
+    """A number rounded to a dtype; infinity beyond its range."""
     with np.errstate(over="ignore"):
-        return float(np.float64(number).astype(np.dtype(dtype)))
+        return float(np.float64(number).astype(BY_NAME[dtype].numpy))

@@ -19,7 +19,7 @@ class ConstantValue:
     """A constant of the graph.
 
     Attributes:
-        array: its elements; bfloat16, which is no number type of numpy, as float32.
+        array: its elements; bfloat16, which numpy itself does not have, as float32.
         step: one unit in the last place of 1 if the elements were bfloat16; else 0.
     """
 
