@@ -54,7 +54,12 @@ class ShapeOptions:
         require_choice(self.cache, CACHES, "cache")
         require_choice(self.target or next(iter(TARGETS)), tuple(TARGETS), "target")
         require_choice(self.precision, PRECISIONS, "precision")
-        require_choice(self.logits_dtype, tuple(dict.fromkeys((FLOAT32, self.precision))), "logits_dtype")
+        require_choice(self.logits_dtype, PRECISIONS, "logits_dtype")
+        if self.logits_dtype not in (FLOAT32, self.precision):
+            raise UsageProblem(
+                f"`--logits-dtype {self.logits_dtype}` needs graphs that compute in {self.logits_dtype}",
+                hint=f"add `--precision {self.logits_dtype}`, or leave it out: logits are float32",
+            )
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class InPlace:
         stored = main_dtype(self.checkpoint)
         if precision not in (FLOAT32, stored):
             raise InputRefused(
-                f"the weights are {stored}, so graphs of `--precision {precision}` cannot map them in place",
+                f"the weights are {stored}, so graphs that compute in {precision} cannot map them in place",
                 hint=f"give `-o OUT`: the weights are cast to {precision} there once"
                 + (", or give `--precision float32`" if stored == FLOAT32 else ""),
             )

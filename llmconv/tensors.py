@@ -169,7 +169,7 @@ def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = No
         largest = np.abs(values[np.isfinite(values)]).max()
         raise InputRefused(
             f"`{name}` contains {float(largest):.6g}, and the largest number of float16 is 65504",
-            hint="bfloat16 has the range of float32: give `bfloat16` instead",
+            hint="bfloat16 has the range of float32: give `--dtype bfloat16`, or for graphs `--precision bfloat16`",
         )
     if flushed:
         flushed.count += int(((result == 0) & (values != 0)).sum())

@@ -52,7 +52,7 @@ def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, stric
 
 def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
     lines = [
-        f"no kernel in `{target}` for {one}: {one.count:,} of {', '.join(names)}, such as `{one.first}`, run on the CPU"
+        f"no kernel in `{target}` for {one}: {one.count:,} nodes of {', '.join(names)} run on the CPU, such as `{one.first}`"
         for one, names in graphs.items()
     ]
     left = len(lines) - LINES + 1

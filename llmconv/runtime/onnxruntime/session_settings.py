@@ -164,6 +164,6 @@ def provider_name(provider: str) -> str:
         short = ", ".join(map(short_provider, available))
         raise UsageProblem(
             f"this onnxruntime has no provider `{provider}`",
-            hint=f"it has {short}; other builds of onnxruntime (onnxruntime-gpu, onnxruntime-openvino, …) have others",
+            hint=f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others",
         )
     return found

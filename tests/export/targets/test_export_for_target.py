@@ -33,7 +33,7 @@ def test_an_explicit_precision_wins(llama: Path) -> None:
 
 def test_what_falls_back_is_listed_and_recorded(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(llama, target="ort-dml", precision="float32", opset=23, incremental=True)
-    assert "no kernel in `ort-dml` for `Attention` (float32): 8 of decode.onnx" in capsys.readouterr().err
+    assert "no kernel in `ort-dml` for `Attention` (float32): 8 nodes of decode.onnx" in capsys.readouterr().err
     fallback = read_manifest(llama).graphs["decode"]["fallback"]
     assert {"Attention", "RMSNormalization"} <= {one["operator"] for one in fallback}
 
