@@ -52,8 +52,9 @@ def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, stric
 
 def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
     lines = [
-        f"no kernel in `{target}` for {one}: {one.count:,} nodes of {', '.join(names)} run on the CPU, such as `{one.first}`"
-        for one, names in graphs.items()
+        f"no kernel in `{target}` for {kind}: {kind.count:,} nodes of {', '.join(names)} run on the CPU, "
+        f"such as `{kind.first}`"
+        for kind, names in graphs.items()
     ]
     left = len(lines) - LINES + 1
     return lines if left <= 1 else [*lines[: LINES - 1], f"and {left} more kinds of nodes, see `llmconv.json`"]

@@ -68,7 +68,7 @@ def test_a_graph_in_pieces_passes_with_sigmas_as_before(
     assert whole.keys() == pieces.keys()
     for key, check in pieces.items():
         assert check.verdict == whole[key].verdict
-        assert check.sigma == pytest.approx(whole[key].sigma, abs=0.3), key
+        assert check.sigma == pytest.approx(whole[key].sigma, rel=0.5, abs=0.3), key
 
 
 @pytest.mark.parametrize(("name", "layer"), [("attention scale 1 % off in one layer", 2), ("two pasts swapped", 1)])
