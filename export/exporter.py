@@ -21,10 +21,13 @@ from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_sp
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.quantization.selection import QuantizedWeight, select
+from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
+from llmconv.export.weights.bind import match_weights
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
@@ -64,6 +67,13 @@ class ExportOptions(TypedDict, total=False):
         logits_dtype: dtype of the logits: `float32`, or the precision.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights; by default, with a new
             folder and a `precision` of less than float32, that precision.
+        quant: `int8`, `int4`, `int4-mixed` or `int4-small`: store the matrices as integer codes, in `output`.
+        quant_block: number of neighbouring weights that share a scale: 16, 32, 64, 128 or 256 (default: 32, for
+            `int4-small` 128).
+        symmetric: store no zero points.
+        quant_exclude: regular expressions; weights with such names are not quantized.
+        quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
+        method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.
         resume: continue an interrupted export.
@@ -90,6 +100,12 @@ class ExportOptions(TypedDict, total=False):
     precision: str | None
     logits_dtype: str
     dtype: str
+    quant: str | None
+    quant_block: int | None
+    symmetric: bool
+    quant_exclude: Sequence[str]
+    quant_bits: Sequence[str]
+    method: str | None
     max_shard_size: str | int
     overwrite: bool
     resume: bool
@@ -117,6 +133,12 @@ DEFAULTS: ExportOptions = {
     "precision": None,
     "logits_dtype": "float32",
     "dtype": "keep",
+    "quant": None,
+    "quant_block": None,
+    "symmetric": False,
+    "quant_exclude": (),
+    "quant_bits": (),
+    "method": None,
     "max_shard_size": DEFAULT_SIZE,
     "overwrite": False,
     "resume": False,
@@ -199,6 +221,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
+    quantization = QuantizationSettings.parse(given)
     checkpoint = _open(model, output)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
@@ -207,7 +230,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     _check_weight_options(given, writes=output is not None)
     shapes = _shape_options(given)
     changes = GraphOptions(
-        given["last_logits"], choice, given["stages"], prefix, given["opset"], given["strict_target"]
+        given["last_logits"], choice, given["stages"], prefix, given["opset"], given["strict_target"], quantization
     )
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
@@ -241,7 +264,14 @@ def _make(
     """Traces the graphs, makes all files, and writes them unless this is a dry run."""
     graphs, traced_layers = language_model.trace(plan.specs)
     weights = folder.weights()
-    files = plan.make(graphs, weights, file_tensors(checkpoint))
+    distinct = {id(traced): traced for traced in graphs.values()}
+    matches = {key: match_weights(traced, weights) for key, traced in distinct.items()}
+    quantized: dict[str, QuantizedWeight] = {}
+    if plan.options.quantization and isinstance(folder, NewFolder):
+        quantized = select([(distinct[key], matched) for key, matched in matches.items()], plan.options.quantization)
+        folder = folder.quantized(quantized)
+        weights = folder.weights()
+    files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches)
     sizes = None
     if not given["dry_run"]:
         done = step("export", source, dtype=given["dtype"], layers_traced=traced_layers, **plan.manifest_options())
@@ -325,6 +355,8 @@ def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
             hint="leave out `--dtype`",
         )
     require_shard_size(given["max_shard_size"])
+    if given["quant"] and not writes:
+        raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a folder for them")
     if given["max_shard_size"] != DEFAULT_SIZE and not writes:
         raise UsageProblem(
             "`--max-shard-size` has no effect: without `-o` no weights are written",

@@ -15,6 +15,8 @@ from llmconv.export.float32_nodes import float32_fields
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
+from llmconv.export.quantization.products import QuantizedProducts
+from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
@@ -23,6 +25,7 @@ from llmconv.export.targets.fallback_report import fallback_fields, find_fallbac
 from llmconv.export.targets.kernels import Fallback
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
+from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
@@ -125,6 +128,8 @@ class GraphPlan:
         graphs: Mapping[str, TracedGraph],
         weights: Mapping[str, FileTensor],
         sources: Mapping[str, FileTensor],
+        quantized: Mapping[str, QuantizedWeight] | None = None,
+        matches: Mapping[int, Mapping[str, WeightSource]] | None = None,
     ) -> GraphFiles:
         """Binds the graphs to the weights and encodes all files.
 
@@ -132,6 +137,8 @@ class GraphPlan:
             graphs: traced graphs by role; roles may share one. They are changed.
             weights: where each tensor is in the folder of the graphs once the export is complete.
             sources: the same tensors in files that can be read now; only a soft prompt reads them.
+            quantized: the tensors that are stored as codes, by name.
+            matches: the stored tensors of each weight by `id` of the graph, if they are known already.
 
         Raises:
             InputRefused: the weights are not of this model, an option does not fit it, or `strict_target` is given and
@@ -140,12 +147,13 @@ class GraphPlan:
         """
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
         require_stages(self.options.stages, distinct[0].num_layers)
-        matches = [match_weights(traced, weights) for traced in distinct]
+        known = matches or {id(traced): match_weights(traced, weights) for traced in distinct}
+        products = QuantizedProducts(quantized) if quantized else None
         prefix = None
         if self.options.prefix:  # all graphs of such an export share one trace
-            prefix = PrefixFile.make(self.options.prefix, distinct[0], matches[0], sources, weights)
-        for traced, matched in zip(distinct, matches, strict=True):
-            bind(traced, matched, weights)
+            prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, weights)
+        for traced in distinct:
+            bind(traced, known[id(traced)], weights, quantized=products)
         made = GraphFiles(mapped=mapped_bytes(distinct))
         for traced in distinct:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.export.prefix.adapter import Prefix
+from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.passes.opset import IR_VERSIONS
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 
@@ -22,6 +23,7 @@ class GraphOptions:
         prefix: virtual tokens before every prompt; None for none.
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
+        quantization: which weights become integer codes; None for none.
 
     Raises:
         UsageProblem: another `opset`.
@@ -33,6 +35,7 @@ class GraphOptions:
     prefix: Prefix | None = None
     opset: int | None = None
     strict_target: bool = False
+    quantization: QuantizationSettings | None = None
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:
@@ -41,7 +44,8 @@ class GraphOptions:
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of a graph's manifest entry, defaults left out; those of a prefix are in `PrefixFile`."""
         fields = {"last_logits": self.last_logits, "postprocess": self.choice.text if self.choice else ""}
-        return {name: value for name, value in fields.items() if value}
+        quantized = self.quantization.manifest_fields() if self.quantization else {}
+        return {**{name: value for name, value in fields.items() if value}, **quantized}
 
     def own_runner_option(self) -> str:
         """The first given option that only llmconv's own runner supports; empty if there is none."""

@@ -16,14 +16,18 @@ from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
 from llmconv.export.graph_spec import FLOAT32
+from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
-from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
+from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.output.staging import failing_safely
 from llmconv.output.writer import check_output, require_space, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Flushed, LazyTensor, cast
+
+QUANTIZED = "quantized"
+"""Beginning of the names of weight files that a Hugging Face model cannot be loaded from."""
 
 BLOCK = 4096
 """Block size of most file systems, in bytes; every file takes a multiple of it."""
@@ -161,6 +165,7 @@ class NewFolder:
         overwrite: replace an existing folder.
         resume: continue an interrupted run.
         kept: pattern of the names of tensors that keep their dtype.
+        codes: what is stored instead of quantized weights, by name of the weight with a suffix.
     """
 
     folder: Path
@@ -170,11 +175,29 @@ class NewFolder:
     overwrite: bool
     resume: bool
     kept: re.Pattern[str] | None = None
+    codes: Mapping[str, LazyTensor] = field(default_factory=dict)
     _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses an existing folder without `overwrite`, one inside of the model folder, and too small a disk."""
         check_output(self._plan, self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
+
+    def quantized(self, weights: Mapping[str, QuantizedWeight]) -> NewFolder:
+        """The folder with codes, scales and zero points instead of these weights.
+
+        Args:
+            weights: how each is quantized, by name.
+        """
+        tensors: dict[str, LazyTensor] = {}
+        codes: dict[str, LazyTensor] = {}
+        for name, tensor in self.checkpoint.items():
+            if weight := weights.get(name):
+                made = weight.stored(name, tensor)
+                codes |= made
+                tensors |= made
+            else:
+                tensors[name] = tensor
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=tensors), codes=codes)
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the shards that `write` writes."""
@@ -205,9 +228,10 @@ class NewFolder:
         if self.dtype != "keep":
             dtype = BY_NAME[self.dtype]
             kept = {name: tensor for name, tensor in checkpoint.items() if self.kept and self.kept.search(name)}
+            kept |= self.codes
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-        return plan_checkpoint(checkpoint, self.max_shard_size)
+        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL)
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -29,7 +30,10 @@ from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
 from llmconv.verify.folder_comparison import Compared, compare_half_precision
-from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
+from llmconv.verify.other_exporters.run import require_numbers
+from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
@@ -57,6 +61,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     minimize: Written | None = None,
     low_memory: bool | None = None,
     allow_changed: bool = False,
+    text: str | Path | None = None,
+    max_divergence: float | None = None,
+    min_agreement: float | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -74,23 +81,28 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         minimize: a new folder for the smallest failing piece; implies the search.
         low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by free memory.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
+        text: text file on which the accuracy of quantized weights is measured; default: random tokens.
+        max_divergence: maximum mean divergence of quantized weights, in nats per token.
+        min_agreement: minimum share of tokens with the same most likely next token.
 
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
         OutOfMemory: memory ran out during the run.
         UsageProblem: an unknown suite or scenario, or the folder for the smallest failing piece is not empty.
     """
+    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     if not (entries := graph_entries(folder)):
         report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
+    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
+    cost = _cost_options(verified, reference, text, max_divergence, min_agreement)
     reference = require_weights(folder, entries[0], reference or recorded_reference(folder))
     report.reference = reference.name
-    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
-    code = reference if trust_remote_code else None
-    checks = _checks(verified, reference, report, session, eager, code, low_memory, allow_changed=allow_changed)
+    cost = replace(cost, code=reference if trust_remote_code else None)
+    checks = _checks(verified, reference, report, session, eager, cost, low_memory, allow_changed=allow_changed)
     return session.run(report, checks, most_precise)
 
 
@@ -100,7 +112,7 @@ def _checks(
     report: Report,
     session: Session,
     eager: Eager | None,
-    code: Path | None,
+    cost: QuantizationOptions,
     low_memory: bool | None,
     *,
     allow_changed: bool,
@@ -108,12 +120,17 @@ def _checks(
     """All checks of a folder: audits of its files, then all scenarios; arguments as in `verify`.
 
     Args:
-        code: the reference's folder where its own code is trusted.
+        cost: options for quantized graphs, and the reference's folder where its own code is trusted.
     """
+    if is_quantized(verified.models):
+        if low_memory:
+            raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+        yield from _audit_files(verified, report, allow_changed=allow_changed)
+        return (yield from compare_quantized_folder(verified, reference, report, session, eager, cost))
     if eager is None:
         low_memory = _is_layered(verified, reference, report, session, low_memory)
     yield from _audit(verified, reference, report, allow_changed=allow_changed)
-    compared = Compared(verified, reference, report, session.selection, code, layered=bool(low_memory))
+    compared = Compared(verified, reference, report, session.selection, cost.code, layered=bool(low_memory))
     if half := half_precision(next(iter(verified.models.values()))):
         return (yield from compare_half_precision(compared, half, eager))
     return (yield from compared.run(eager))
@@ -139,20 +156,9 @@ def _is_layered(
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
     """The graphs without their weights, by name, with the embedding table if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
-    _require_floats(folder, models)
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
     return models
-
-
-def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
-    """Refuses graphs that were quantized in place: `--graph` verifies those."""
-    for name, model in models.items():
-        if operators := quantized_operators(model):
-            raise InputRefused(
-                f"`{name}` has quantized weights ({operators[0]})",
-                hint=f"pass it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
-            )
 
 
 def recorded_reference(folder: Path) -> Path:
@@ -178,13 +184,9 @@ def _prefix(verified: VerifiedFolder, graph: str) -> int:
 
 def _audit(verified: VerifiedFolder, reference: Path, report: Report, *, allow_changed: bool) -> Checks:
     """Checks that run no graph: the recorded files, every initializer, and the decisions in the graphs."""
-    checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
-    yield checks
-    report.notes += notes
-    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
+    yield from _audit_files(verified, report, allow_changed=allow_changed)
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
     source = WeightSource.of(verified.path, reference, prefixes)
-    yield audit_files(verified.path)
     report.notes += odd_weights(source.reference)
     used, config = set[str](), read_config(reference)
     for name, model in verified.models.items():
@@ -196,3 +198,32 @@ def _audit(verified: VerifiedFolder, reference: Path, report: Report, *, allow_c
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
+
+
+def _audit_files(verified: VerifiedFolder, report: Report, *, allow_changed: bool) -> Checks:
+    """Checks of the recorded files."""
+    checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
+    yield checks
+    report.notes += notes
+    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
+    yield audit_files(verified.path)
+
+
+def _cost_options(
+    verified: VerifiedFolder,
+    reference: str | Path | None,
+    text: str | Path | None,
+    divergence: float | None,
+    agreement: float | None,
+) -> QuantizationOptions:
+    """The options for quantized graphs, which need a reference; graphs of floats take none."""
+    if not is_quantized(verified.models) and any(option is not None for option in (text, divergence, agreement)):
+        raise UsageProblem(
+            "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights only", hint="leave them out"
+        )
+    if is_quantized(verified.models) and reference is None:
+        raise UsageProblem(
+            f"the graphs in `{verified.path}` are quantized, and are compared with the model before that",
+            hint="give `--reference MODEL`, the folder that was exported",
+        )
+    return QuantizationOptions(Path(text) if text else None, AccuracyLimits(divergence, agreement), nearest=True)

@@ -24,7 +24,6 @@ def name_everything(model: ir.Model) -> None:
         for index, value in enumerate(node.outputs):
             if value not in outputs:
                 value.name = f"{node.name}:{index}"
-                value.shape = value.type = None
             value.metadata_props.clear()
         node.metadata_props.clear()
         node.doc_string = None

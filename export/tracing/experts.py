@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llmconv.export.weights.experts import DOMAIN, OP_TYPE
+from llmconv.export.weights.experts import DOMAIN, GROUPED
 
 EXPERTS = "llmconv"
 
@@ -50,7 +50,7 @@ def _linear(module: Any, name: str, rows: Tensor, experts: Tensor, counts: Tenso
     weight = getattr(module, name)
     features = weight.shape[-1] if module.is_transposed else weight.shape[-2]
     product: Tensor = torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{OP_TYPE}",
+        f"{DOMAIN}::{GROUPED}",
         [rows, weight, counts],
         {"transB": 0 if module.is_transposed else 1},
         dtype=rows.dtype,

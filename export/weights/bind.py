@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused
+from llmconv.export.node_editor import NodeEditor
 from llmconv.export.traced_graph import TracedGraph, static_shape
 from llmconv.export.weights.experts import dtype_of, expand_experts
 from llmconv.export.weights.parameter_sources import WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
+
+
+class Quantized(Protocol):
+    """Writes products with quantized weights into a graph, see `quantization.products`."""
+
+    def __contains__(self, source: WeightSource) -> bool:
+        """Whether a matrix is stored as codes."""
+
+    def multiply(self, editor: NodeEditor, left: ir.Value, rows: Any, values: StoredValues) -> ir.Value:
+        """Inserts a product."""
+
+    def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
+        """Replaces the products of a graph."""
+
 
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.rope.freqs")
 """Computed tensors that older checkpoints contain; a graph does not need them."""
@@ -59,6 +75,7 @@ def bind(
     matches: Mapping[str, WeightSource],
     tensors: Mapping[str, FileTensor],
     rounded: Mapping[str, LazyTensor] | None = None,
+    quantized: Quantized | None = None,
 ) -> None:
     """Turns every weight input of the graph into an initializer over the bytes of its tensors, in place.
 
@@ -67,10 +84,20 @@ def bind(
         matches: from `match_weights`.
         tensors: the checkpoint's tensors by name, in files that will be in the folder of the graph.
         rounded: tensors with the dtypes to round values to first; by default values are used as stored.
+        quantized: multiplies with the tensors that are stored as codes.
     """
     graph = traced.model.graph
     reader = StoredValues(graph, tensors, rounded or tensors)
-    expand_experts(traced.model, {traced.weights[name]: made for name, made in matches.items()}, reader.value)
+
+    def multiply(editor: NodeEditor, left: ir.Value, matrix: WeightSource, transB: int, dtype: ir.DataType) -> ir.Value:
+        if quantized and matrix in quantized:
+            return quantized.multiply(editor, left, matrix, reader)
+        return editor.one("Gemm", [left, reader.value(matrix, dtype)], {"transB": transB})
+
+    expand_experts(traced.model, {traced.weights[name]: made for name, made in matches.items()}, multiply)
+    if quantized:
+        quantized.rewrite(traced, matches, reader)
+    _forget_shapes(graph)
     for name, expression in matches.items():
         if traced.weights[name].uses():
             traced.weights[name].replace_all_uses_with(reader.value(expression, dtype_of(traced.weights[name])))
@@ -93,6 +120,14 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
         total += max(stop - start, 0)
         place, end = file, stop if file != place else max(stop, end)
     return total
+
+
+def _forget_shapes(graph: ir.Graph) -> None:
+    """Removes types and shapes of inner values, which runtimes infer, from the file."""
+    for node in graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = value.type = None
 
 
 def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) -> WeightSource:

@@ -24,6 +24,7 @@ ONNX_TYPES = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
+BYTES = ir.DataType.UINT8
 NAMES = {dtype: name for name, dtype in ONNX_TYPES.items()}
 
 
@@ -50,18 +51,32 @@ class StoredValues:
                 self._values[key] = self._computed(expression, dtype)
         return self._values[key]
 
-    def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
-        """An initializer over the bytes of these rows, named after the tensor, and cast to the wanted dtype."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        return self._tensors[name].shape
+
+    def stored(self, rows: StoredRows, shape: tuple[int, ...] | None = None) -> ir.Value:
+        """An initializer over the bytes of these rows, named after the tensor.
+
+        Args:
+            rows: the rows.
+            shape: another shape of the same bytes; by default that of the rows.
+        """
         tensor = self._tensors[rows.name]
-        dtype = ONNX_TYPES[tensor.dtype.name]
+        dtype = BYTES if tensor.dtype.name == "uint8" else ONNX_TYPES[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.path.name, tensor.offset + row * rows.first, length)
-        content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
-        value = self._graph.initializers.get(rows.label)
-        if value is None:
-            value = ir.val(rows.label, dtype, rows.shape, const_value=content)
-            self._graph.initializers[rows.label] = value
+        label = rows.label if shape in (None, rows.shape) else f"{rows.label}:{'x'.join(map(str, shape or ()))}"
+        if label not in self._graph.initializers:
+            content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(shape or rows.shape), name=label)
+            self._graph.initializers[label] = ir.val(label, dtype, shape or rows.shape, const_value=content)
+        return self._graph.initializers[label]
+
+    def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
+        """The initializer of these rows, cast to the wanted dtype."""
+        value = self.stored(rows)
+        dtype = ONNX_TYPES[self._tensors[rows.name].dtype.name]
         rounded = ONNX_TYPES[self._rounded[rows.name].dtype.name]
         if rounded != dtype and rounded != ir.DataType.FLOAT:
             value = self._node("Cast", [value], {"to": rounded}, f"{rows.label}/rounded")

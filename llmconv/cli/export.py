@@ -72,6 +72,22 @@ if TYPE_CHECKING:
     help="Dtype of the logits: float32 or that of --precision.",
 )
 @options.dtype
+@click.option(
+    "--quant",
+    type=click.Choice(["int8", "int4", "int4-mixed", "int4-small"]),
+    help="Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4.",
+)
+@click.option("--quant-block", type=int, metavar="N", help="Weights that share a scale: 16 to 256.  [default: 32]")
+@click.option("--symmetric", is_flag=True, help="Store no zero points.")
+@click.option(
+    "--quant-exclude", multiple=True, metavar="PATTERN", help="Weights that stay as they are; may be repeated."
+)
+@click.option("--quant-bits", multiple=True, metavar="PATTERN=8", help="Bits of the weights with such names: 4 or 8.")
+@click.option(
+    "--method",
+    type=click.Choice(["rtn", "search"]),
+    help="search: the scales with the least squared error; rtn: from the extreme values.  [default: search]",
+)
 @options.max_shard_size
 @options.overwrite
 @options.resume

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
     from llmconv.verify import Check, Report
 
-COST = ("text", "max_divergence", "min_agreement")
-OF_GRAPHS, OF_FOLDER = ("input_map", *COST), ("low_memory", "allow_changed")
+OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed")
 """Options that apply only to `--graph`, and only to FOLDER."""
-COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 
 
 @click.command("verify")
@@ -48,7 +46,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     "--text",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Text to measure the cost of a quantized --graph on.  [default: random tokens]",
+    help="Text to measure the cost of quantization on.  [default: random tokens]",
 )
 @click.option(
     "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."
@@ -208,5 +206,3 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
         raise UsageProblem(
             "`--allow-changed` applies to FOLDER only", hint="leave it out: no checksum of a `--graph` is recorded"
         )
-    if folder is not None and any(choices[name] is not None for name in COST):
-        raise UsageProblem(f"{COST_OPTIONS} apply to a `--graph` with quantized weights only", hint="leave them out")

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, SINGLE, Checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, Checkpoint
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.safetensors_file import NAME_LIMIT, file_of, safetensors_pieces
 from llmconv.output.sharding import KEEP, by_size, by_source
 from llmconv.tensors import Container, LazyTensor
+
+MODEL = "model"
+"""Beginning of the names of weight files in a Hugging Face folder."""
 
 DEFAULT_SIZE = "5GB"
 """Default size of a shard, as in huggingface_hub."""
@@ -74,7 +77,7 @@ class Plan:
         return sum(shard.nbytes for shard in self.shards)
 
 
-def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_SIZE) -> Plan:
+def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_SIZE, stem: str = MODEL) -> Plan:
     """Plans a Hugging Face folder.
 
     A shard whose tensors are unchanged is planned as a copy of their file.
@@ -83,6 +86,7 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
         checkpoint: the tensors, in order.
         max_shard_size: maximum size of a shard (a larger tensor gets its own), in bytes or as `5GB`. `keep` keeps the
             shards of a Hugging Face folder, and means `5GB` for other sources.
+        stem: beginning of the names of the files.
 
     Raises:
         UsageProblem: `max_shard_size` is not a size such as `5GB`.
@@ -96,9 +100,10 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
         _check_name(checkpoint.path, name)
     groups = by_source(checkpoint, checkpoint.files, limit) if kept else by_size(checkpoint, limit)
     shards = tuple(
-        Shard(_shard_name(number, len(groups)), group, copy_of=file_of(group)) for number, group in enumerate(groups, 1)
+        Shard(_shard_name(stem, number, len(groups)), group, copy_of=file_of(group))
+        for number, group in enumerate(groups, 1)
     )
-    small_files = _small_files(checkpoint, shards)
+    small_files = _small_files(checkpoint, shards, stem)
     if checkpoint.adapter:
         place = f"{ADAPTER_FOLDER}/" if shards else ""
         shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
@@ -115,8 +120,8 @@ def _check_name(path: Path, name: str) -> None:
         )
 
 
-def _shard_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+def _shard_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors"
 
 
 def require_shard_size(max_shard_size: str | int) -> None:
@@ -153,7 +158,7 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
+def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard], stem: str) -> dict[str, bytes]:
     """Side files, `config.json` if there is a model, and last the index."""
     files = dict(checkpoint.side_files)
     if shards:
@@ -161,7 +166,7 @@ def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, b
     if len(shards) > 1:
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         metadata = {"total_size": sum(shard.nbytes for shard in shards)}
-        files[INDEX] = json_bytes({"metadata": metadata, "weight_map": weight_map})
+        files[INDEX.replace(MODEL, stem, 1)] = json_bytes({"metadata": metadata, "weight_map": weight_map})
     return files
 
 

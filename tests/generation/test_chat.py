@@ -235,11 +235,11 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         type_in("/system Be brief\r")
         read_until("the system message is set")
         read_until("> ")
-        time.sleep(0.5)  # a signal between Python's last look and its wait for a key shows with the key
+        time.sleep(2)  # a signal between Python's last look and its wait for a key shows with the key
         process.send_signal(signal.SIGINT)
         read_until("Ctrl-D or /quit exits")
         read_until("> ")
-        time.sleep(0.5)  # Ctrl-D is no key before the terminal waits for one
+        time.sleep(2)  # Ctrl-D is no key before the terminal waits for one
         type_in("\x04")
         assert process.wait(60) == 0
 

@@ -92,10 +92,11 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     options = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
-        return session.run(report, _checks(verified, folder, report, session, eager, options, stack), most_precise)
+        checks = compare_graph_files(verified, folder, report, session, eager, options, stack)
+        return session.run(report, checks, most_precise)
 
 
-def _checks(
+def compare_graph_files(
     verified: ExternalGraphs,
     folder: Path,
     report: Report,
@@ -104,8 +105,18 @@ def _checks(
     options: QuantizationOptions,
     stack: ExitStack,
 ) -> Checking:
-    """Yields all checks: audits of the files, then all scenarios; `stack` keeps temporary copies."""
-    yield from _audit(verified.files, verified.tensors, report)
+    """Yields all checks: audits of the files, then all scenarios.
+
+    Args:
+        verified: the graphs.
+        folder: of the model.
+        report: receives evidence and notes.
+        session: the options of the verification.
+        eager: an open reference of the model.
+        options: for graphs with quantized weights.
+        stack: keeps temporary copies.
+    """
+    yield from _audit(verified.files, verified.tensors, report, nearest=options.nearest)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
@@ -177,12 +188,12 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     return folder
 
 
-def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
+def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
     """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
     missing = set(tensors)
     for file in files:
         if file.quantized:
-            yield from _audit_quantized(file, tensors, report)
+            yield from _audit_quantized(file, tensors, report, nearest=nearest)
         scales = {one.stored.scales for one in file.quantized_weights}
         file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
         found = {name for one in file.quantized_weights for name in one.names}
@@ -204,7 +215,7 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
         report.notes += notes
 
 
-def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
+def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
     """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
     try:
@@ -213,7 +224,7 @@ def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report:
         file.unreadable = error.message
         return
     file.quantized_weights = match_matrices(stored, tensors)
-    check, rows = audit_quantized(file.name, file.quantized_weights, tensors)
+    check, rows = audit_quantized(file.name, file.quantized_weights, tensors, nearest=nearest)
     report.quantization.weights += rows
     yield [check] if stored else []
 

@@ -54,7 +54,7 @@ def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
 def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
     """The linear layer that computes the logits; a Reshape after it is changed to one position."""
     node = logits.producer()
-    while node is not None and node.op_type not in ("Gemm", "MatMul"):
+    while node is not None and node.op_type not in ("Gemm", "MatMul", "MatMulNBits"):
         if node.op_type == "Reshape":
             node.replace_input_with(1, integers(node.graph, -1, 1, vocabulary))  # type: ignore[arg-type]
             source = node.inputs[0]

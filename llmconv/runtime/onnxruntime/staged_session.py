@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
+
+PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul"}
+"""Operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened."""
 
 
 class SessionChain:
@@ -94,10 +98,13 @@ class SessionChain:
 def _open(
     path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
 ) -> LimitedSession:
+    joined = settings.prepack and joins
+    if PACKED_ONLY & {node.op_type for node in nodes(model)}:
+        settings = replace(settings, prepack=True)
     options, providers = settings.options(), settings.providers()
     try:
         changed = settings.prepare(path, model, options)
-        if settings.prepack and joins:
+        if joined:
             session = open_packed(path, model, options, providers, limit)
         elif changed:
             session = open_changed(path, model, options, providers, limit)

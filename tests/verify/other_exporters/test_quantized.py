@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from benchmarks import environments
 from benchmarks.exporters import GENAI, add_tokenizer, command
 from llmconv.cli import main
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.verify import Report, verify, verify_graphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import render_markdown, write_report
@@ -115,9 +115,9 @@ def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: 
     assert "PASSED | cost of quantization" in result.stdout
 
 
-def test_the_options_of_the_cost_are_for_graphs(small: Small) -> None:
+def test_the_options_of_the_cost_are_for_quantized_graphs(small: Small) -> None:
     result = run(small("llama"), "--max-divergence", "1")
-    assert result.exit_code == 2 and "apply to a `--graph` with quantized weights only" in result.stderr
+    assert result.exit_code == 2 and "apply to quantized weights only" in result.stderr
 
 
 def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Small, tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
     for name in ("config.json", "model.safetensors", "llmconv.json"):
         (folder / name).write_bytes((small("llama") / name).read_bytes())
     (folder / "model.onnx").write_bytes(quantized("llama", FOUR).read_bytes())
-    with pytest.raises(InputRefused, match="`model.onnx` has quantized weights") as caught:
+    with pytest.raises(UsageProblem, match="are quantized, and are compared with the model before that") as caught:
         verify(folder)
-    assert "--graph" in caught.value.hint
+    assert "--reference" in caught.value.hint
 
 
 def test_unknown_weights_leave_correctness_open_and_the_cost_known(

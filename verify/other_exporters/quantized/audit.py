@@ -16,7 +16,7 @@ CHANGED = "weights that were changed before quantization (AWQ, rotations) need a
 
 
 def audit_quantized(
-    graph: str, quantized: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor]
+    graph: str, quantized: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor], *, nearest: bool = False
 ) -> tuple[Check, list[dict[str, Any]]]:
     """Compares the quantized matrices with the model's tensors.
 
@@ -24,6 +24,7 @@ def audit_quantized(
         graph: name of the graph.
         quantized: the matrices.
         reference: tensors of the model by name.
+        nearest: every code must be the nearest one, as in graphs of llmconv.
 
     Returns:
         One check, and a row of the report for every tensor in a matrix.
@@ -32,7 +33,7 @@ def audit_quantized(
     seen = {name for found in quantized for name in found.names}
     free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
     for found in quantized:
-        known = rounding_errors(found, reference)
+        known = rounding_errors(found, reference, nearest=nearest and found.stored.largest is not None)
         problems += [
             problem for problem in (_match_problem(found, free), *(_problem(found, one) for one in known)) if problem
         ]

@@ -26,6 +26,7 @@ class QuantizedMatrix:
         repeat: see `scale`.
         scales: name of the initializer with the scales.
         looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
+        largest: the largest code, if the smallest is 0.
     """
 
     name: str
@@ -38,6 +39,7 @@ class QuantizedMatrix:
     scales: str
     looked_up: bool = False
     multiplied: bool = True
+    largest: int | None = None
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` in float32."""
@@ -51,6 +53,10 @@ class QuantizedMatrix:
         """Absolute scales of rows `start:stop`; the median scale replaces 0."""
         steps = np.abs(self._spread(self.scale, start, stop).astype(np.float32))
         return np.where(steps > 0, steps, max(float(np.median(np.abs(self.scale))), 1e-30)).astype(np.float32)
+
+    def grid(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Scale and zero point of every element of rows `start:stop`."""
+        return self._spread(self.scale, start, stop), self._spread(self.zero, start, stop)
 
     def read(self) -> Array:
         """The whole matrix in float32."""

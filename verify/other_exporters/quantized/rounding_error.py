@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
 NEAR, NEAR_SHARE = 0.6, 1 / 8
@@ -27,6 +28,8 @@ GROWING = 12.0
 """Maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent."""
 IMPLAUSIBLE = 0.5
 """Maximum relative error of a matrix to its tensor."""
+HALF_STEP = 0.5 + 1e-3
+"""Maximum distance from the nearest code in steps, which are rounded to float32."""
 STRETCH, LEAST = 64, 16
 """Elements of a stretch along a row or column, and minimum for the last one."""
 MAX_ROWS = 512
@@ -57,6 +60,7 @@ class _Tally:
         count: number of elements.
         beyond: number of elements with an error above `NEAR` and above `SHIFTED`.
         odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
+        other: description of the first element with another code than the nearest.
         growth: t squared of stretches, along rows and along columns.
     """
 
@@ -65,6 +69,7 @@ class _Tally:
     count: int = 0
     beyond: Array = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     odd: dict[float, str] = field(default_factory=dict)
+    other: str = ""
     growth: dict[int, list[Array]] = field(default_factory=lambda: {1: [], 0: []})
 
     def add(self, steps: Array, codes: Array, first: int) -> None:
@@ -85,12 +90,20 @@ class _Tally:
         return max(medians, default=0.0) > GROWING
 
 
-def rounding_errors(found: MatchedMatrix, reference: Mapping[str, LazyTensor]) -> list[RoundingError]:
-    """The rounding errors of every tensor in a matrix; `reference` has the tensors by name."""
-    return [_rounding_error(found, match, reference[match.name]) for match in found.matches]
+def rounding_errors(
+    found: MatchedMatrix, reference: Mapping[str, LazyTensor], *, nearest: bool = False
+) -> list[RoundingError]:
+    """The rounding errors of every tensor in a matrix.
+
+    Args:
+        found: the matrix and the tensors in it.
+        reference: the tensors by name.
+        nearest: every code must be the nearest one, given its scale and zero point.
+    """
+    return [_rounding_error(found, match, reference[match.name], nearest) for match in found.matches]
 
 
-def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor) -> RoundingError:
+def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, nearest: bool) -> RoundingError:
     tally = _Tally()
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in _originals(match, tensor):
@@ -100,11 +113,33 @@ def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor
         tally.error += float((error.astype(np.float64) ** 2).sum())
         tally.size += float((original.astype(np.float64) ** 2).sum())
         tally.add(error / steps, values / steps, start)
+        if nearest and not tally.other:
+            tally.other = _not_nearest(found.stored, original, columns, start)
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
     return RoundingError(match.name, relative, _problem(tally, relative))
 
 
+def _not_nearest(stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> str:
+    """Describes the first code from row `start` on that is not the nearest to its original value."""
+    stop = start + len(original)
+    scale, zero = (part[:, columns].astype(np.float64) for part in stored.grid(start, stop))
+    codes = stored.codes(start, stop)[:, columns].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.where(scale != 0, original / scale, 0) + zero
+    off = np.abs(np.clip(exact, 0, stored.largest) - codes)
+    odd = np.argwhere(~(off <= HALF_STEP))
+    if not len(odd):
+        return ""
+    row, column = (int(at) for at in odd[0])
+    more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+    return f"the code at row {start + row}, column {column}{more} is not the nearest, by {off[row, column]:.1f} steps"
+
+
 def _problem(tally: _Tally, relative: float) -> str:
+    return _gross_problem(tally, relative) or tally.other
+
+
+def _gross_problem(tally: _Tally, relative: float) -> str:
     near, shifted = tally.beyond / max(1, tally.count)
     if shifted > SHIFTED_SHARE:
         return tally.odd.get(NEAR) or f"{shifted:.0%} of its elements have errors beyond rounding"

@@ -38,11 +38,13 @@ class QuantizationOptions:
         text: text file for the perplexity; None for random tokens.
         limits: limits of the loss of accuracy.
         code: the model's folder if its custom code is trusted.
+        nearest: every code must be the nearest one.
     """
 
     text: Path | None = None
     limits: AccuracyLimits = AccuracyLimits()
     code: Path | None = None
+    nearest: bool = False
 
 
 def compare_quantized(

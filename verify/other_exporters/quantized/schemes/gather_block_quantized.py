@@ -51,6 +51,7 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         scales=constants.initializer(node.input[2]),
         looked_up=True,
         multiplied=False,
+        largest=(1 << bits) - 1 if packed or data.dtype == np.uint8 else None,
     )
 
 

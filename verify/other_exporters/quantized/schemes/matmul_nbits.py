@@ -48,6 +48,7 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         zero=_zeros(node, constants, bits, (rows, blocks)),
         repeat=(1, block),
         scales=constants.initializer(node.input[SCALES]),
+        largest=(1 << bits) - 1,
     )
 
 

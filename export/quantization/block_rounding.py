@@ -1,0 +1,145 @@
+"""Rounds blocks of weights to integer codes: the scales and zero points with the least squared error, then the codes.
+
+Without a search the results are those of onnxruntime's `MatMulNBitsQuantizer`, bit for bit: symmetric scales come from
+the extreme value, others from the range, and ties are rounded away from zero. With a search, several ranges and zero
+points are tried; for each, the scale is the least-squares fit to the codes. Errors of a column count in proportion to
+its importance, the mean square of what it is multiplied with. All arithmetic is float32, in a fixed order, so that the
+compiled code and numpy make the same bits.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.tensors import Array
+
+compiled: ModuleType | None
+try:
+    from llmconv.export.quantization import _block_rounding as compiled
+except ImportError:  # llmconv was installed without a C compiler
+    compiled = None
+
+NONE = np.empty(0, np.float32)
+HALF = np.float32(0.49999997)
+"""The largest float below one half: added and truncated, ties go away from zero."""
+
+TINY = np.float32(1e-30)
+"""A smaller range of values counts as zero."""
+
+COARSE = 6
+"""Ranges that are tried first; then those around the best."""
+
+
+def block_scales(weights: Array, form: BlockFormat, importance: Array = NONE) -> tuple[Array, Array]:
+    """Scales float32 [blocks] and zero points uint8 [blocks].
+
+    Args:
+        weights: float32 [blocks, form.size], finite.
+        form: bits, symmetry, search.
+        importance: float32 of the columns of a row, repeated for every row; empty if all count alike.
+    """
+    scales, zeros = np.empty(len(weights), np.float32), np.empty(len(weights), np.uint8)
+    if compiled and len(weights):
+        options = form.size, form.bits, form.symmetric, form.search
+        compiled.scales(np.ascontiguousarray(weights), importance, scales, zeros, *options)
+        return scales, zeros
+    with np.errstate(all="ignore"):
+        return _Search(weights, form, importance).run() if len(weights) else (scales, zeros)
+
+
+def block_codes(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Array:
+    """Codes uint8 [blocks, form.block_bytes], the first of two in the low bits.
+
+    Args:
+        weights: float32 [blocks, form.size].
+        scales: float32 [blocks].
+        zeros: uint8 [blocks].
+        form: bits and size.
+    """
+    packed = np.empty((len(weights), form.block_bytes), np.uint8)
+    if compiled and len(weights):
+        compiled.codes(np.ascontiguousarray(weights), scales, zeros, packed, form.size, form.bits)
+        return packed
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    whole = _rounded(weights * inverse[:, None] + zeros[:, None].astype(np.float32), form).astype(np.uint8)
+    return pack(whole, form.bits)
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Codes uint8 [rows, n] as bytes [rows, ceil(n * bits / 8)], the first in the low bits."""
+    if bits == 8:
+        return codes
+    even = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    packed: Array = even[:, 0::2] | even[:, 1::2] << 4
+    return packed
+
+
+def _rounded(values: Array, form: BlockFormat) -> Array:
+    """Values float32 rounded to codes, ties away from zero, as float32."""
+    inside = np.minimum(np.maximum(values, np.float32(0)), np.float32(form.largest))
+    result: Array = np.trunc(inside + HALF)
+    return result
+
+
+class _Search:
+    """The search over all blocks at once, in numpy; arguments as in `block_scales`."""
+
+    def __init__(self, weights: Array, form: BlockFormat, importance: Array) -> None:
+        self._weights, self._form = weights, form
+        self._factors = np.ones((1, form.size), np.float32)
+        if importance.size:
+            rows = len(weights) * form.size // importance.size
+            self._factors = np.tile(importance.reshape(-1, form.size), (rows, 1))
+        low, high = np.minimum(weights.min(1), 0), np.maximum(weights.max(1), 0)
+        self._low = low
+        self._range = np.where(high > -low, high, low) if form.symmetric else high - low
+        width = np.float32(-form.middle if form.symmetric else form.largest)
+        self._scale = self._range / width
+        self._zero = self._nearest_zero(-low / self._scale)
+        self._gain, self._width = np.zeros_like(low), np.full_like(low, width)
+
+    def run(self) -> tuple[Array, Array]:
+        """Scales and zero points."""
+        if self._form.search:
+            self._try_all()
+        empty = np.abs(self._range) < TINY
+        zeros = np.where(empty, np.float32(self._form.middle), self._zero)
+        return np.where(empty, np.float32(0), self._scale), zeros.astype(np.uint8)
+
+    def _nearest_zero(self, values: Array) -> Array:
+        if self._form.symmetric:
+            return np.full_like(values, np.float32(self._form.middle))
+        return _rounded(values, self._form)
+
+    def _try_all(self) -> None:
+        form = self._form
+        first = np.float32(-(np.float32(form.middle) - np.float32(1.6)) if form.symmetric else form.largest - 1)
+        step = np.float32(-0.4 if form.symmetric else 0.35)
+        for turn in range(COARSE):
+            width = np.full_like(self._low, first + step * np.float32(turn))
+            self._attempt(width, self._nearest_zero(-self._low * (width / self._range)))
+        center, known = self._width, self._zero
+        for turn in (-1, 0, 1):
+            for shift in (-1, 0, 1):
+                if (turn or shift) and not (form.symmetric and shift):
+                    zero = np.clip(known + np.float32(shift), 0, np.float32(form.largest))
+                    self._attempt(center + step * np.float32(0.5) * np.float32(turn), zero)
+
+    def _attempt(self, width: Array, zero: Array) -> None:
+        """Keeps the scale range/width with this zero point where less is lost."""
+        inverse = width / self._range
+        products, squares = np.zeros_like(width), np.zeros_like(width)
+        for at in range(self._form.size):
+            weight, factor = self._weights[:, at], self._factors[:, at]
+            code = _rounded(weight * inverse + zero, self._form) - zero
+            scaled = factor * code
+            products += scaled * weight
+            squares += scaled * code
+        fitted = products / squares
+        gain = fitted * products
+        better = (squares > 0) & (gain > self._gain) & (gain < np.inf)
+        self._gain, self._scale = np.where(better, gain, self._gain), np.where(better, fitted, self._scale)
+        self._zero, self._width = np.where(better, zero, self._zero), np.where(better, width, self._width)

@@ -1,0 +1,123 @@
+"""Replaces products and lookups of quantized weights by onnxruntime's operators, which read the codes.
+
+Source: onnxruntime docs/ContribOperators.md, `com.microsoft.MatMulNBits` and `com.microsoft.GatherBlockQuantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
+from llmconv.export.quantization.quantized_tensor import CODES, SCALES, ZEROS
+from llmconv.export.quantization.selection import QuantizedWeight, product_layout
+from llmconv.export.traced_graph import TracedGraph, static_shape
+from llmconv.export.weights.experts import output_parts
+from llmconv.export.weights.parameter_sources import StoredRows, WeightSource
+from llmconv.export.weights.stored_values import StoredValues
+
+ACCURACY = 4
+"""`accuracy_level`: activations are rounded to int8 by blocks; without it onnxruntime's CPU takes ten times as long."""
+
+
+@dataclass(frozen=True)
+class QuantizedProducts:
+    """Writes products with quantized weights into a graph.
+
+    Attributes:
+        weights: the quantized tensors by name.
+    """
+
+    weights: Mapping[str, QuantizedWeight]
+
+    def __contains__(self, source: WeightSource) -> bool:
+        return isinstance(source, StoredRows) and source.name in self.weights
+
+    def multiply(
+        self, editor: NodeEditor, left: ir.Value, rows: StoredRows, values: StoredValues, bias: ir.Value | None = None
+    ) -> ir.Value:
+        """left [..., K] times the matrix, [..., N].
+
+        Args:
+            editor: inserts the node.
+            left: the other factor.
+            rows: a quantized matrix.
+            values: creates the initializers.
+            bias: [N], added.
+        """
+        weight = self.weights[rows.name]
+        codes = values.stored(_part(rows, CODES, values))
+        count, blocks, _ = static_shape(codes)
+        columns = rows.shape[0 if weight.transposed else 1]
+        zeros = None if weight.form.symmetric else values.stored(_part(rows, ZEROS, values))
+        inputs = [left, codes, values.stored(_part(rows, SCALES, values)), zeros, None, bias]
+        while inputs[-1] is None:
+            inputs.pop()
+        sizes = {"K": columns, "N": count, "bits": weight.form.bits, "block_size": weight.form.size}
+        assert blocks == weight.form.blocks(columns)
+        return editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
+
+    def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
+        """Replaces every product and lookup of quantized weights, except those of experts.
+
+        Args:
+            traced: the graph, its weights still inputs; changed in place.
+            matches: the stored tensors of each weight.
+            values: creates the initializers.
+        """
+        for parameter, match in matches.items():
+            for node, index in list(traced.weights[parameter].uses()):
+                if node.op_type == "Gather" and index == 0 and match in self:
+                    self._look_up(traced.model.graph, node, match, values)
+                elif index == 1 and (layout := product_layout(node)) is not None and node.domain in ("", MICROSOFT):
+                    parts = [part for part, _ in output_parts(match, layout)]
+                    if all(part in self for part in parts):
+                        self._replace(traced.model.graph, node, parts, values)
+        traced.model.opset_imports[MICROSOFT] = 1
+        remove_unused(traced.model)
+
+    def _replace(self, graph: ir.Graph, node: ir.Node, parts: list[WeightSource], values: StoredValues) -> None:
+        """Replaces a product; reshapes that only make its factor a matrix go, too."""
+        before, after = _reshapes(node)
+        left = before.inputs[0] if before and after else node.inputs[0]
+        last = after if before and after else node
+        assert left is not None
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        editor = NodeEditor(graph, last, (node.name or "").rpartition("/")[0], module_of=node)
+        inner = bias if len(parts) == 1 else None
+        results = [self.multiply(editor, left, part, values, inner) for part in parts if isinstance(part, StoredRows)]
+        result = results[0] if len(results) == 1 else editor.one("Concat", results, {"axis": -1})
+        if bias is not None and inner is None:
+            result = editor.one("Add", [result, bias])
+        replace_value(last.outputs[0], result)
+
+    def _look_up(self, graph: ir.Graph, node: ir.Node, match: WeightSource, values: StoredValues) -> None:
+        """Rows of a tied embedding, from the same bytes as the codes of the head."""
+        assert isinstance(match, StoredRows)
+        weight = self.weights[match.name]
+        codes = _part(match, CODES, values)
+        table = values.stored(codes, (codes.stored[0], codes.stored[1] * codes.stored[2]))
+        inputs = [table, node.inputs[1], values.stored(_part(match, SCALES, values))]
+        if not weight.form.symmetric:
+            inputs.append(values.stored(_part(match, ZEROS, values)))
+        editor = NodeEditor(graph, node, (node.name or "").rpartition("/")[0], module_of=node)
+        axes = {"gather_axis": 0, "quantize_axis": 1, "block_size": weight.form.size, "bits": weight.form.bits}
+        replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
+
+
+def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:
+    """The same rows of the codes, scales or zero points of a tensor."""
+    name = rows.name + suffix
+    return replace(rows, name=name, stored=values.shape(name))
+
+
+def _reshapes(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
+    """The `Reshape` of the left factor to a matrix, and that of the result back, if there are both."""
+    before, uses = producer(node.inputs[0], "Reshape"), list(node.outputs[0].uses())
+    if before is None or len(uses) != 1 or uses[0].node.op_type != "Reshape" or node.op_type != "Gemm":
+        return None, None
+    after = uses[0].node
+    same = rank(before.inputs[0]) == rank(after.outputs[0]) != 0
+    return (before, after) if same else (None, None)

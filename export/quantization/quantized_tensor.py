@@ -1,0 +1,141 @@
+"""QuantizedTensor: a weight as lazy codes, scales and zero points, of which only a block of rows is in memory."""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+
+import ml_dtypes
+import numpy as np
+
+from llmconv.errors import InputRefused
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, pack
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+
+CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
+"""Suffixes of the tensors' names."""
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BYTES = BY_NAME["uint8"]
+
+
+class QuantizedTensor:
+    """A weight whose matrices [N, K] are stored as `BlockFormat` has it.
+
+    Scales are chosen with the codes and kept until they are written, so that nothing is searched twice when a file has
+    codes, zero points and scales in this order; in any other order the result is the same.
+
+    Args:
+        name: of the weight, for messages.
+        weight: [N, K], or a stack [experts, N, K].
+        form: bits, block size, symmetry, search.
+        transposed: its matrices are stored as [K, N].
+        scale_dtype: element type of the scales, to which they are rounded before the codes are.
+        importance: float32 of the K columns; empty if all count alike.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weight: LazyTensor,
+        form: BlockFormat,
+        *,
+        transposed: bool = False,
+        scale_dtype: DType = BY_NAME["float32"],
+        importance: Array = NONE,
+    ) -> None:
+        self._name, self._weight, self.form = name, weight, form
+        self.transposed, self._scale_dtype = transposed, scale_dtype
+        *stack, rows, columns = weight.shape
+        if transposed:
+            rows, columns = columns, rows
+        self._outer, self._columns = (*stack, rows), columns
+        self._importance = np.pad(importance, (0, -len(importance) % form.size)) if importance.size else importance
+        self._kept: tuple[Array, Array, Array] | None = None
+        self._lock = threading.Lock()
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Codes uint8 [N, blocks, bytes], zero points uint8 [N, bytes] unless symmetric, scales [N, blocks]; by name.
+
+        A stack has the axis of its experts in front.
+        """
+        form, outer = self.form, self._outer
+        blocks = form.blocks(self._columns)
+        made = {CODES: LazyTensor(BYTES, (*outer, blocks, form.block_bytes), self._codes)}
+        if not form.symmetric:
+            made[ZEROS] = LazyTensor(BYTES, (*outer, form.zero_bytes(self._columns)), self._zeros)
+        made[SCALES] = LazyTensor(self._scale_dtype, (*outer, blocks), self._scales)
+        return {self._name + suffix: tensor for suffix, tensor in made.items()}
+
+    def _codes(self, start: int, stop: int) -> Array:
+        weights = self._blocks(start, stop)
+        scales, zeros = self._chosen(start, stop, weights)
+        codes = block_codes(weights, scales.astype(np.float32), zeros, self.form)
+        return codes.reshape(stop - start, *self._outer[1:], -1, self.form.block_bytes)
+
+    def _zeros(self, start: int, stop: int) -> Array:
+        zeros = self._chosen(start, stop)[1].reshape(-1, self.form.blocks(self._columns))
+        return np.ascontiguousarray(pack(zeros, self.form.bits)).reshape(stop - start, *self._outer[1:], -1)
+
+    def _scales(self, start: int, stop: int) -> Array:
+        scales = self._chosen(start, stop)[0]
+        if stop == self._outer[0]:
+            with self._lock:
+                self._kept = None
+        return scales.reshape(stop - start, *self._outer[1:], -1)
+
+    def _blocks(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the first axis as float32 [blocks, size]."""
+        if self.transposed and len(self._outer) == 1:
+            rows = self._weight.read()[:, start:stop].T
+        else:
+            rows = self._weight.rows(start, stop)
+            rows = rows.swapaxes(-1, -2) if self.transposed else rows
+        wide = _widened(np.ascontiguousarray(rows)).reshape(-1, self._columns)
+        if not np.isfinite(wide.sum(dtype=np.float64)):
+            self._require_finite(wide)
+        padding = -self._columns % self.form.size
+        return (np.pad(wide, ((0, 0), (0, padding))) if padding else wide).reshape(-1, self.form.size)
+
+    def _require_finite(self, values: Array) -> None:
+        if not np.isfinite(values).all():
+            raise InputRefused(
+                f"`{self._name}` contains infinite or NaN values, which have no code",
+                hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
+            )
+
+    def _chosen(self, start: int, stop: int, weights: Array | None = None) -> tuple[Array, Array]:
+        """Scales and zero points of rows `start:stop`, [blocks] each, chosen once."""
+        blocks = prod(self._outer[1:]) * self.form.blocks(self._columns)
+        with self._lock:
+            if self._kept is None:
+                size = self._outer[0]
+                scales = np.empty((size, blocks), self._scale_dtype.numpy)
+                self._kept = scales, np.empty((size, blocks), np.uint8), np.zeros(size, bool)
+            scales, zeros, known = self._kept
+        if not known[start:stop].all():
+            weights = self._blocks(start, stop) if weights is None else weights
+            chosen, points = block_scales(weights, self.form, self._importance)
+            scales[start:stop] = self._stored(chosen).reshape(-1, blocks)
+            zeros[start:stop] = points.reshape(-1, blocks)
+            known[start:stop] = True
+        return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
+
+    def _stored(self, scales: Array) -> Array:
+        """Scales in the type that they are stored in."""
+        with np.errstate(over="ignore"):
+            stored: Array = scales.astype(self._scale_dtype.numpy)
+        if not np.isfinite(stored.astype(np.float32)).all():
+            raise InputRefused(
+                f"a scale of `{self._name}` is too large for {self._scale_dtype.name}",
+                hint="give `--precision bfloat16` or float32, or leave the weight as it is: `--quant-exclude`",
+            )
+        return stored
+
+
+def _widened(rows: Array) -> Array:
+    """Rows in float32."""
+    if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32, copy=False)

@@ -1,0 +1,184 @@
+"""Which stored tensors can be quantized: those that the graphs only multiply with, or look up in a tied embedding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import onnx_ir as ir
+
+from llmconv.export.node_editor import MICROSOFT
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.quantized_tensor import QuantizedTensor
+from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
+from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
+from llmconv.export.weights.stored_values import NAMES
+from llmconv.tensors import BY_NAME, LazyTensor
+
+SMALL, SHARE = 1 << 16, 1e-4
+"""A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
+
+POINTWISE = {
+    *("Softmax", "Sigmoid", "Tanh", "Softplus", "Exp", "Log", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose"),
+    *("Add", "Sub", "Mul", "Div", "Neg", "Min", "Max", "Clip", "Where", "Identity", "Gather", "Slice"),
+}
+"""Operators between the scores of a router and its choice."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """How a stored tensor is quantized.
+
+    Attributes:
+        form: bits, block size, symmetry, search.
+        transposed: its matrices are stored as [K, N].
+        dtype: element type that the graphs multiply it in, and of its scales.
+        looked_up: it is also an embedding, which reads the codes.
+    """
+
+    form: BlockFormat
+    transposed: bool
+    dtype: ir.DataType
+    looked_up: bool = False
+
+    def stored(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
+        """Codes, zero points and scales of a tensor, see `QuantizedTensor.tensors`."""
+        scales = BY_NAME[NAMES[self.dtype]]
+        return QuantizedTensor(name, tensor, self.form, transposed=self.transposed, scale_dtype=scales).tensors()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A node that multiplies with parts of stored tensors; `parts` is empty for any other use of `names`."""
+
+    names: frozenset[str]
+    parameter: str
+    parts: tuple[tuple[StoredRows, bool], ...] = ()
+    dtype: ir.DataType = ir.DataType.FLOAT
+    lookup: bool = False
+
+
+def select(
+    graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings
+) -> dict[str, QuantizedWeight]:
+    """The stored tensors to quantize, by name.
+
+    Args:
+        graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
+        settings: what the user wants.
+    """
+    uses, found = [], dict[str, QuantizedWeight]()
+    for traced, matches in graphs:
+        least = min(SMALL, SHARE * sum(prod(match.shape) for match in matches.values()))
+        for use in _uses(traced, matches):
+            uses.append(use)
+            for rows, transposed in () if use.lookup else use.parts:
+                form = _format(use, rows, transposed, traced, settings)
+                if form and prod(rows.stored) >= least:
+                    known = found.get(rows.name)
+                    best = max((form, known.form), key=lambda each: each.bits) if known else form
+                    found[rows.name] = QuantizedWeight(best, transposed, use.dtype)
+    _drop_unfit(found, uses)
+    embeddings = {name for use in uses if use.lookup for name in use.names}
+    return {
+        name: QuantizedWeight(one.form, one.transposed, one.dtype, looked_up=name in embeddings)
+        for name, one in found.items()
+    }
+
+
+def _format(
+    use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings
+) -> BlockFormat | None:
+    index = re.match(rf"{re.escape(traced.layers_name)}\.(\d+)\.", use.parameter)
+    layer = int(index[1]) if index else None
+    form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers)
+    columns = rows.stored[-2] if transposed else rows.stored[-1]
+    return form if form and columns >= form.size else None
+
+
+def _drop_unfit(found: dict[str, QuantizedWeight], uses: Sequence[_Use]) -> None:
+    """Drops tensors with another use, another orientation or dtype, and those multiplied together with such."""
+    while True:
+        unfit = {name for use in uses if not _is_served(use, found) for name in use.names}
+        if not unfit & found.keys():
+            return
+        for name in unfit:
+            found.pop(name, None)
+
+
+def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
+    """Whether a node can read the codes of all its tensors."""
+    if use.lookup:
+        return all(
+            name not in found or (not found[name].transposed and _fills_blocks(found[name], use)) for name in use.names
+        )
+    return bool(use.parts) and all(
+        rows.name in found and found[rows.name].transposed == transposed and found[rows.name].dtype == use.dtype
+        for rows, transposed in use.parts
+    )
+
+
+def _fills_blocks(weight: QuantizedWeight, use: _Use) -> bool:
+    """`GatherBlockQuantized` takes rows of whole blocks."""
+    return all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+
+
+def _uses(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> Iterator[_Use]:
+    for parameter, match in matches.items():
+        value = traced.weights[parameter]
+        for node, index in value.uses():
+            yield _use(parameter, match, value, node, index)
+
+
+def _use(parameter: str, match: WeightSource, value: ir.Value, node: ir.Node, index: int) -> _Use:
+    names = frozenset(leaf.name for leaf in leaves(match))
+    dtype = value.dtype or ir.DataType.FLOAT
+    is_lookup = node.op_type == "Gather" and index == 0 and node.attributes.get_int("axis", 0) == 0
+    if is_lookup and isinstance(match, StoredRows) and match.is_whole:
+        return _Use(names, parameter, ((match, False),), dtype, lookup=True)
+    is_transposed = product_layout(node) if index == 1 else None
+    if is_transposed is None or leads_to_choice(node):
+        return _Use(names, parameter)
+    grouped = (node.domain, node.op_type) == (DOMAIN, GROUPED)
+    matrices = [element(match, at) for at in range(match.shape[0])] if grouped else [match]
+    parts = [part for matrix in matrices for part in output_parts(matrix, is_transposed)]
+    stored = tuple((rows, not transB) for rows, transB in parts if isinstance(rows, StoredRows))
+    fits = len(stored) == len(parts) and all(_is_matrix(rows, transposed) for rows, transposed in stored)
+    return _Use(names, parameter, stored if fits else (), dtype)
+
+
+def _is_matrix(rows: StoredRows, transposed: bool) -> bool:
+    """Whether the rows are a matrix of which every row of the product's result has its own codes."""
+    return len(rows.shape) == 2 and (not transposed or rows.single or rows.is_whole)
+
+
+def product_layout(node: ir.Node) -> bool | None:
+    """Whether the second factor of a product is [K, N] and not [N, K]; None for another node, or a scaled product."""
+    kind = node.domain, node.op_type
+    if kind == ("", "MatMul"):
+        return True
+    if kind == (DOMAIN, GROUPED):
+        return not node.attributes["transB"].as_int()
+    if kind not in {("", "Gemm"), (MICROSOFT, "FusedMatMul")}:
+        return None
+    scales = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+    odd = [node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")]
+    return None if any(odd) or scales != [1.0, 1.0] else not node.attributes.get_int("transB", 0)
+
+
+def leads_to_choice(node: ir.Node) -> bool:
+    """Whether a product is of a router: its result decides, element by element, which experts are chosen."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for output in waiting.pop().outputs:
+            for user, _ in output.uses():
+                if user.op_type == "TopK":
+                    return True
+                if user.op_type in POINTWISE and user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+    return False

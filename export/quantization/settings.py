@@ -1,0 +1,154 @@
+"""QuantizationSettings: which weights of a model become integer codes, and with how many bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmconv.errors import UsageProblem
+from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
+
+INT8 = BlockFormat(bits=8, symmetric=True, search=False)
+"""8 bits need no search: its gain is below the rounding of activations to int8."""
+
+SENSITIVE = re.compile(
+    r"(?:^|\.)(?:v_proj|qkv_proj|qkv|query_key_value|Wqkv|c_attn|attn_qkv|in_proj_qkv|"
+    r"down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)"
+)
+"""Projections whose rounding costs most: to values, and from the inner size of the MLP back."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A choice of formats.
+
+    Attributes:
+        layers: of matrices in layers.
+        head: of the output head, and of an embedding tied to it.
+        mixed: sensitive projections have 8 bits in the first and last eighth of the layers and in every third between,
+            as in llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed.
+    """
+
+    layers: BlockFormat
+    head: BlockFormat
+    mixed: bool = False
+
+
+PRESETS = {
+    "int8": Preset(INT8, INT8),
+    "int4": Preset(BlockFormat(), INT8),
+    "int4-mixed": Preset(BlockFormat(), INT8, mixed=True),
+    "int4-small": Preset(BlockFormat(size=128), BlockFormat(size=128)),
+}
+
+
+@dataclass(frozen=True)
+class QuantizationSettings:
+    """Options of `llmconv export --quant`.
+
+    Attributes:
+        preset: name of a preset.
+        block: size of a block; None for that of the preset.
+        symmetric: store no zero points.
+        exclude: regular expressions for the names of weights that stay as they are.
+        bits: bits by regular expressions for names of weights; the last that matches counts.
+        search: False to take scales from extreme values alone (`--method rtn`).
+
+    Raises:
+        UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
+    """
+
+    preset: str
+    block: int | None = None
+    symmetric: bool = False
+    exclude: tuple[str, ...] = ()
+    bits: tuple[tuple[str, int], ...] = ()
+    search: bool = True
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise UsageProblem(f"`quant` is {self.preset!r}", hint=f"give one of: {', '.join(PRESETS)}")
+        if self.block not in (None, *SIZES):
+            raise UsageProblem(f"`quant_block` is {self.block}", hint=f"give one of: {', '.join(map(str, SIZES))}")
+        for pattern in (*self.exclude, *(pattern for pattern, _ in self.bits)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UsageProblem(
+                    f"`{pattern}` is not a regular expression: {error}", hint="`lm_head` matches every name with it"
+                ) from error
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> QuantizationSettings | None:
+        """The settings of the options of `export`; None if nothing is quantized.
+
+        Args:
+            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits` and `method`.
+
+        Raises:
+            UsageProblem: as the class; or options that need `quant`.
+        """
+        given = {name: options[name] for name in ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method")}
+        if options["quant"] is None:
+            if unused := next((name for name, value in given.items() if value), None):
+                raise UsageProblem(
+                    f"`--{unused.replace('_', '-')}` has no effect without `--quant`", hint="add `--quant int4`"
+                )
+            return None
+        if given["method"] not in (None, "rtn", "search"):
+            raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
+        exclude = _texts(given["quant_exclude"])
+        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
+        rest = exclude, bits, given["method"] != "rtn"
+        return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
+
+    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
+        """The format of a weight; None to leave it as it is.
+
+        Args:
+            name: of the stored tensor.
+            parameter: of the model that it belongs to.
+            layer: index of its layer; None outside of the layers, as for the head.
+            layers: number of layers.
+        """
+        if any(re.search(pattern, name) for pattern in self.exclude):
+            return None
+        preset = PRESETS[self.preset]
+        form = preset.head if layer is None else preset.layers
+        if preset.mixed and layer is not None and _has_more_bits(layer, layers):
+            form = INT8 if SENSITIVE.search(parameter) or SENSITIVE.search(name) else form
+        for pattern, bits in self.bits:
+            if re.search(pattern, name):
+                form = replace(preset.layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=form.size)
+        search = form.search and self.search
+        return replace(form, size=self.block or form.size, symmetric=self.symmetric or form.symmetric, search=search)
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Fields of the manifest."""
+        fields = {
+            "quant": self.preset,
+            "quant_block": self.block,
+            "symmetric": self.symmetric,
+            "quant_exclude": list(self.exclude),
+            "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
+            "method": "" if self.search else "rtn",
+        }
+        return {name: value for name, value in fields.items() if value}
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Whether a layer is in the first or last eighth, or one of every third between."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _texts(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _pattern_bits(text: str) -> tuple[str, int]:
+    pattern, _, bits = text.rpartition("=")
+    if not pattern or bits not in map(str, BITS):
+        raise UsageProblem(f"`quant_bits` is {text!r}", hint="write it as `PATTERN=8` or `PATTERN=4`")
+    return pattern, int(bits)

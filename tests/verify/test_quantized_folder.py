@@ -1,0 +1,118 @@
+"""`verify` of a folder of quantized graphs: faults in codes, scales and zero points are found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.export import export
+from llmconv.tensors import Array
+from llmconv.verify import verify
+from tests.builders.safetensors import change_tensor
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+Edit = Callable[[Array], Array]
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[[str], Path]) -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with 4 bits and zero points."""
+    export(model, folder := tmp_path_factory.mktemp("four") / "out", incremental=True, quant="int4")
+    return folder
+
+
+def one_point_more(zeros: Array) -> Array:
+    zeros[3, 0] ^= 1
+    return zeros
+
+
+def nibbles_exchanged(codes: Array) -> Array:
+    codes[5] = codes[5] << 4 | codes[5] >> 4
+    return codes
+
+
+def of_the_next_block(scales: Array) -> Array:
+    return np.roll(scales, 1, axis=1)
+
+
+def one_code_changed(codes: Array) -> Array:
+    codes[7, 1, 4] ^= 0x0C
+    return codes
+
+
+def of_the_next_row(codes: Array) -> Array:
+    codes[[2, 3]] = codes[[3, 2]]
+    return codes
+
+
+def replaced(_: Array, other: Array) -> Array:
+    return other
+
+
+FAULTS: dict[str, tuple[str, Edit]] = {
+    "a zero point one off": (".zeros", one_point_more),
+    "codes of a pair exchanged": (".codes", nibbles_exchanged),
+    "scales of the next block": (".scales", of_the_next_block),
+    "one wrong code": (".codes", one_code_changed),
+    "codes of the next row": (".codes", of_the_next_row),
+}
+
+
+def damaged(folder: Path, target: Path, name: str, edit: Edit) -> Path:
+    """A copy with a changed tensor, and no checksums."""
+    shutil.copytree(folder, target)
+    change_tensor(target / "quantized.safetensors", name, edit)
+    manifest = json.loads((target / "llmconv.json").read_text())
+    (target / "llmconv.json").write_text(json.dumps({**manifest, "files": {}}))
+    return target
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tmp_path: Path) -> None:
+    suffix, edit = FAULTS[fault]
+    report = verify(damaged(four, tmp_path / "broken", DOWN + suffix, edit), reference=model)
+    assert report.verdict == "fail"
+    assert any(DOWN in check.detail for check in report.checks if check.verdict == "fail" and check.name == "weights")
+
+
+def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Path) -> None:
+    stored = load_file(four / "quantized.safetensors")
+    broken = four
+    for suffix in (".codes", ".scales", ".zeros"):
+        other = stored[DOWN.replace(".1.", ".2.") + suffix]
+        broken = damaged(broken, tmp_path / suffix, DOWN + suffix, partial(replaced, other=other))
+    assert verify(broken, reference=model).verdict == "fail"
+
+
+def test_it_needs_the_model_before_quantization(four: Path) -> None:
+    with pytest.raises(UsageProblem, match="are quantized, and are compared with the model before that"):
+        verify(four)
+
+
+def test_limits_of_the_cost_apply(model: Path, four: Path) -> None:
+    report = verify(four, reference=model, max_divergence=1e-6, only=["prefill, 7 tokens"])
+    assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
+
+
+def test_layer_by_layer_is_refused(model: Path, four: Path) -> None:
+    with pytest.raises(UsageProblem, match="`--low-memory` compares graphs of floats only"):
+        verify(four, reference=model, low_memory=True)
+
+
+def test_graphs_that_it_cannot_run_are_refused(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", quant="int4", stages=2)
+    with pytest.raises(UnsupportedInput, match="is quantized, and also static, in stages"):
+        verify(tmp_path / "out", reference=model)

@@ -1,0 +1,68 @@
+"""Compares quantized graphs of a folder with a model of the same codes, and their codes with the model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import onnx
+
+from llmconv.checkpoint import open_weights
+from llmconv.errors import UnsupportedInput
+from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
+from llmconv.verify.other_exporters.external_graph import ModelSizes
+from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
+from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.other_exporters.replay import ExternalGraphs
+from llmconv.verify.other_exporters.run import compare_graph_files
+from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.report import Report
+from llmconv.verify.verification import Checking, Session
+
+INPUT_MAP, WRITE_INDICES = "llmconv", "write_indices"
+
+
+def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
+    """Whether a graph has quantized weights."""
+    return any(map(quantized_operators, models.values()))
+
+
+def compare_quantized_folder(
+    compared: VerifiedFolder,
+    reference: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    options: QuantizationOptions,
+) -> Checking:
+    """Compares all graphs, prefill and decode together.
+
+    Args:
+        compared: the graphs.
+        reference: the model before it was quantized.
+        report: receives evidence and notes.
+        session: the options of the verification.
+        eager: an open reference of the model.
+        options: options of the cost of quantization.
+
+    Raises:
+        UnsupportedInput: a graph in stages, with a prefix, or one that chooses tokens.
+    """
+    folder = compared.path
+    for entry in compared.entries:
+        inputs = {port.name for port in compared.models[entry.name].graph.input}
+        if len(entry.files) > 1 or entry.postprocess or entry.prefix or WRITE_INDICES in inputs:
+            raise UnsupportedInput(
+                f"`{entry.name}` is quantized, and also static, in stages, with a prefix or without logits",
+                hint="verify an export with the same `--quant` without these options",
+            )
+    result: tuple[Eager | None, Replayable] = (eager, compared)
+    with ExitStack() as stack:
+        for start in range(0, len(compared.entries), MAX_GRAPHS):
+            paths = [folder / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
+            files = read_graphs(paths, INPUT_MAP)
+            verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(reference))
+            result = yield from compare_graph_files(verified, reference, report, session, eager, options, stack)
+    return result
