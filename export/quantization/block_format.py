@@ -15,7 +15,7 @@ class BlockFormat:
 
     Attributes:
         bits: of a code, 4 or 8.
-        size: number of neighbouring columns that share a scale; the last block of a row is padded with zeros.
+        size: number of neighboring columns that share a scale; the last block of a row is padded with zeros.
         symmetric: the zero point is the middle code, and not stored.
         search: choose scale and zero point with the least squared error; otherwise from the extreme values alone.
     """
