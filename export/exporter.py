@@ -17,25 +17,28 @@ from llmconv.export.context_limit import check_context
 from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.quantization.calibration import column_importance
+from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
+from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
-from llmconv.progress import warn
+from llmconv.progress import say, warn
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
-from llmconv.tensors import FLOATS
+from llmconv.tensors import FLOATS, Array
 
 
 class ExportOptions(TypedDict, total=False):
@@ -73,6 +76,7 @@ class ExportOptions(TypedDict, total=False):
         symmetric: store no zero points.
         quant_exclude: regular expressions; weights with such names are not quantized.
         quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
+        calibrate: text file; columns of a weight count as much as what they are multiplied with on this text.
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.
@@ -105,6 +109,7 @@ class ExportOptions(TypedDict, total=False):
     symmetric: bool
     quant_exclude: Sequence[str]
     quant_bits: Sequence[str]
+    calibrate: str | Path | None
     method: str | None
     max_shard_size: str | int
     overwrite: bool
@@ -138,6 +143,7 @@ DEFAULTS: ExportOptions = {
     "symmetric": False,
     "quant_exclude": (),
     "quant_bits": (),
+    "calibrate": None,
     "method": None,
     "max_shard_size": DEFAULT_SIZE,
     "overwrite": False,
@@ -269,7 +275,7 @@ def _make(
     quantized: dict[str, QuantizedWeight] = {}
     if plan.options.quantization and isinstance(folder, NewFolder):
         quantized = select([(distinct[key], matched) for key, matched in matches.items()], plan.options.quantization)
-        folder = folder.quantized(quantized)
+        folder = folder.quantized(quantized, _importance(language_model, checkpoint, graphs, given))
         weights = folder.weights()
     files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches)
     sizes = None
@@ -287,6 +293,22 @@ def _make(
         depth(language_model.config),
         plan.clients.names,
     )
+
+
+def _importance(
+    language_model: LanguageModel, checkpoint: Checkpoint, graphs: Mapping[str, TracedGraph], given: ExportOptions
+) -> dict[str, Array]:
+    """The importance of the columns of weights, by name, on the calibration text; empty without one."""
+    if given["calibrate"] is None:
+        return {}
+    limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
+    texts = CalibrationText.read(given["calibrate"]).tokens(checkpoint.path, limit, trust_remote_code=trusted)
+    traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
+    if traced is None:
+        traced = language_model.trace({"unified": GROWING})[0]["unified"]
+    tensors = file_tensors(checkpoint)
+    say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
+    return column_importance(traced, match_weights(traced, tensors), tensors, texts)
 
 
 def _check_target(given: ExportOptions) -> None:

@@ -16,6 +16,7 @@ from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
 from llmconv.export.graph_spec import FLOAT32
+from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
@@ -24,7 +25,7 @@ from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.output.staging import failing_safely
 from llmconv.output.writer import check_output, require_space, write_checkpoint
 from llmconv.progress import say, warn
-from llmconv.tensors import BY_NAME, Flushed, LazyTensor, cast
+from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
 
 QUANTIZED = "quantized"
 """Beginning of the names of weight files that a Hugging Face model cannot be loaded from."""
@@ -182,17 +183,18 @@ class NewFolder:
         """Refuses an existing folder without `overwrite`, one inside of the model folder, and too small a disk."""
         check_output(self._plan, self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
 
-    def quantized(self, weights: Mapping[str, QuantizedWeight]) -> NewFolder:
+    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> NewFolder:
         """The folder with codes, scales and zero points instead of these weights.
 
         Args:
             weights: how each is quantized, by name.
+            importance: of the columns of weights, by name; all count alike in those left out.
         """
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
         for name, tensor in self.checkpoint.items():
             if weight := weights.get(name):
-                made = weight.stored(name, tensor)
+                made = weight.stored(name, tensor, importance.get(name, NONE))
                 codes |= made
                 tensors |= made
             else:

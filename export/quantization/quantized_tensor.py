@@ -32,7 +32,7 @@ class QuantizedTensor:
         form: bits, block size, symmetry, search.
         transposed: its matrices are stored as [K, N].
         scale_dtype: element type of the scales, to which they are rounded before the codes are.
-        importance: float32 of the K columns; empty if all count alike.
+        importance: float32 [K], or [experts, K] for a stack; empty if all columns count alike.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class QuantizedTensor:
         if transposed:
             rows, columns = columns, rows
         self._outer, self._columns = (*stack, rows), columns
-        self._importance = np.pad(importance, (0, -len(importance) % form.size)) if importance.size else importance
+        padding = -importance.shape[-1] % form.size
+        self._importance = np.pad(importance, [(0, 0)] * (importance.ndim - 1) + [(0, padding)])
         self._kept: tuple[Array, Array, Array] | None = None
         self._lock = threading.Lock()
 
@@ -116,11 +117,19 @@ class QuantizedTensor:
             scales, zeros, known = self._kept
         if not known[start:stop].all():
             weights = self._blocks(start, stop) if weights is None else weights
-            chosen, points = block_scales(weights, self.form, self._importance)
+            chosen, points = self._search(start, stop, weights)
             scales[start:stop] = self._stored(chosen).reshape(-1, blocks)
             zeros[start:stop] = points.reshape(-1, blocks)
             known[start:stop] = True
         return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
+
+    def _search(self, start: int, stop: int, weights: Array) -> tuple[Array, Array]:
+        """Scales and zero points; each matrix of a stack has an importance of its own."""
+        if self._importance.ndim == 1:
+            return block_scales(weights, self.form, self._importance)
+        matrices = zip(np.split(weights, stop - start), self._importance[start:stop], strict=True)
+        scales, zeros = zip(*(block_scales(one, self.form, factors) for one, factors in matrices), strict=True)
+        return np.concatenate(scales), np.concatenate(zeros)
 
     def _stored(self, scales: Array) -> Array:
         """Scales in the type that they are stored in."""

@@ -11,13 +11,14 @@ import onnx_ir as ir
 
 from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.quantized_tensor import QuantizedTensor
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
 from llmconv.export.weights.stored_values import NAMES
-from llmconv.tensors import BY_NAME, LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
@@ -45,10 +46,11 @@ class QuantizedWeight:
     dtype: ir.DataType
     looked_up: bool = False
 
-    def stored(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
-        """Codes, zero points and scales of a tensor, see `QuantizedTensor.tensors`."""
-        scales = BY_NAME[NAMES[self.dtype]]
-        return QuantizedTensor(name, tensor, self.form, transposed=self.transposed, scale_dtype=scales).tensors()
+    def stored(self, name: str, tensor: LazyTensor, importance: Array = NONE) -> dict[str, LazyTensor]:
+        """Codes, zero points and scales of a tensor, see `QuantizedTensor`; `importance` is that of its columns."""
+        scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
+        made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
+        return made.tensors()
 
 
 @dataclass(frozen=True)

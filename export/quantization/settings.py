@@ -9,6 +9,7 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
+from llmconv.export.quantization.calibration_text import CalibrationText
 
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 """8 bits need no search: its gain is below the rounding of activations to int8."""
@@ -18,6 +19,10 @@ SENSITIVE = re.compile(
     r"down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)"
 )
 """Projections whose rounding costs most: to values, and from the inner size of the MLP back."""
+
+
+DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
+"""Options of `export` that need `quant`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class QuantizationSettings:
         exclude: regular expressions for the names of weights that stay as they are.
         bits: bits by regular expressions for names of weights; the last that matches counts.
         search: False to take scales from extreme values alone (`--method rtn`).
+        text: sha256 of the text on which the importance of columns is measured; empty without one.
 
     Raises:
         UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
@@ -66,6 +72,7 @@ class QuantizationSettings:
     exclude: tuple[str, ...] = ()
     bits: tuple[tuple[str, int], ...] = ()
     search: bool = True
+    text: str = ""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -85,12 +92,15 @@ class QuantizationSettings:
         """The settings of the options of `export`; None if nothing is quantized.
 
         Args:
-            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits` and `method`.
+            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits`, `method` and `calibrate`.
 
         Raises:
             UsageProblem: as the class; or options that need `quant`.
         """
-        given = {name: options[name] for name in ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method")}
+        given = {
+            name: options[name]
+            for name in ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
+        }
         if options["quant"] is None:
             if unused := next((name for name, value in given.items() if value), None):
                 raise UsageProblem(
@@ -99,9 +109,12 @@ class QuantizationSettings:
             return None
         if given["method"] not in (None, "rtn", "search"):
             raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
+        if given["calibrate"] is not None and given["method"] == "rtn":
+            raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
+        text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
-        rest = exclude, bits, given["method"] != "rtn"
+        rest = exclude, bits, given["method"] != "rtn", text
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
@@ -134,6 +147,7 @@ class QuantizationSettings:
             "quant_exclude": list(self.exclude),
             "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
             "method": "" if self.search else "rtn",
+            "calibrate": self.text,
         }
         return {name: value for name, value in fields.items() if value}
 

@@ -1,0 +1,180 @@
+"""Importance of the columns of weights: the mean square of what each is multiplied with, measured on a text.
+
+The model's own float32 graph runs on the text in pieces (`runtime.low_memory.graph_pieces`), so that the weights of one
+piece are in memory at a time, and returns, instead of logits, the sum of squares of the other factor of every product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.node_editor import NodeEditor, integers, producer, remove_unused
+from llmconv.export.quantization.selection import product_layout
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.bind import bind
+from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.memory import raise_if_out_of_memory
+from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.tensors import Array
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+PIECE_BYTES = 256 << 20
+"""Maximum size of the weights of a piece in float32."""
+
+PREFIX = "squares:"
+"""Names of the outputs with sums of squares; the rest is the label of the stored rows."""
+
+
+def column_importance(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+) -> dict[str, Array]:
+    """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
+
+    Args:
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+
+    Raises:
+        UnsupportedInput: the graph takes embeddings.
+        OutOfMemory: memory ran out.
+    """
+    if traced.spec.embeddings:
+        raise UnsupportedInput(
+            "`--calibrate` needs graphs that take tokens, not embeddings", hint="leave out `--calibrate`"
+        )
+    folder = next(iter(tensors.values())).path.parent
+    observed = traced.copy()
+    bind(observed, matches, tensors)
+    model = _observing(observed.model)
+    sums: dict[str, Array] = {}
+    for name, squares in _run(model, folder, texts):
+        sums[name] = sums.get(name, 0) + squares.astype(np.float64)
+    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
+    return _by_tensor({name.removeprefix(PREFIX): found for name, found in sums.items()}, rows)
+
+
+def _observing(model: ir.Model) -> onnx.ModelProto:
+    """The graph with sums of squares as its only outputs."""
+    graph = model.graph
+    sums: dict[ir.Value, ir.Value] = {}
+    outputs: dict[str, ir.Value] = {}
+    for node in list(graph):
+        if product_layout(node) is None or node.inputs[0] is None:
+            continue
+        label = _label(node.inputs[1])
+        if label and PREFIX + label not in outputs:
+            left = node.inputs[0]
+            if left not in sums:
+                sums[left] = _sum_of_squares(NodeEditor(graph, node, f"squares/{len(sums)}"), left)
+            copy = NodeEditor(graph, node, f"squares/{label}").one("Identity", [sums[left]])
+            copy.name = PREFIX + label
+            outputs[copy.name] = copy
+    for value in outputs.values():
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([None])
+    graph.outputs[:] = list(outputs.values())
+    remove_unused(model)
+    return ir.to_proto(model)
+
+
+def _sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    """The sum of squares over all axes but the last."""
+    width = editor.one("Shape", [values], {"start": -1})
+    shape = editor.one("Concat", [integers(editor.graph, -1), width], {"axis": 0})
+    flat = editor.one("Reshape", [values, shape])
+    return editor.one("ReduceSumSquare", [flat, integers(editor.graph, 0)], {"keepdims": 0})
+
+
+def _label(value: ir.Value | None) -> str:
+    """The label of the stored rows that a factor is, or is cast or transposed from; empty for others."""
+    while value is not None and (node := producer(value, "Cast", "Transpose")):
+        value = node.inputs[0]
+    is_stored = value is not None and isinstance(value.const_value, ir.ExternalTensor)
+    return (value.name or "") if is_stored and value is not None else ""
+
+
+def _run(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
+    """The outputs for every text, piece by piece."""
+    values = [_inputs(model, text) for text in texts]
+    types: ValueTypes = {}
+    for info in model.graph.input:
+        axes = [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim]
+        types[info.name] = (
+            "tensor(int64)" if info.type.tensor_type.elem_type == onnx.TensorProto.INT64 else "tensor(float)",
+            axes,
+        )
+    pieces = cut_graph(model, PIECE_BYTES)
+    for at, piece in enumerate(pieces):
+        session = _open(piece, types, folder)
+        types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+        later = {name for one in pieces[at + 1 :] for name in one.inputs}
+        for mine in values:
+            feeds = {name: mine[name] for name in piece.inputs}
+            try:
+                made = dict(zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True))
+            except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                raise_if_out_of_memory(error, "while the text was run")
+                raise
+            yield from ((name, value.numpy()) for name, value in made.items() if name.startswith(PREFIX))
+            kept = {name: value for name, value in {**mine, **made}.items() if name in later}
+            mine.clear()
+            mine.update(kept)
+
+
+def _open(piece: GraphPiece, types: ValueTypes, folder: Path) -> ort.InferenceSession:
+    options = SessionSettings(arena=False).options()
+    options.add_session_config_entry(FOLDER_KEY, str(folder.resolve()))
+    return ort.InferenceSession(piece.build(types).SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def _inputs(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
+    """The inputs for a text with an empty past."""
+    tokens = {
+        "input_ids": text,
+        "attention_mask": np.ones_like(text),
+        "position_ids": np.arange(text.shape[1], dtype=np.int64)[None],
+    }
+    made: dict[str, Array] = {}
+    for info in model.graph.input:
+        axes = info.type.tensor_type.shape.dim
+        sizes = [axis.dim_value or (1 if at == 0 else 0) for at, axis in enumerate(axes)]
+        made[info.name] = tokens[info.name] if info.name in tokens else np.zeros(sizes, np.float32)
+    return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in made.items()}
+
+
+def _by_tensor(sums: Mapping[str, Array], rows: Mapping[str, StoredRows]) -> dict[str, Array]:
+    """Sums of squares by tensor: those of row ranges added, those of a stack's matrices one below the other."""
+    found: dict[str, Array] = {}
+    stacks: dict[str, dict[int, Array]] = {}
+    for label, squares in sums.items():
+        name, _, part = label.partition("[")
+        index = part.rstrip("]")
+        known = rows.get(label)
+        if index.isdigit() and (known is None or known.single):
+            stacks.setdefault(name, {})[int(index)] = squares
+        else:
+            found[name] = found.get(name, 0) + squares
+    for name, by_index in stacks.items():
+        found[name] = np.stack([by_index[index] for index in sorted(by_index)])
+    return {name: _scaled(squares) for name, squares in found.items()}
+
+
+def _scaled(squares: Array) -> Array:
+    """Sums divided by their mean; all 1 where nothing was seen, as for an expert that no token chose."""
+    mean = squares.mean(axis=-1, keepdims=True)
+    seen = np.isfinite(mean) & (mean > 0)
+    scaled: Array = np.where(seen, squares / np.where(seen, mean, 1), 1).astype(np.float32)
+    return scaled

@@ -1,0 +1,71 @@
+"""CalibrationText: the text on which the importance of columns is measured."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.checkpoint import read_small
+from llmconv.errors import InputRefused
+from llmconv.runtime.tokenizer import load_tokenizer
+from llmconv.tensors import Array
+
+TOKENS, PIECE, LEAST = 4096, 512, 256
+"""Tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little."""
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """A plain text.
+
+    Attributes:
+        name: of its file.
+        content: the text.
+    """
+
+    name: str
+    content: str
+
+    @classmethod
+    def read(cls, path: str | Path) -> CalibrationText:
+        """The text of a file.
+
+        Raises:
+            InputRefused: it cannot be read, or is not UTF-8.
+        """
+        try:
+            return cls(Path(path).name, read_small(Path(path)).decode())
+        except OSError as error:
+            raise InputRefused(f"cannot read `{path}`: {error.strerror}", hint="`--calibrate` takes a file") from error
+        except UnicodeDecodeError as error:
+            raise InputRefused(f"`{path}` is not UTF-8 text", hint="`--calibrate` takes a plain text file") from error
+
+    @property
+    def sha256(self) -> str:
+        """Of the text."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    def tokens(self, folder: Path, context: int | None, *, trust_remote_code: bool = False) -> list[Array]:
+        """Its beginning as token ids, int64 [1, tokens] each.
+
+        Args:
+            folder: has the tokenizer.
+            context: maximum number of tokens per call that the model was made for; None if unknown.
+            trust_remote_code: run the code of the tokenizer.
+
+        Raises:
+            InputRefused: there is no tokenizer, or the text is too short.
+        """
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+        ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:TOKENS], dtype=np.int64)
+        if len(ids) < LEAST:
+            raise InputRefused(
+                f"`{self.name}` has {len(ids)} tokens, too few to measure anything",
+                hint=f"give a text of some pages: {LEAST} tokens at least, {TOKENS:,} are used",
+            )
+        size = min(PIECE, context or PIECE)
+        pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]
+        return [piece for piece in pieces if piece.shape[1] > 1]
