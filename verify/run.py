@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -39,6 +38,9 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
+
+CODES = "quantized*.safetensors"
+"""Weight files of `llmconv export --quant`."""
 
 PATH_LIMIT = 4096
 """Maximum length of a path in characters (`PATH_MAX`)."""
@@ -88,7 +90,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
         OutOfMemory: memory ran out during the run.
-        UsageProblem: an unknown suite or scenario, or the folder for the smallest failing piece is not empty.
+        UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
+            smallest failing piece is not empty.
     """
     require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
@@ -97,11 +100,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     if not (entries := graph_entries(folder)):
         report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
-    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
-    cost = _cost_options(verified, reference, text, max_divergence, min_agreement)
     reference = require_weights(folder, entries[0], reference or recorded_reference(folder))
     report.reference = reference.name
-    cost = replace(cost, code=reference if trust_remote_code else None)
+    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
+    cost = _cost_options(verified, text, max_divergence, min_agreement, reference if trust_remote_code else None)
     checks = _checks(verified, reference, report, session, eager, cost, low_memory, allow_changed=allow_changed)
     return session.run(report, checks, most_precise)
 
@@ -166,10 +168,16 @@ def recorded_reference(folder: Path) -> Path:
 
     Raises:
         InputRefused: the folder that the manifest names does not exist.
+        UsageProblem: it names none, and the weights in `folder` are quantized.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
     if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
         raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
+    if name is None and any(folder.glob(CODES)):
+        raise UsageProblem(
+            f"the weights in `{folder}` are quantized, and are compared with the model before that",
+            hint="give `--reference MODEL`, the folder that was exported",
+        )
     path = folder / name if name else folder
     if not (path / "config.json").is_file():
         raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
@@ -211,19 +219,15 @@ def _audit_files(verified: VerifiedFolder, report: Report, *, allow_changed: boo
 
 def _cost_options(
     verified: VerifiedFolder,
-    reference: str | Path | None,
     text: str | Path | None,
     divergence: float | None,
     agreement: float | None,
+    code: Path | None,
 ) -> QuantizationOptions:
-    """The options for quantized graphs, which need a reference; graphs of floats take none."""
+    """The options for quantized graphs; graphs of floats take none."""
     if not is_quantized(verified.models) and any(option is not None for option in (text, divergence, agreement)):
         raise UsageProblem(
             "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights only", hint="leave them out"
         )
-    if is_quantized(verified.models) and reference is None:
-        raise UsageProblem(
-            f"the graphs in `{verified.path}` are quantized, and are compared with the model before that",
-            hint="give `--reference MODEL`, the folder that was exported",
-        )
-    return QuantizationOptions(Path(text) if text else None, AccuracyLimits(divergence, agreement), nearest=True)
+    own = any(verified.path.glob(CODES))
+    return QuantizationOptions(Path(text) if text else None, AccuracyLimits(divergence, agreement), code, nearest=own)

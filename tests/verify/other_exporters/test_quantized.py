@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from benchmarks import environments
 from benchmarks.exporters import GENAI, add_tokenizer, command
 from llmconv.cli import main
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused
 from llmconv.verify import Report, verify, verify_graphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import render_markdown, write_report
@@ -128,7 +128,7 @@ def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Smal
         verify_graphs([quantized("llama", FOUR)], reference=tmp_path, only=ONE, text=tmp_path / "text.txt")
 
 
-def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
+def test_a_folder_whose_graph_was_quantized_in_place_is_compared_with_its_own_weights(
     small: Small, quantized: Quantized, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -136,9 +136,9 @@ def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
     for name in ("config.json", "model.safetensors", "llmconv.json"):
         (folder / name).write_bytes((small("llama") / name).read_bytes())
     (folder / "model.onnx").write_bytes(quantized("llama", FOUR).read_bytes())
-    with pytest.raises(UsageProblem, match="are quantized, and are compared with the model before that") as caught:
-        verify(folder)
-    assert "--reference" in caught.value.hint
+    report = verify(folder, only=["prefill, 7 tokens"])
+    assert report.quantization is not None and report.quantization.weights
+    assert {check.name for check in report.checks if check.verdict != "pass"} <= {"graph file"}
 
 
 def test_unknown_weights_leave_correctness_open_and_the_cost_known(
