@@ -16,6 +16,9 @@ from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
 """Suffixes of the tensors' names."""
 
+ELEMENTS = 1 << 19
+"""Weights that are rounded at once: 2 MB in float32, which fit into a core's cache."""
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BYTES = BY_NAME["uint8"]
 
@@ -70,9 +73,17 @@ class QuantizedTensor:
         return {self._name + suffix: tensor for suffix, tensor in made.items()}
 
     def _codes(self, start: int, stop: int) -> Array:
-        weights = self._blocks(start, stop)
-        scales, zeros = self._chosen(start, stop, weights)
-        codes = block_codes(weights, scales.astype(np.float32), zeros, self.form)
+        blocks = prod(self._outer[1:]) * self.form.blocks(self._columns)
+        codes = np.empty((stop - start, blocks, self.form.block_bytes), np.uint8)
+        step = max(1, ELEMENTS // (prod(self._outer[1:]) * self._columns))
+        if self.transposed and len(self._outer) == 1:
+            step = stop - start  # its columns are read with the whole matrix
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            weights = self._blocks(first, last)
+            scales, zeros = self._chosen(first, last, weights)
+            made = block_codes(weights, scales.astype(np.float32), zeros, self.form)
+            codes[first - start : last - start] = made.reshape(last - first, blocks, -1)
         return codes.reshape(stop - start, *self._outer[1:], -1, self.form.block_bytes)
 
     def _zeros(self, start: int, stop: int) -> Array:
