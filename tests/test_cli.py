@@ -24,7 +24,7 @@ import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
-from llmconv.export.exporter import DEFAULTS as EXPORT_DEFAULTS
+from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
 from llmconv.progress import set_quiet
 
 ROOT = Path(__file__).parents[1]

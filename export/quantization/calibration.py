@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, first_line
 from llmconv.export.node_editor import NodeEditor, integers, producer, remove_unused
 from llmconv.export.quantization.selection import product_layout
 from llmconv.export.traced_graph import TracedGraph
@@ -23,10 +23,10 @@ from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, l
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 PIECE_BYTES = 256 << 20
 """Maximum size of the weights of a piece in float32."""
 
@@ -49,7 +49,7 @@ def column_importance(
         texts: token ids int64 [1, tokens].
 
     Raises:
-        UnsupportedInput: the graph takes embeddings.
+        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
         OutOfMemory: memory ran out.
     """
     if traced.spec.embeddings:
@@ -136,8 +136,16 @@ def _run(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterat
 
 def _open(piece: GraphPiece, types: ValueTypes, folder: Path) -> ort.InferenceSession:
     options = SessionSettings(arena=False).options()
-    options.add_session_config_entry(FOLDER_KEY, str(folder.resolve()))
-    return ort.InferenceSession(piece.build(types).SerializeToString(), options, ["CPUExecutionProvider"])
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder.resolve()))
+    content = piece.build(types).SerializeToString()
+    try:
+        return ort.InferenceSession(content, options, ["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise_if_out_of_memory(error, "while the text was run")
+        raise UnsupportedInput(
+            f"onnxruntime cannot open the model's weights in `{folder}`: {first_line(error)}",
+            hint="if they are links, copy the folder with `cp -rL`; or leave out `--calibrate`",
+        ) from error
 
 
 def _inputs(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:

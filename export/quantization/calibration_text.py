@@ -57,7 +57,7 @@ class CalibrationText:
             trust_remote_code: run the code of the tokenizer.
 
         Raises:
-            InputRefused: there is no tokenizer, or the text is too short.
+            InputRefused: the folder has no tokenizer, or the text is too short.
         """
         tokenizer = load_tokenizer(folder, trust_remote_code)
         ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:TOKENS], dtype=np.int64)

@@ -9,6 +9,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from llmconv.errors import InputRefused
 from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
@@ -38,13 +39,11 @@ class QuantizedWeight:
         form: bits, block size, symmetry, search.
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in, and of its scales.
-        looked_up: it is also an embedding, which reads the codes.
     """
 
     form: BlockFormat
     transposed: bool
     dtype: ir.DataType
-    looked_up: bool = False
 
     def stored(self, name: str, tensor: LazyTensor, importance: Array = NONE) -> dict[str, LazyTensor]:
         """Codes, zero points and scales of a tensor, see `QuantizedTensor`; `importance` is that of its columns."""
@@ -72,6 +71,9 @@ def select(
     Args:
         graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
         settings: what the user wants.
+
+    Raises:
+        InputRefused: there are none.
     """
     uses, found = [], dict[str, QuantizedWeight]()
     for traced, matches in graphs:
@@ -85,11 +87,12 @@ def select(
                     best = max((form, known.form), key=lambda each: each.bits) if known else form
                     found[rows.name] = QuantizedWeight(best, transposed, use.dtype)
     _drop_unfit(found, uses)
-    embeddings = {name for use in uses if use.lookup for name in use.names}
-    return {
-        name: QuantizedWeight(one.form, one.transposed, one.dtype, looked_up=name in embeddings)
-        for name, one in found.items()
-    }
+    if not found:
+        raise InputRefused(
+            "no weight of this model can be quantized with these options",
+            hint="give a smaller `--quant-block`, or fewer `--quant-exclude`",
+        )
+    return found
 
 
 def _format(

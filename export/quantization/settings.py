@@ -20,7 +20,6 @@ SENSITIVE = re.compile(
 )
 """Projections whose rounding costs most: to values, and from the inner size of the MLP back."""
 
-
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
 """Options of `export` that need `quant`."""
 
@@ -97,10 +96,7 @@ class QuantizationSettings:
         Raises:
             UsageProblem: as the class; or options that need `quant`.
         """
-        given = {
-            name: options[name]
-            for name in ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
-        }
+        given = {name: options[name] for name in DEPENDENT}
         if options["quant"] is None:
             if unused := next((name for name, value in given.items() if value), None):
                 raise UsageProblem(

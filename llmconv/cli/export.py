@@ -10,7 +10,7 @@ import click
 from llmconv.cli import options
 
 if TYPE_CHECKING:
-    from llmconv.export.exporter import ExportOptions
+    from llmconv.export.export_options import ExportOptions
 
 
 @click.command("export")

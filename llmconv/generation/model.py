@@ -78,7 +78,7 @@ class TextModel:
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
 
         Raises:
-            InputRefused: there is no tokenizer, or nothing to run.
+            InputRefused: the folder has no tokenizer, or neither graphs nor weights.
             OutOfMemory: the device has too little memory.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
@@ -251,7 +251,7 @@ def open_model(
         options: fields of `TorchOptions`.
 
     Raises:
-        InputRefused: there is no tokenizer, or nothing to run.
+        InputRefused: the folder has no tokenizer, or neither graphs nor weights.
         UsageProblem: an unknown backend or option, or settings or options for a model that is open.
     """
     if not isinstance(model, TextModel):

@@ -239,7 +239,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         process.send_signal(signal.SIGINT)
         read_until("Ctrl-D or /quit exits")
         read_until("> ")
-        time.sleep(2)  # Ctrl-D is no key before the terminal waits for one
+        time.sleep(2)  # the terminal loses a Ctrl-D that comes before it waits for a key
         type_in("\x04")
         assert process.wait(60) == 0
 

@@ -146,6 +146,19 @@ def test_codes_need_a_folder_of_their_own(models: Callable[[str], Path]) -> None
         export(models("llama"), quant="int4")
 
 
+def test_the_model_folder_is_no_place_for_codes(models: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models("llama"), folder)
+    with pytest.raises(UsageProblem, match="`--quant` writes new weights"):
+        export(folder, folder, quant="int4", overwrite=True)
+
+
+def test_quantizing_nothing_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="no weight of this model can be quantized"):
+        export(models("llama"), tmp_path / "out", quant="int4", quant_exclude=["."])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_that_is_no_number_leaves_nothing_behind(models: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models("llama"), folder)

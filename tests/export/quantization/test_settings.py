@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import UsageProblem
-from llmconv.export.exporter import DEFAULTS
+from llmconv.export.export_options import DEFAULTS
 from llmconv.export.quantization.settings import INT8, QuantizationSettings
 
 LAYERS = 16

@@ -1,0 +1,122 @@
+"""ExportOptions: the keyword arguments of `export`, and their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from llmconv.output.plan import DEFAULT_SIZE
+
+
+class ExportOptions(TypedDict, total=False):
+    """The keyword arguments of `export`, with the names of the command's options.
+
+    Attributes:
+        prefill: write `prefill.onnx`.
+        incremental: write `decode.onnx`.
+        unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
+            graphs that `layout` needs.
+        layout: names of the clients that will open the folder, one file each in `export/clients/`.
+        last_logits: return the logits of the last position only.
+        postprocess: `argmax` or `topk:K`: choose tokens in the graph.
+        stages: number of graphs that the layers are divided into.
+        prefix: PEFT adapter of prefix or prompt tuning, or `pre_caches.npy`: virtual tokens before every prompt.
+        opset: version of the standard operators: 21, 23 or 24.
+        shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
+        batch_size: static: sequences per call (default: 1).
+        max_seq_len: static: number of tokens that the cache holds.
+        prompt_len: static: new tokens per call of `prefill.onnx` (default: the largest divisor of `max_seq_len` up to
+            128, so that every prompt that fits can be cut into calls of this length).
+        cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
+            required by ORT-GenAI's `past_present_share_buffer` (default: that of the target, otherwise `growing`).
+        target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
+            decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
+        strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
+        precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache (default:
+            that of the target, otherwise `float32`).
+        logits_dtype: dtype of the logits: `float32`, or the precision.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights; by default, with a new
+            folder and a `precision` of less than float32, that precision.
+        quant: `int8`, `int4`, `int4-mixed` or `int4-small`: store the matrices as integer codes, in `output`.
+        quant_block: number of neighboring weights that share a scale: 16, 32, 64, 128 or 256 (default: 32, for
+            `int4-small` 128).
+        symmetric: store no zero points.
+        quant_exclude: regular expressions; weights with such names are not quantized.
+        quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
+        calibrate: text file; columns of a weight count as much as what they are multiplied with on this text.
+        method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
+        max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
+        overwrite: replace existing graphs, or an existing `output`.
+        resume: continue an interrupted export.
+        dry_run: make and check all graphs, but write nothing.
+        trust_remote_code: run the model's own code, which `auto_map` of its `config.json` declares.
+    """
+
+    prefill: bool
+    incremental: bool
+    unified: bool
+    layout: str | Sequence[str]
+    last_logits: bool
+    postprocess: str | None
+    stages: int
+    prefix: str | Path | None
+    opset: int | None
+    shapes: str
+    batch_size: int | None
+    max_seq_len: int | None
+    prompt_len: int | None
+    cache: str | None
+    target: str | None
+    strict_target: bool
+    precision: str | None
+    logits_dtype: str
+    dtype: str
+    quant: str | None
+    quant_block: int | None
+    symmetric: bool
+    quant_exclude: Sequence[str]
+    quant_bits: Sequence[str]
+    calibrate: str | Path | None
+    method: str | None
+    max_shard_size: str | int
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+    trust_remote_code: bool
+
+
+DEFAULTS: ExportOptions = {
+    "prefill": False,
+    "incremental": False,
+    "unified": False,
+    "layout": (),
+    "last_logits": False,
+    "postprocess": None,
+    "stages": 1,
+    "prefix": None,
+    "opset": None,
+    "shapes": "dynamic",
+    "batch_size": None,
+    "max_seq_len": None,
+    "prompt_len": None,
+    "cache": None,
+    "target": None,
+    "strict_target": False,
+    "precision": None,
+    "logits_dtype": "float32",
+    "dtype": "keep",
+    "quant": None,
+    "quant_block": None,
+    "symmetric": False,
+    "quant_exclude": (),
+    "quant_bits": (),
+    "calibrate": None,
+    "method": None,
+    "max_shard_size": DEFAULT_SIZE,
+    "overwrite": False,
+    "resume": False,
+    "dry_run": False,
+    "trust_remote_code": False,
+}
+"""The options that a call leaves out."""
