@@ -16,13 +16,13 @@ from llmconv.convert.formats import Format
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_format, recognized
 from llmconv.convert.opening.unrecognized import explain
-from llmconv.convert.quantization.quantized_base import method_name, quantized_base
 from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely
 from llmconv.files.torch.reader import is_torch_file
+from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
 from llmconv.tensors import LazyTensor
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -192,7 +192,7 @@ def _inspect_model(opened: Checkpoint) -> Inspection:
     """A Hugging Face folder, whose weights may be quantized."""
     found = _opened(opened)
     try:
-        base = quantized_base(opened)
+        base = quantized_checkpoint(opened)
     except InputRefused as problem:
         warning = f"parameters are counted as they are packed: {problem}"
         return replace(found, warnings=(*found.warnings, warning))

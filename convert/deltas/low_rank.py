@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
+from llmconv.conv1d import is_conv1d
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.deltas.low_rank_factors import CapturedNorm, FactoredChanges
 from llmconv.convert.deltas.singular_vectors import MatrixChange
@@ -77,7 +77,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     products, whole = _sorted(base, below, above)
     changes = {name: MatrixChange(below[name], above[name]) for name in products}
     factors = FactoredChanges(changes, {name: min(rank, *changes[name].shape) for name in products})
-    turned = {name for name in products if _is_turned(base, name)}
+    turned = {name for name in products if is_conv1d(base.config, name)}
     tensors: dict[str, LazyTensor] = {}
     for name in products:
         tensors |= _pair(name, changes[name], min(rank, *changes[name].shape), factors, turned=name in turned)
@@ -179,11 +179,6 @@ def _differ(below: LazyTensor, above: LazyTensor) -> bool:
         return not equal(below, above)
     wide = ([side.rows(*block).astype(np.float64) for side in (below, above)] for block in above.blocks())
     return any(not np.array_equal(one, other, equal_nan=True) for one, other in wide)
-
-
-def _is_turned(base: Checkpoint, name: str) -> bool:
-    """Whether the weight is a Conv1D's, stored in×out."""
-    return base.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
 
 
 def _pair(

@@ -15,7 +15,6 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import rename, require
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import with_architecture, without_code
@@ -24,6 +23,7 @@ from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import DType, LazyTensor
+from llmconv.transpose import transposed
 
 FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

@@ -1,1 +1,1 @@
-"""Quantized bases: opened as plain weights, and stored again after a merge."""
+"""Quantized bases: what a merge makes of them, and how much of it is kept."""

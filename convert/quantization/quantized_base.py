@@ -1,43 +1,26 @@
-"""QuantizedBase: a quantized checkpoint as plain weights, and its merged result, dequantized or requantized."""
+"""QuantizedBase: a quantized checkpoint that adapters are merged into; the result is dequantized or requantized."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.quantization.methods import QuantizationMethod, methods
-from llmconv.convert.quantization.packed_weight import PackedWeight, with_recent_rows
-from llmconv.convert.quantization.transposed import transposed_weight
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
-from llmconv.tensors import BY_NAME, LazyTensor, cast
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
+from llmconv.quantized_weights.packed_weight import PackedWeight, with_recent_rows
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
+from llmconv.tensors import BY_NAME, cast
 
-FIELD = "quantization_config"
 CHOICES = ("dequantize", "requantize")
 NUMBER = r"(?<=\.)\d+(?=\.)"
 PLAIN_TYPE = BY_NAME["bfloat16"]
 
 
 @dataclass(frozen=True)
-class QuantizedBase:
-    """A checkpoint with quantized weights.
-
-    Attributes:
-        stored: the checkpoint as stored in the files.
-        method: its quantization method.
-        weights: the quantized weights, by their plain names.
-        plain: the checkpoint with plain names and values; quantized weights are in float32, not yet rounded, so that
-            a merge rounds once.
-    """
-
-    stored: Checkpoint
-    method: QuantizationMethod
-    weights: Mapping[str, PackedWeight]
-    plain: Checkpoint
+class QuantizedBase(QuantizedCheckpoint):
+    """The base of a merge; a merge into `plain` rounds once."""
 
     def dequantized(self, merged: Checkpoint, dtype: str) -> Checkpoint:
         """The result of merging into `plain`, with quantized weights rounded once: to bfloat16 for `keep`."""
@@ -115,62 +98,8 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
         MalformedInput: missing or mismatched parts of a weight.
         UnsupportedInput: an unknown method.
     """
-    if not checkpoint.config.get(FIELD):
-        return None
-    method = _method(checkpoint.config)
-    weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
-    if not weights:
-        raise MalformedInput(
-            f"the base's config has `{method.name}`, but no weight in its files is quantized",
-            hint=f"take `{FIELD}` out of its `config.json` if the weights are plain",
-        )
-    plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
-    return QuantizedBase(checkpoint, method, weights, plain)
-
-
-def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
-    """The weight in the orientation of the plain model."""
-    is_conv1d = checkpoint.config.get("model_type") in CONV1D_TYPES and weight.name.rpartition(".")[0].endswith(CONV1D)
-    return transposed_weight(weight) if is_conv1d and len(weight.shape) == 2 else weight
-
-
-def _plain(
-    checkpoint: Checkpoint, method: QuantizationMethod, weights: Mapping[str, PackedWeight]
-) -> dict[str, LazyTensor]:
-    """The plain tensors in file order; a quantized weight comes in place of its first part."""
-    home = {part: name for name, weight in weights.items() for part in weight.parts}
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in checkpoint.items():
-        if name in home:
-            tensors.setdefault(home[name], weights[home[name]].plain)
-        elif not name.endswith(method.dropped or ("\0",)):
-            tensors[name] = tensor
-    return tensors
-
-
-def _without(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != FIELD}
-
-
-def method_name(config: Mapping[str, Any]) -> str | None:
-    """The quantization method in a config, or None."""
-    settings = config.get(FIELD)
-    if not settings:
-        return None
-    name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if name is None and any(str(key).startswith("load_in_") for key in settings):
-        return "bitsandbytes"  # transformers before 4.37 did not write the method
-    return str(name)
-
-
-def _method(config: Mapping[str, Any]) -> QuantizationMethod:
-    name = str(method_name(config))
-    if name not in methods() or not isinstance(config[FIELD], Mapping):
-        raise UnsupportedInput(
-            f"the base is quantized with `{name[:40]}`, which is not supported",
-            hint=f"supported are {', '.join(methods())}; merge into the model it was quantized from, then quantize",
-        )
-    return methods()[name]
+    found = quantized_checkpoint(checkpoint)
+    return QuantizedBase(found.stored, found.method, found.weights, found.plain) if found else None
 
 
 def check_choice(choice: str | None, base: QuantizedBase | None, dtype: str) -> None:

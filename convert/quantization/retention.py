@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmconv.background import prefetch
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
 from llmconv.tensors import LazyTensor
 
 ENOUGH = 0.5

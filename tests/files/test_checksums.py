@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import slice_rows
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.errors import MalformedInput
 from llmconv.files.checksums import ChecksummedRange, checked_reading, combine
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 MATRIX = torch.arange(3000, dtype=torch.float32).reshape(60, 50)
 

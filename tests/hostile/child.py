@@ -27,8 +27,8 @@ from llmconv.cli.inspect import shown_rows
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
 from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
-from llmconv.convert.quantization.methods import methods
 from llmconv.errors import LlmconvError
+from llmconv.quantized_weights.methods import methods
 
 MEMORY = 1536 << 20
 SECONDS = 30

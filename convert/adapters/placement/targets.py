@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from llmconv.conv1d import is_conv1d
 from llmconv.convert.adapters.adapter import Adapter, Pair
 from llmconv.convert.adapters.lora.dora import DoraUpdate
 from llmconv.convert.adapters.lora.experts import (
@@ -23,10 +24,6 @@ from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.adapters.placement.weight_updates import WeightChange
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
-
-CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
-CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Modules that are a Conv1D in transformers, whose weight is stored in×out, and the model types that have them."""
 
 NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]
 """Names of the base's tensors, and their updates."""
@@ -153,7 +150,7 @@ class AdapterTargets:
 
     def is_conv1d(self, name: str) -> bool:
         """Whether a square weight is stored in×out; `fan_in_fan_out` is unreliable, since PEFT overrides it."""
-        return self.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
+        return is_conv1d(self.config, name)
 
     def _change_part(self, module: str, pair: Pair, weight: float, part: ExpertRows) -> NamedChanges:
         """The pair of one expert for a base with all experts in one tensor [E, out, in]."""

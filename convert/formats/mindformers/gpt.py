@@ -11,7 +11,6 @@ from typing import Any
 
 from llmconv.convert.algebra.operations import concat, inverted, rename, split
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.converted_model import (
     ConvertedModel,
@@ -26,6 +25,7 @@ from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 SEQ_LENGTH = 2048
 """Sequence length of BLOOM's training; ALiBi itself has no limit."""

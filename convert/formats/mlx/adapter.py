@@ -16,11 +16,11 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")

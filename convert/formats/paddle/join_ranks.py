@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from llmconv.convert.algebra.operations import concat
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.paddle.names import DROPPED, TensorRule
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 
 def apply_rules(

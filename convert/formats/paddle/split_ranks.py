@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from llmconv.convert.algebra.operations import concat, require, split
 from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.paddle.join_ranks import unrolled
 from llmconv.convert.formats.paddle.names import TensorRule
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 
 def split_among_ranks(

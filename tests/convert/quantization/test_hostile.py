@@ -15,7 +15,7 @@ import torch
 
 from llmconv.convert import merge_lora
 from llmconv.errors import InputRefused, LlmconvError
-from tests.convert.quantization.conftest import BASES, FOLDER, stored
+from tests.builders.quantized_models import BASES, FOLDER, stored
 
 P = "model.layers.0.self_attn.q_proj"
 STATE = f"{P}.weight.quant_state.bitsandbytes__nf4"

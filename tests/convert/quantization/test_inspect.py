@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.convert.inspect import inspect
-from tests.convert.quantization.conftest import BASES, FOLDER, stored
+from tests.builders.quantized_models import BASES, FOLDER, stored
 
 
 def parameters_of(folder: Path) -> int:

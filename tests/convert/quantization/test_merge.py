@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from llmconv.cli import main
 from llmconv.convert import merge_lora
 from llmconv.errors import UnsupportedInput, UsageProblem
-from tests.convert.quantization.conftest import BASES, FOLDER, MODULES, reference, stored, update
+from tests.builders.quantized_models import BASES, FOLDER, reference, stored
+from tests.convert.quantization.conftest import MODULES, update
 
 Q, DOWN = (f"model.layers.0.{module}.weight" for module in MODULES)
 K = "model.layers.0.self_attn.k_proj"

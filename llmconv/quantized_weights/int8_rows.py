@@ -13,7 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import (
+from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     PackedWeight,
     finite,
@@ -23,7 +24,6 @@ from llmconv.convert.quantization.packed_weight import (
     require,
     tiled,
 )
-from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
 STEP = np.float32(7.874015718698502e-3)
@@ -81,7 +81,7 @@ def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
         parts[order] = require(tensors[order], order, tensors[order].shape[:1] and (1,), ("uint8",))
         if parts[order].read().any():
             raise UnsupportedInput(
-                f"`{name}` of the base is int8 in the order of one kind of GPU",
+                f"`{name}` is int8 in the order of one kind of GPU",
                 hint="load and save it with bitsandbytes 0.43 or later, which stores rows",
             )
     return Int8Rows(name, parts, codes.shape, f"{stem}SCB")

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.packed_weight import refuse
-from llmconv.convert.quantization.scaled import ScaledWeight, open_scaled
 from llmconv.errors import MalformedInput
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.packed_weight import refuse
+from llmconv.quantized_weights.scaled import ScaledWeight, open_scaled
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale", "q_scale", "output_scale")
@@ -49,7 +49,7 @@ def block_size(given: Any) -> tuple[int, int] | None:
         return None
     if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
         raise MalformedInput(
-            f"the base's `weight_block_size` is {str(given)[:80]}",
+            f"the model's `weight_block_size` is {str(given)[:80]}",
             hint="it is a pair of numbers such as [128, 128]; repair the `config.json`",
         )
     return given[0], given[1]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
-from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.grouped import GroupedWeight, Packing
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
+from llmconv.quantized_weights.packed_weight import part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
@@ -52,8 +52,8 @@ def _format(config: Mapping[str, Any]) -> bool:
     name = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if name not in FORMATS or config.get("is_marlin_format"):
         raise UnsupportedInput(
-            f"the base is GPTQ in the layout `{name[:40]}`, which one kernel reads",
-            hint="save it as `gptq` with GPTQModel, or merge into the model it was quantized from",
+            f"the model is GPTQ in the layout `{name[:40]}`, which one kernel reads",
+            hint="save it as `gptq` with GPTQModel, or take the model it was quantized from",
         )
     return FORMATS[name]
 
@@ -88,7 +88,7 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
         raise UnsupportedInput(
-            f"`{stem}` of the base is GPTQ of {str(bits)[:20]} bits",
+            f"`{stem}` is GPTQ of {str(bits)[:20]} bits",
             hint=f"supported: {', '.join(map(str, WIDTHS))}",
         )
     return bits

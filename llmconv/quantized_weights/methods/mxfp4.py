@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"

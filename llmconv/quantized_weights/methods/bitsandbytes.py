@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.four_bit import STATE, open_four_bit
-from llmconv.convert.quantization.int8_rows import open_int8
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.packed_weight import PackedWeight, refuse
+from llmconv.quantized_weights.four_bit import STATE, open_four_bit
+from llmconv.quantized_weights.int8_rows import open_int8
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.packed_weight import PackedWeight, refuse
 
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
 

@@ -11,9 +11,9 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert.quantization.methods.gptq import zero_points
-from llmconv.convert.quantization.quantized_base import QuantizedBase, quantized_base
-from tests.convert.quantization.conftest import BASES, FOLDER, reference, stored
+from llmconv.quantized_weights.methods.gptq import zero_points
+from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
+from tests.builders.quantized_models import BASES, FOLDER, reference, stored
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
@@ -21,8 +21,8 @@ OTHERS = {name: None for name in stored(FOLDER / "fp8_blocks") if "_proj" in nam
 """All quantized weights but one, to be left out."""
 
 
-def opened(folder: Path) -> QuantizedBase:
-    base = quantized_base(open_checkpoint(folder))
+def opened(folder: Path) -> QuantizedCheckpoint:
+    base = quantized_checkpoint(open_checkpoint(folder))
     assert base is not None
     return base
 

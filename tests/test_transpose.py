@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmconv.convert.algebra import transpose
-from llmconv.convert.algebra.transpose import transposed
+from llmconv import transpose
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
+from llmconv.transpose import transposed
 
 F4 = BY_NAME["float32"]
 

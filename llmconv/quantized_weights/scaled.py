@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, finite, part, refuse, tiled
+from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, finite, part, refuse, tiled
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}

@@ -9,9 +9,9 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.algebra.transpose import transposed
-from llmconv.convert.quantization.packed_weight import PackedWeight, finite, tiled
+from llmconv.quantized_weights.packed_weight import PackedWeight, finite, tiled
 from llmconv.tensors import Array, LazyTensor
+from llmconv.transpose import transposed
 
 
 @dataclass(frozen=True)

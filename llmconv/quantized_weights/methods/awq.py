@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.grouped import GroupedWeight, Packing
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.packed_weight import part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES = ".qweight", ".qzeros", ".scales"
@@ -44,8 +44,8 @@ def _require_gemm(config: Mapping[str, Any]) -> None:
     bits = config.get("bits", config.get("w_bit", BITS))
     if version != "gemm" or bits != BITS:
         raise UnsupportedInput(
-            f"the base is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
-            hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or merge into the model it was quantized from",
+            f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
+            hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from",
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import (
+from llmconv.quantized_weights.packed_weight import (
     TILE_ELEMENTS,
     PackedWeight,
     as_bytes,

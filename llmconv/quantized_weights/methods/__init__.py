@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.packed_weight import PackedWeight
 from llmconv.plugins import plugins
+from llmconv.quantized_weights.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ def part(tensors: Mapping[str, LazyTensor], name: str, of: str) -> LazyTensor:
 
 
 def refuse(name: str, problem: str) -> NoReturn:
-    """Raises MalformedInput about one tensor of the base."""
+    """Raises MalformedInput about one tensor of a quantized model."""
     raise MalformedInput(
-        f"`{name}` of the base {problem}",
-        hint="the base is damaged, or not quantized as its `quantization_config` says; copy or download it again",
+        f"`{name}` {problem}",
+        hint="the model is damaged, or not quantized as its `quantization_config` says; copy or download it again",
     )

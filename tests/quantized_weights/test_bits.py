@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.convert.quantization.methods.awq import pack_outputs, unpack_outputs
-from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
-from llmconv.convert.quantization.scaled import float8
+from llmconv.quantized_weights.methods.awq import pack_outputs, unpack_outputs
+from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
+from llmconv.quantized_weights.scaled import float8
 
 
 @given(st.sampled_from(WIDTHS), st.integers(1, 3), st.integers(1, 70), st.integers(0, 1 << 32))

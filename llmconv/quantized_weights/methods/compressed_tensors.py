@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import QuantizationMethod
-from llmconv.convert.quantization.methods.fp8 import ACTIVATIONS, block_size
-from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
-from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
-from llmconv.convert.quantization.scaled import LARGEST, ScaledWeight, open_scaled
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.grouped import GroupedWeight, Packing
+from llmconv.quantized_weights.methods import QuantizationMethod
+from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS, block_size
+from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
+from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require
+from llmconv.quantized_weights.scaled import LARGEST, ScaledWeight, open_scaled
 from llmconv.tensors import Array, LazyTensor
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision")
@@ -69,8 +69,8 @@ def _weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
 def _require_known(name: str) -> None:
     if name not in FORMATS:
         raise UnsupportedInput(
-            f"the base is stored by compressed-tensors as `{name[:40]}`, which is not supported",
-            hint=f"supported are {', '.join(FORMATS[:4])}; merge into the model it was quantized from, then quantize",
+            f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
+            hint=f"supported are {', '.join(FORMATS[:4])}; take the model it was quantized from",
         )
 
 
@@ -78,9 +78,7 @@ def _open_codes(tensors: Mapping[str, LazyTensor], name: str, block: tuple[int, 
     """A weight of one code per element."""
     stem = name.removesuffix(".weight")
     if stem + ZEROS in tensors:
-        raise UnsupportedInput(
-            f"`{name}` of the base has zero points and no packed codes", hint="merge into the unquantized model"
-        )
+        raise UnsupportedInput(f"`{name}` has zero points and no packed codes", hint="take the unquantized model")
     scales, shape = part(tensors, stem + SCALES, name), tensors[name].shape
     groups = scales.shape[1] if len(scales.shape) == 2 and scales.shape[:1] == shape[:1] else 0
     if block is None and groups > 1 and shape[-1] % groups == 0:

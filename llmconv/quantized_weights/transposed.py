@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from llmconv.convert.algebra.transpose import transposed
-from llmconv.convert.quantization.packed_weight import PackedWeight
+from llmconv.quantized_weights.packed_weight import PackedWeight
 from llmconv.tensors import Array, LazyTensor
+from llmconv.transpose import transposed
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,99 @@
+"""QuantizedCheckpoint: a checkpoint with quantized weights, and the same checkpoint with their plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.conv1d import is_conv1d
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.quantized_weights.methods import QuantizationMethod, methods
+from llmconv.quantized_weights.packed_weight import PackedWeight
+from llmconv.quantized_weights.transposed import transposed_weight
+from llmconv.tensors import LazyTensor
+
+FIELD = "quantization_config"
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """A checkpoint with quantized weights.
+
+    Attributes:
+        stored: the checkpoint as stored in the files.
+        method: its quantization method.
+        weights: the quantized weights, by their plain names.
+        plain: the checkpoint with plain names and values; quantized weights are in float32, not yet rounded.
+    """
+
+    stored: Checkpoint
+    method: QuantizationMethod
+    weights: Mapping[str, PackedWeight]
+    plain: Checkpoint
+
+
+def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
+    """The quantized weights of a checkpoint, or None if its config has no `quantization_config`.
+
+    Raises:
+        MalformedInput: missing or mismatched parts of a weight.
+        UnsupportedInput: an unknown method.
+    """
+    if not checkpoint.config.get(FIELD):
+        return None
+    method = _method(checkpoint.config)
+    weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
+    if not weights:
+        raise MalformedInput(
+            f"the model's config has `{method.name}`, but no weight in its files is quantized",
+            hint=f"take `{FIELD}` out of `config.json` if the weights are plain",
+        )
+    plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
+    return QuantizedCheckpoint(checkpoint, method, weights, plain)
+
+
+def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
+    """The weight in the orientation of the plain model."""
+    turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
+    return transposed_weight(weight) if turned else weight
+
+
+def _plain(
+    checkpoint: Checkpoint, method: QuantizationMethod, weights: Mapping[str, PackedWeight]
+) -> dict[str, LazyTensor]:
+    """The plain tensors in file order; a quantized weight comes in place of its first part."""
+    home = {part: name for name, weight in weights.items() for part in weight.parts}
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in checkpoint.items():
+        if name in home:
+            tensors.setdefault(home[name], weights[home[name]].plain)
+        elif not name.endswith(method.dropped or ("\0",)):
+            tensors[name] = tensor
+    return tensors
+
+
+def _without(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != FIELD}
+
+
+def method_name(config: Mapping[str, Any]) -> str | None:
+    """The quantization method in a config, or None."""
+    settings = config.get(FIELD)
+    if not settings:
+        return None
+    name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if name is None and any(str(key).startswith("load_in_") for key in settings):
+        return "bitsandbytes"  # transformers before 4.37 did not write the method
+    return str(name)
+
+
+def _method(config: Mapping[str, Any]) -> QuantizationMethod:
+    name = str(method_name(config))
+    if name not in methods() or not isinstance(config[FIELD], Mapping):
+        raise UnsupportedInput(
+            f"the model is quantized with `{name[:40]}`, which is not supported",
+            hint=f"supported are {', '.join(methods())}; take the model it was quantized from",
+        )
+    return methods()[name]
