@@ -26,6 +26,7 @@ from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
@@ -37,6 +38,7 @@ from llmconv.files.sources import fetches, is_remote, local_path, require_own_fo
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import say, warn
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
 from llmconv.tensors import FLOATS, Array
@@ -115,8 +117,8 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
-    quantization = QuantizationSettings.parse(given)
-    checkpoint = _open(model, output)
+    settings = QuantizationSettings.parse(given)
+    checkpoint, quantization = _with_plain_weights(_open(model, output), settings)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
     language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
@@ -159,11 +161,12 @@ def _make(
     graphs, traced_layers = language_model.trace(plan.specs)
     weights = folder.weights()
     distinct = {id(traced): traced for traced in graphs.values()}
-    matches = {key: match_weights(traced, weights) for key, traced in distinct.items()}
+    matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     quantized: dict[str, QuantizedWeight] = {}
-    if plan.options.quantization and isinstance(folder, NewFolder):
-        quantized = select([(distinct[key], matched) for key, matched in matches.items()], plan.options.quantization)
+    if formats := plan.options.quantization:
+        quantized = select([(distinct[key], matched) for key, matched in matches.items()], formats)
         folder = folder.quantized(quantized, _importance(language_model, checkpoint, graphs, given))
+        folder.check(plan)
         weights = folder.weights()
     files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches)
     sizes = None
@@ -283,6 +286,27 @@ def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     return checkpoint
+
+
+def _with_plain_weights(
+    checkpoint: Checkpoint, settings: QuantizationSettings | None
+) -> tuple[Checkpoint, QuantizationSettings | StoredFormats | None]:
+    """A quantized checkpoint with plain weights, and the formats of its codes; any other as it is."""
+    if (found := quantized_checkpoint(checkpoint)) is None:
+        return checkpoint, settings
+    formats = StoredFormats.of(found)
+    if settings and len(formats.without_operator) < len(formats.weights):
+        raise UsageProblem(
+            f"the weights are quantized already ({formats.method})",
+            hint="leave out `--quant`: the graphs read the codes that the model has",
+        )
+    if again := formats.without_operator:
+        bits = f"as `--quant {settings.preset}` says" if settings else "to 8 bits, in blocks of 32"
+        warn(
+            f"onnxruntime has no operator for the codes of {len(again)} weights ({formats.method}): they are quantized "
+            f"again, {bits}; `llmconv verify` measures what that costs"
+        )
+    return found.plain, settings or formats
 
 
 def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:

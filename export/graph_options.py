@@ -8,6 +8,7 @@ from typing import Any
 from llmconv.errors import UsageProblem
 from llmconv.export.prefix.adapter import Prefix
 from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.passes.opset import IR_VERSIONS
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 
@@ -23,7 +24,7 @@ class GraphOptions:
         prefix: virtual tokens before every prompt; None for none.
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
-        quantization: which weights become integer codes; None for none.
+        quantization: which weights become integer codes, or are stored as such; None for none.
 
     Raises:
         UsageProblem: another `opset`.
@@ -35,7 +36,7 @@ class GraphOptions:
     prefix: Prefix | None = None
     opset: int | None = None
     strict_target: bool = False
-    quantization: QuantizationSettings | None = None
+    quantization: QuantizationSettings | StoredFormats | None = None
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:

@@ -22,7 +22,7 @@ from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
-from llmconv.output.staging import failing_safely
+from llmconv.output.staging import failing_safely, require_free
 from llmconv.output.writer import check_output, require_space, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
@@ -47,6 +47,14 @@ class OutputFolder(Protocol):
     def weights(self) -> Mapping[str, FileTensor]:
         """Where each tensor will be once `write` has returned."""
 
+    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> OutputFolder:
+        """The folder with codes, scales and zero points instead of these weights.
+
+        Args:
+            weights: how each is quantized, by name.
+            importance: of the columns of weights, by name; all count alike in those left out.
+        """
+
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes the files and their manifest entries.
 
@@ -68,12 +76,14 @@ class InPlace:
         dtype: `keep`, or the dtype that its weights must have.
         overwrite: replace existing graphs.
         resume: accept existing graphs that are equal.
+        codes: the codes and scales of quantized weights in the model's own files, by name of the weight with a suffix.
     """
 
     checkpoint: Checkpoint
     dtype: str
     overwrite: bool
     resume: bool = False
+    codes: Mapping[str, FileTensor] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -117,7 +127,25 @@ class InPlace:
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the model's own files."""
-        return file_tensors(self.checkpoint)
+        return {**file_tensors(self.checkpoint), **self.codes}
+
+    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> InPlace:
+        """See `OutputFolder`.
+
+        Raises:
+            InputRefused: weights whose bytes in the files are not what graphs read.
+        """
+        codes: dict[str, FileTensor] = {}
+        for name, tensor in self.checkpoint.items():
+            weight = weights.get(name)
+            found = weight.in_file(name) if weight else None
+            if not isinstance(tensor, FileTensor) and not found:
+                raise InputRefused(
+                    f"graphs cannot map `{name}` as the model's files store it",
+                    hint="give `-o OUT`: its codes are repacked there once, without a change of values",
+                )
+            codes |= found or {}
+        return replace(self, codes=codes)
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes all files completely before the first of them appears; the manifest appears last."""
@@ -181,15 +209,13 @@ class NewFolder:
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses an existing folder without `overwrite`, one inside of the model folder, and too small a disk."""
+        if plan.options.quantization and not self.codes:  # the size of the codes is not known yet
+            require_free(self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
+            return
         check_output(self._plan, self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
 
     def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> NewFolder:
-        """The folder with codes, scales and zero points instead of these weights.
-
-        Args:
-            weights: how each is quantized, by name.
-            importance: of the columns of weights, by name; all count alike in those left out.
-        """
+        """See `OutputFolder`."""
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
         for name, tensor in self.checkpoint.items():
@@ -237,9 +263,9 @@ class NewFolder:
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """The dtype of most bytes of weights."""
+    """The dtype of most bytes of weights that are stored as they are."""
     sizes: Counter[str] = Counter()
-    for tensor in tensors.values():
+    for tensor in file_tensors(tensors).values():
         sizes[tensor.dtype.name] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else FLOAT32
 

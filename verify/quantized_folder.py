@@ -13,6 +13,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
 from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
+from llmconv.verify.other_exporters.quantized.plain_model import plain_model
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import compare_graph_files
@@ -41,7 +42,7 @@ def compare_quantized_folder(
 
     Args:
         compared: the graphs.
-        reference: the model before it was quantized.
+        reference: the model before it was quantized, or the quantized model whose codes the graphs have.
         report: receives evidence and notes.
         session: the options of the verification.
         eager: an open reference of the model.
@@ -60,6 +61,7 @@ def compare_quantized_folder(
             )
     result: tuple[Eager | None, Replayable] = (eager, compared)
     with ExitStack() as stack:
+        reference = stack.enter_context(plain_model(reference))
         for start in range(0, len(compared.entries), MAX_GRAPHS):
             paths = [folder / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
             files = read_graphs(paths, INPUT_MAP)

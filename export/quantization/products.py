@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
-from llmconv.export.quantization.quantized_tensor import CODES, SCALES, ZEROS
+from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import TracedGraph, static_shape
 from llmconv.export.weights.experts import output_parts
@@ -48,11 +48,14 @@ class QuantizedProducts:
             bias: [N], added.
         """
         weight = self.weights[rows.name]
+        if weight.is_reordered:
+            order = values.stored(StoredRows(rows.name + ORDER, values.shape(rows.name + ORDER)))
+            left = editor.one("Gather", [left, order], {"axis": -1})
         codes = values.stored(_part(rows, CODES, values))
         count, blocks, _ = static_shape(codes)
         columns = rows.shape[0 if weight.transposed else 1]
         zeros = None if weight.form.symmetric else values.stored(_part(rows, ZEROS, values))
-        inputs = [left, codes, values.stored(_part(rows, SCALES, values)), zeros, None, bias]
+        inputs = [left, codes, values.value(_part(rows, SCALES, values), weight.dtype), zeros, None, bias]
         while inputs[-1] is None:
             inputs.pop()
         sizes = {"K": columns, "N": count, "bits": weight.form.bits, "block_size": weight.form.size}
@@ -99,7 +102,7 @@ class QuantizedProducts:
         weight = self.weights[match.name]
         codes = _part(match, CODES, values)
         table = values.stored(codes, (codes.stored[0], codes.stored[1] * codes.stored[2]))
-        inputs = [table, node.inputs[1], values.stored(_part(match, SCALES, values))]
+        inputs = [table, node.inputs[1], values.value(_part(match, SCALES, values), weight.dtype)]
         if not weight.form.symmetric:
             inputs.append(values.stored(_part(match, ZEROS, values)))
         editor = NodeEditor(graph, node, (node.name or "").rpartition("/")[0], module_of=node)

@@ -13,7 +13,7 @@ from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, pack
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
-CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
+CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"
 """Suffixes of the tensors' names."""
 
 ELEMENTS = 1 << 19
@@ -129,7 +129,7 @@ class QuantizedTensor:
         if not known[start:stop].all():
             weights = self._blocks(start, stop) if weights is None else weights
             chosen, points = self._search(start, stop, weights)
-            scales[start:stop] = self._stored(chosen).reshape(-1, blocks)
+            scales[start:stop] = stored_scales(chosen, self._scale_dtype, self._name).reshape(-1, blocks)
             zeros[start:stop] = points.reshape(-1, blocks)
             known[start:stop] = True
         return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
@@ -142,16 +142,26 @@ class QuantizedTensor:
         scales, zeros = zip(*(block_scales(one, self.form, factors) for one, factors in matrices), strict=True)
         return np.concatenate(scales), np.concatenate(zeros)
 
-    def _stored(self, scales: Array) -> Array:
-        """Scales in the type that they are stored in."""
-        with np.errstate(over="ignore"):
-            stored: Array = scales.astype(self._scale_dtype.numpy)
-        if not np.isfinite(stored.astype(np.float32)).all():
-            raise InputRefused(
-                f"a scale of `{self._name}` is too large for {self._scale_dtype.name}",
-                hint="give `--precision bfloat16` or float32, or leave the weight as it is: `--quant-exclude`",
-            )
-        return stored
+
+def stored_scales(scales: Array, dtype: DType, name: str) -> Array:
+    """Scales in the type that they are stored in.
+
+    Args:
+        scales: float32.
+        dtype: that type.
+        name: of the weight, for messages.
+
+    Raises:
+        InputRefused: a scale is too large for the type.
+    """
+    with np.errstate(over="ignore"):
+        stored: Array = scales.astype(dtype.numpy)
+    if not np.isfinite(stored.astype(np.float32)).all():
+        raise InputRefused(
+            f"a scale of `{name}` is too large for {dtype.name}",
+            hint="give `--precision bfloat16` or float32, or leave the weight as it is: `--quant-exclude`",
+        )
+    return stored
 
 
 def _widened(rows: Array) -> Array:

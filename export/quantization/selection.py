@@ -13,16 +13,16 @@ from llmconv.errors import InputRefused
 from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
-from llmconv.export.quantization.quantized_tensor import QuantizedTensor
+from llmconv.export.quantization.quantized_tensor import SCALES, QuantizedTensor
+from llmconv.export.quantization.repacked_weight import RepackedWeight
 from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
-from llmconv.export.weights.stored_values import NAMES
+from llmconv.export.weights.stored_values import NAMES, ONNX_TYPES
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, Array, LazyTensor
-
-SMALL, SHARE = 1 << 16, 1e-4
-"""A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
 
 POINTWISE = {
     *("Softmax", "Sigmoid", "Tanh", "Softplus", "Exp", "Log", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose"),
@@ -38,18 +38,34 @@ class QuantizedWeight:
     Attributes:
         form: bits, block size, symmetry, search.
         transposed: its matrices are stored as [K, N].
-        dtype: element type that the graphs multiply it in, and of its scales.
+        dtype: element type that the graphs multiply it in.
+        kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
     """
 
     form: BlockFormat
     transposed: bool
     dtype: ir.DataType
+    kept: RepackedWeight | None = None
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether its columns are stored in another order."""
+        return self.kept is not None and self.kept.order is not None
 
     def stored(self, name: str, tensor: LazyTensor, importance: Array = NONE) -> dict[str, LazyTensor]:
         """Codes, zero points and scales of a tensor, see `QuantizedTensor`; `importance` is that of its columns."""
         scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
+        if self.kept:  # float32 holds the scales of any dtype
+            return self.kept.tensors(name, None if self.dtype == ir.DataType.FLOAT else scales)
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
         return made.tensors()
+
+    def in_file(self, name: str) -> dict[str, FileTensor] | None:
+        """Codes and scales over the checkpoint's own bytes; None if those are not what the graphs read."""
+        found = self.kept.in_file(name) if self.kept else None
+        if found and self.dtype not in (ir.DataType.FLOAT, ONNX_TYPES.get(found[name + SCALES].dtype.name)):
+            return None
+        return found
 
 
 @dataclass(frozen=True)
@@ -64,30 +80,31 @@ class _Use:
 
 
 def select(
-    graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings
+    graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings | StoredFormats
 ) -> dict[str, QuantizedWeight]:
     """The stored tensors to quantize, by name.
 
     Args:
         graphs: the graphs, their weights still inputs, and the stored tensors of each weight.
-        settings: what the user wants.
+        settings: what the user wants, or what the checkpoint has.
 
     Raises:
-        InputRefused: there are none.
+        InputRefused: `settings` are the user's, and there are none.
     """
     uses, found = [], dict[str, QuantizedWeight]()
     for traced, matches in graphs:
-        least = min(SMALL, SHARE * sum(prod(match.shape) for match in matches.values()))
+        least = settings.least_elements(sum(prod(match.shape) for match in matches.values()))
         for use in _uses(traced, matches):
             uses.append(use)
             for rows, transposed in () if use.lookup else use.parts:
                 form = _format(use, rows, transposed, traced, settings)
-                if form and prod(rows.stored) >= least:
+                kept = settings.stored(rows.name)
+                if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):
                     known = found.get(rows.name)
                     best = max((form, known.form), key=lambda each: each.bits) if known else form
-                    found[rows.name] = QuantizedWeight(best, transposed, use.dtype)
+                    found[rows.name] = QuantizedWeight(best, transposed, use.dtype, kept)
     _drop_unfit(found, uses)
-    if not found:
+    if not found and isinstance(settings, QuantizationSettings):
         raise InputRefused(
             "no weight of this model can be quantized with these options",
             hint="give a smaller `--quant-block`, or fewer `--quant-exclude`",
@@ -96,13 +113,13 @@ def select(
 
 
 def _format(
-    use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings
+    use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings | StoredFormats
 ) -> BlockFormat | None:
     index = re.match(rf"{re.escape(traced.layers_name)}\.(\d+)\.", use.parameter)
     layer = int(index[1]) if index else None
     form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers)
     columns = rows.stored[-2] if transposed else rows.stored[-1]
-    return form if form and columns >= form.size else None
+    return form if form and (columns >= form.size or settings.stored(rows.name)) else None
 
 
 def _drop_unfit(found: dict[str, QuantizedWeight], uses: Sequence[_Use]) -> None:
@@ -119,7 +136,7 @@ def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
     """Whether a node can read the codes of all its tensors."""
     if use.lookup:
         return all(
-            name not in found or (not found[name].transposed and _fills_blocks(found[name], use)) for name in use.names
+            name not in found or (not found[name].transposed and _can_look_up(found[name], use)) for name in use.names
         )
     return bool(use.parts) and all(
         rows.name in found and found[rows.name].transposed == transposed and found[rows.name].dtype == use.dtype
@@ -127,9 +144,9 @@ def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
     )
 
 
-def _fills_blocks(weight: QuantizedWeight, use: _Use) -> bool:
-    """`GatherBlockQuantized` takes rows of whole blocks."""
-    return all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+def _can_look_up(weight: QuantizedWeight, use: _Use) -> bool:
+    """`GatherBlockQuantized` takes rows of whole blocks, in their own order."""
+    return not weight.is_reordered and all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
 
 
 def _uses(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> Iterator[_Use]:

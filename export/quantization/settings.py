@@ -20,6 +20,9 @@ SENSITIVE = re.compile(
 )
 """Projections whose rounding costs most: to values, and from the inner size of the MLP back."""
 
+SMALL, SHARE = 1 << 16, 1e-4
+"""A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
+
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
 """Options of `export` that need `quant`."""
 
@@ -133,6 +136,17 @@ class QuantizationSettings:
                 form = replace(preset.layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=form.size)
         search = form.search and self.search
         return replace(form, size=self.block or form.size, symmetric=self.symmetric or form.symmetric, search=search)
+
+    def stored(self, name: str) -> None:
+        """The codes of a weight that are kept: none, all are made anew."""
+
+    def least_elements(self, total: int) -> float:
+        """The number of elements below which a matrix stays as it is.
+
+        Args:
+            total: elements of all weights.
+        """
+        return min(SMALL, SHARE * total)
 
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of the manifest."""

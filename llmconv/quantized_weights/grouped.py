@@ -9,6 +9,8 @@ from typing import Self
 
 import numpy as np
 
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import PackedWeight, finite, tiled
 from llmconv.tensors import Array, LazyTensor
 from llmconv.transpose import transposed
@@ -42,7 +44,8 @@ class GroupedWeight(PackedWeight):
     Attributes:
         words: name of the tensor of codes.
         scales: name of the tensor of scales.
-        read_grid: reads scales and zero points as stored, both out×groups.
+        read_scales, read_zeros: read scales and zero points as stored, both out×groups; no zero points if all are the
+            middle code.
         groups: the group of every input.
         packing: layout of the codes in the words.
         levels: number of values of a code.
@@ -50,7 +53,8 @@ class GroupedWeight(PackedWeight):
 
     words: str
     scales: str
-    read_grid: Callable[[], tuple[Array, Array]]
+    read_scales: Callable[[], Array]
+    read_zeros: Callable[[], Array] | None
     groups: Array
     packing: Packing
     levels: int
@@ -61,13 +65,39 @@ class GroupedWeight(PackedWeight):
 
     def values(self, start: int, stop: int) -> Array:
         """See `PackedWeight`; exact where scales are of 16 bits."""
-        size = self.packing.outputs
-        codes = self.packing.unpack(self.by_rows.rows(start // size, -(-stop // size)))
         scales, zeros = self._spread(start, stop)
-        wide = codes[start % size :][: stop - start, : self.shape[1]].astype(np.float32)
+        wide = self.codes(start, stop).astype(np.float32)
         wide -= zeros
         wide *= scales
         return wide
+
+    def codes(self, start: int, stop: int) -> Array:
+        """The codes of rows `start:stop`, uint8 [rows, inputs]."""
+        size = self.packing.outputs
+        codes = self.packing.unpack(self.by_rows.rows(start // size, -(-stop // size)))
+        return codes[start % size :][: stop - start, : self.shape[1]]
+
+    @property
+    def integers(self) -> IntegerCodes:
+        """See `PackedWeight`."""
+        words, scales = self.parts[self.words], self.parts[self.scales]
+        plain = not self.packing.inputs_first and self.read_zeros is None and words.nbytes * 8 == self._exact_bits
+        in_file = (words, scales) if isinstance(words, FileTensor) and isinstance(scales, FileTensor) else None
+        return IntegerCodes(
+            self.shape,
+            self.levels.bit_length() - 1,
+            self.groups,
+            self.codes,
+            lambda start, stop: self._finite_scales(start, stop),
+            self.read_zeros,
+            scales.dtype,
+            in_file=in_file if plain else None,
+        )
+
+    @property
+    def _exact_bits(self) -> int:
+        """Bits of the codes without padding."""
+        return self.shape[0] * self.shape[1] * (self.levels.bit_length() - 1)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`; scales and zero points stay, so values change by whole steps."""
@@ -88,12 +118,16 @@ class GroupedWeight(PackedWeight):
 
     def _spread(self, start: int, stop: int) -> tuple[Array, Array]:
         """Scale and zero point of every element of rows `start:stop`, float32."""
-        scales, zeros = _grid(self.read_grid)
-        wide = finite(scales[start:stop], self.scales)
-        return np.take(wide, self.groups, axis=1), np.take(zeros[start:stop], self.groups, axis=1).astype(np.float32)
+        scales = np.take(self._finite_scales(start, stop), self.groups, axis=1)
+        if self.read_zeros is None:
+            return scales, np.full_like(scales, self.levels // 2)
+        return scales, np.take(_grid(self.read_zeros)[start:stop], self.groups, axis=1).astype(np.float32)
+
+    def _finite_scales(self, start: int, stop: int) -> Array:
+        return finite(_grid(self.read_scales)[start:stop], self.scales)
 
 
-@lru_cache(maxsize=4)
-def _grid(read: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Scales and zero points of one weight; those of the last few are cached."""
+@lru_cache(maxsize=8)
+def _grid(read: Callable[[], Array]) -> Array:
+    """Scales or zero points of one weight; those of the last few are cached."""
     return read()

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     PackedWeight,
@@ -23,6 +24,7 @@ from llmconv.quantized_weights.packed_weight import (
     refuse,
     require,
     tiled,
+    unsigned,
 )
 from llmconv.tensors import Array, LazyTensor
 
@@ -47,6 +49,17 @@ class Int8Rows(PackedWeight):
         wide *= scales[:, np.newaxis]
         wide *= STEP
         return wide
+
+    @property
+    def integers(self) -> IntegerCodes:
+        """See `PackedWeight`."""
+
+        def scales(start: int, stop: int) -> Array:
+            stored = finite(self.parts[self.scales].rows(start, stop), self.scales)
+            return (stored * STEP)[:, np.newaxis]
+
+        codes = unsigned(self.parts[self.name])
+        return IntegerCodes(self.shape, 8, np.zeros(self.shape[1], np.int64), codes.rows, scales, None, FLOAT32)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`; a row's scale is its largest absolute value."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 FLOAT32 = BY_NAME["float32"]
@@ -44,6 +45,11 @@ class PackedWeight(ABC):
     @abstractmethod
     def requantized(self, weight: LazyTensor) -> Self:
         """Another weight of the same shape in the same format: parts with the same names, dtypes and shapes."""
+
+    @property
+    def integers(self) -> IntegerCodes | None:
+        """The stored codes if they are integers with scales; None for codes of another kind."""
+        return None
 
     @property
     def plain(self) -> LazyTensor:
@@ -119,6 +125,15 @@ def as_bytes(tensor: LazyTensor) -> LazyTensor:
         return rows[start % size :][: stop - start]
 
     return LazyTensor(uint8, (tensor.nbytes,), load)
+
+
+def unsigned(tensor: LazyTensor) -> LazyTensor:
+    """Codes int8 plus 128, uint8."""
+
+    def load(start: int, stop: int) -> Array:
+        return tensor.rows(start, stop).view(np.uint8) ^ np.uint8(128)
+
+    return LazyTensor(BY_NAME["uint8"], tensor.shape, load)
 
 
 def finite(scales: Array, name: str) -> Array:

@@ -11,7 +11,17 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, finite, part, refuse, tiled
+from llmconv.quantized_weights.integer_codes import IntegerCodes
+from llmconv.quantized_weights.packed_weight import (
+    FLOAT32,
+    TILE_ELEMENTS,
+    PackedWeight,
+    finite,
+    part,
+    refuse,
+    tiled,
+    unsigned,
+)
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -51,6 +61,19 @@ class ScaledWeight(PackedWeight):
         height = prod(self.shape[1:-1])
         wide *= self._spread(self.grid, start * height, stop * height)
         return wide.reshape(codes.shape)
+
+    @property
+    def integers(self) -> IntegerCodes | None:
+        """See `PackedWeight`; None for float8."""
+        codes = self.parts[self.codes]
+        if codes.dtype.name != "int8" or len(self.shape) != 2:
+            return None
+
+        def scales(start: int, stop: int) -> Array:
+            return self.grid[np.arange(start, stop) // self.block[0]]
+
+        groups = np.arange(self.shape[1]) // self.block[1]
+        return IntegerCodes(self.shape, 8, groups, unsigned(codes).rows, scales, None, FLOAT32)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. A block keeps its scale where its largest value fits and uses half of the range."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import PackedWeight
 from llmconv.tensors import Array, LazyTensor
 from llmconv.transpose import transposed
@@ -28,6 +29,12 @@ class TransposedWeight(PackedWeight):
     def values(self, start: int, stop: int) -> Array:
         """See `PackedWeight`."""
         return self.plain.rows(start, stop)
+
+    @property
+    def integers(self) -> IntegerCodes | None:
+        """See `PackedWeight`."""
+        found = self.stored.integers
+        return replace(found, turned=True) if found else None
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`."""

@@ -62,13 +62,20 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
     require(scales, stem + SCALES, (height, outputs), ("float16", "bfloat16", "float32"))
     require(zeros, stem + ZEROS, (height, words.shape[1]), ("int32",))
 
-    def read_grid() -> tuple[Array, Array]:
-        return scales.read().T, unpack_outputs(zeros.read().T)
-
     parts = {each: tensors[each] for each in names}
     groups = np.arange(inputs) // (inputs // height)
-    packing, shape = Packing(PER_WORD, unpack_outputs, pack_outputs), (outputs, inputs)
-    return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << BITS)
+    return GroupedWeight(
+        f"{stem}.weight",
+        parts,
+        (outputs, inputs),
+        name,
+        stem + SCALES,
+        lambda: scales.read().T,
+        lambda: unpack_outputs(zeros.read().T),
+        groups,
+        Packing(PER_WORD, unpack_outputs, pack_outputs),
+        1 << BITS,
+    )
 
 
 def unpack_outputs(words: Array) -> Array:

@@ -100,13 +100,20 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
     if zeros is not None:
         require(zeros, stem + ZEROS, (-(-shape[0] * bits // 32), scales.shape[1]), ("int32",))
 
-    def read_grid() -> tuple[Array, Array]:
-        return scales.read(), _zero_points(zeros, bits, scales.shape)
-
     parts = {stem + end: tensors[stem + end] for end in (WORDS, SCALES, SHAPE, ZEROS, GROUPS) if stem + end in tensors}
     groups = _groups(tensors, stem, shape[1], scales.shape[1])
-    packing = Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[1]), inputs_first=False)
-    return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << bits)
+    return GroupedWeight(
+        f"{stem}.weight",
+        parts,
+        shape,
+        name,
+        stem + SCALES,
+        scales.read,
+        partial(_zero_points, zeros, bits, shape[0]) if zeros is not None else None,
+        groups,
+        Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[1]), inputs_first=False),
+        1 << bits,
+    )
 
 
 def _shape(tensor: LazyTensor, name: str) -> tuple[int, int]:
@@ -125,11 +132,9 @@ def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, count: in
     return groups
 
 
-def _zero_points(zeros: LazyTensor | None, bits: int, shape: tuple[int, ...]) -> Array:
+def _zero_points(zeros: LazyTensor, bits: int, outputs: int) -> Array:
     """The zero points, out×groups."""
-    if zeros is None:
-        return np.full(shape, 1 << (bits - 1), np.uint8)
-    return unpack(zeros.read().T, bits)[:, : shape[0]].T
+    return unpack(zeros.read().T, bits)[:, :outputs].T
 
 
 METHOD = QuantizationMethod(

@@ -74,12 +74,18 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     parts = {each: tensors[each] for each in (*names, stem + GROUPS) if each in tensors}
     groups = _groups(tensors, stem, inputs, height)
 
-    def read_grid() -> tuple[Array, Array]:
-        return scales.read().T, zero_points(zeros.read(), bits, less_one)[:, :outputs].T
-
-    packing = Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0]))
-    shape = (outputs, inputs)
-    return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << bits)
+    return GroupedWeight(
+        f"{stem}.weight",
+        parts,
+        (outputs, inputs),
+        name,
+        stem + SCALES,
+        lambda: scales.read().T,
+        lambda: zero_points(zeros.read(), bits, less_one)[:, :outputs].T,
+        groups,
+        Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0])),
+        1 << bits,
+    )
 
 
 def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], words: LazyTensor) -> int:

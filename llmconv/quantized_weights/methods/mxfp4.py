@@ -14,8 +14,9 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require
+from llmconv.quantized_weights.packed_weight import FLOAT32, PackedWeight, finite, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -24,6 +25,9 @@ SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
+DOUBLED = (2 * TABLE + 128).astype(np.uint8)
+"""Twice the values of the codes, as integers above 128."""
+
 BLOCK, BIAS = 32, 127
 
 
@@ -37,6 +41,22 @@ class Mxfp4Experts(PackedWeight):
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:3], BLOCK)
         exponents = self._exponents(start, stop)
         return _turned(np.ldexp(TABLE[codes], exponents[..., np.newaxis]))
+
+    @property
+    def integers(self) -> IntegerCodes:
+        """See `PackedWeight`: twice the value of a code is an integer of magnitude up to 12."""
+
+        def codes(start: int, stop: int) -> Array:
+            packed = self.parts[self.name + BLOCKS].rows(start, stop)
+            pairs = np.stack([packed & 15, packed >> 4], axis=-1)
+            return DOUBLED[pairs].reshape(*packed.shape[:2], -1)
+
+        def scales(start: int, stop: int) -> Array:
+            return finite(np.ldexp(np.float32(0.5), self._exponents(start, stop)), self.name + SCALES)
+
+        experts, inputs, outputs = self.shape
+        groups = np.arange(inputs) // BLOCK
+        return IntegerCodes((experts, outputs, inputs), 8, groups, codes, scales, None, FLOAT32, turned=True)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. A block keeps its exponent where its largest value fits and uses half of the range."""

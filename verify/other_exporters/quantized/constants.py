@@ -24,6 +24,7 @@ SUB_BYTE = {
 
 RESHAPING = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 """Operators that keep the order of elements."""
+HALF = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
 DEPTH = 8
 
 
@@ -50,15 +51,20 @@ class Constants:
                 self.users[name].append(node)
 
     def initializer(self, name: str) -> str:
-        """The initializer of a value, possibly in another shape; empty if there is none."""
+        """The initializer of a value, possibly in another shape, or half precision that is widened; empty for none."""
         for _ in range(DEPTH):
             if name in self._tensors:
                 return name
             maker = self.makers.get(name)
-            if maker is None or maker.op_type not in RESHAPING:
+            if maker is None or not (maker.op_type in RESHAPING or self._is_widened(maker)):
                 return ""
             name = maker.input[0]
         return ""
+
+    def _is_widened(self, node: onnx.NodeProto) -> bool:
+        """Whether a node casts an initializer of half precision to float32, which changes no value."""
+        stored = self._tensors.get(node.input[0]) if node.op_type == "Cast" else None
+        return stored is not None and stored.data_type in HALF and node.attribute[0].i == TensorProto.FLOAT
 
     def array(self, name: str) -> Array | None:
         """A constant in its stored shape, integers of 4 or 2 bits as int8 or uint8; None if it is not constant."""

@@ -27,6 +27,7 @@ class QuantizedMatrix:
         scales: name of the initializer with the scales.
         looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
         largest: the largest code, if the smallest is 0.
+        columns: place of every column among those of `scale` and `zero`, if those are in another order.
     """
 
     name: str
@@ -40,6 +41,7 @@ class QuantizedMatrix:
     looked_up: bool = False
     multiplied: bool = True
     largest: int | None = None
+    columns: Array | None = None
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` in float32."""
@@ -64,7 +66,8 @@ class QuantizedMatrix:
 
     def _spread(self, grid: Array, start: int, stop: int) -> Array:
         rows = grid[np.minimum(np.arange(start, stop) // self.repeat[0], len(grid) - 1)]
-        return rows[:, np.minimum(np.arange(self.shape[1]) // self.repeat[1], grid.shape[1] - 1)]
+        places = np.arange(self.shape[1]) if self.columns is None else self.columns
+        return rows[:, np.minimum(places // self.repeat[1], grid.shape[1] - 1)]
 
 
 @dataclass(frozen=True)

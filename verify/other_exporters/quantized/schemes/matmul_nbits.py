@@ -35,9 +35,11 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
     if raw is None or scales is None or raw.size * 8 != rows * blocks * block * bits or scales.size != rows * blocks:
         raise unreadable(node, f"has weights that are not {rows} x {columns} codes of {bits} bits")
     raw = raw.view(np.uint8).reshape(rows, -1)
+    places = _places(node, constants, columns)
 
     def codes(start: int, stop: int) -> Array:
-        return unpacked(raw[start:stop], bits)[:, :columns]
+        found = unpacked(raw[start:stop], bits)[:, :columns]
+        return found if places is None else found[:, places]
 
     return QuantizedMatrix(
         name=constants.initializer(node.input[CODES]),
@@ -49,7 +51,18 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         repeat=(1, block),
         scales=constants.initializer(node.input[SCALES]),
         largest=(1 << bits) - 1,
+        columns=places,
     )
+
+
+def _places(node: onnx.NodeProto, constants: Constants, columns: int) -> Array | None:
+    """The place of each column among the codes, where the node multiplies with reordered columns (GPTQ's act-order)."""
+    maker = constants.makers.get(node.input[0])
+    order = constants.array(maker.input[1]) if maker is not None and maker.op_type == "Gather" else None
+    if maker is None or order is None or attributes(maker).get("axis", 0) != -1:
+        return None
+    is_order = order.shape == (columns,) and np.array_equal(np.sort(order), np.arange(columns))
+    return np.argsort(order) if is_order else None
 
 
 def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, shape: tuple[int, int]) -> Array:

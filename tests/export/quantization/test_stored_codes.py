@@ -1,0 +1,208 @@
+"""Graphs of models that other libraries quantized: the codes are repacked or mapped, and no value changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.export import export
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.repacked_weight import repacked
+from llmconv.export.quantization.stored_formats import StoredFormats
+from llmconv.quantized_weights.packed_weight import PackedWeight
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.tensors import Array
+from llmconv.verify import verify
+from tests.builders.quantized_models import BASES, FOLDER, changed, stored
+from tests.builders.safetensors import change_tensor
+from tools.tiny_models import depth, save_tiny
+
+__all__ = ["changed"]
+
+FLOATING = ["ct_float_block", "ct_float_channel", "fp4", "fp8_blocks", "nf4_bf16_storage", "nf4_nested"]
+INTEGERS = [name for name in (*BASES, "conv1d/int8") if name not in FLOATING]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def weights_of(folder: Path) -> dict[str, PackedWeight]:
+    found = quantized_checkpoint(open_checkpoint(folder))
+    assert found is not None
+    return dict(found.weights)
+
+
+def unpacked(codes: Array, bits: int) -> Array:
+    """Codes of bytes [rows, n] as [rows, n * 8 / bits], the first in the low bits."""
+    return codes if bits == 8 else np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+
+
+def read_back(tensors: dict[str, Array], name: str, form: BlockFormat, columns: int) -> Array:
+    """The values of a repacked weight, [N, K], by the formula of `MatMulNBits`."""
+    scales = tensors[name + ".scales"].astype(np.float32)
+    codes = unpacked(tensors[name + ".codes"].reshape(len(scales), -1), form.bits)
+    zeros = np.full(scales.shape, form.middle)
+    if not form.symmetric:
+        zeros = unpacked(tensors[name + ".zeros"], form.bits)[:, : scales.shape[1]]
+    spread = [np.repeat(part, form.size, axis=1)[:, :columns].astype(np.float32) for part in (zeros, scales)]
+    values: Array = (codes[:, :columns].astype(np.float32) - spread[0]) * spread[1]
+    return values[:, np.argsort(tensors[name + ".order"])] if name + ".order" in tensors else values
+
+
+@pytest.mark.parametrize("base", INTEGERS)
+def test_repacked_codes_have_the_values_of_the_stored_ones(base: str) -> None:
+    for name, weight in weights_of(FOLDER / base).items():
+        integers = weight.integers
+        assert integers is not None
+        found = repacked(integers)
+        assert found is not None
+        tensors = {key: tensor.read() for key, tensor in found.tensors(name).items()}
+        plain = weight.plain.read()
+        np.testing.assert_allclose(
+            read_back(tensors, name, found.form, integers.shape[-1]),
+            plain.T if integers.turned else plain,
+            rtol=2e-7,
+            atol=0,
+        )
+
+
+@pytest.mark.parametrize("base", ["gptq_4bit_act_order", "awq_gemm", "gptq_3bit"])
+def test_repacked_tensors_do_not_depend_on_the_rows_that_are_asked_for(base: str) -> None:
+    weight = weights_of(FOLDER / base)[DOWN].integers
+    assert weight is not None
+    found = repacked(weight)
+    assert found is not None
+    for key, tensor in found.tensors(DOWN).items():
+        parts = [tensor.rows(start, min(start + 5, tensor.num_rows)) for start in range(0, tensor.num_rows, 5)]
+        assert np.array_equal(np.concatenate(parts), tensor.read()), key
+
+
+@pytest.mark.parametrize("base", FLOATING)
+def test_codes_that_are_no_integers_are_quantized_again(base: str) -> None:
+    found = quantized_checkpoint(open_checkpoint(FOLDER / base))
+    assert found is not None
+    formats = StoredFormats.of(found)
+    assert formats.without_operator == list(found.weights)
+    assert all(formats.format_of(name, name, 0, 1).bits == 8 for name in found.weights)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("base", ["gptq_3bit", "gptq_4bit_sym", "awq_gemm", "ct_pack_4bit", "int8", "fp8_blocks"])
+def test_verify_accepts_graphs_of_a_quantized_model(base: str, tmp_path: Path) -> None:
+    export(FOLDER / base, tmp_path / "out", incremental=True)
+    assert verify(tmp_path / "out", reference=FOLDER / base).verdict == "pass"
+
+
+def test_columns_in_the_order_of_activations_are_gathered_before_the_product(tmp_path: Path) -> None:
+    export(FOLDER / "gptq_4bit_act_order", tmp_path / "out")
+    nodes = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False).graph.node
+    makers = {name: node for node in nodes for name in node.output}
+    products = [node for node in nodes if node.op_type == "MatMulNBits"]
+    assert len(products) == 7
+    assert all(makers[node.input[0]].op_type == "Gather" and len(node.input) == 4 for node in products)
+    assert (
+        verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_act_order", only=["prefill, 7 tokens"]).verdict == "pass"
+    )
+
+
+def test_another_order_of_columns_is_found(tmp_path: Path) -> None:
+    export(FOLDER / "gptq_4bit_act_order", tmp_path / "out", incremental=True)
+    change_tensor(tmp_path / "out" / "quantized.safetensors", DOWN + ".order", lambda order: np.roll(order, 1))
+    report = verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_act_order", allow_changed=True)
+    assert report.verdict == "fail"
+
+
+def test_another_code_is_found(tmp_path: Path) -> None:
+    def flip(codes: Array) -> Array:
+        codes[7, 1, 4] ^= 1
+        return codes
+
+    export(FOLDER / "gptq_4bit_sym", tmp_path / "out", incremental=True)
+    change_tensor(tmp_path / "out" / "quantized.safetensors", DOWN + ".codes", flip)
+    report = verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_sym", allow_changed=True)
+    assert any(DOWN in check.detail and "not the nearest" in check.detail for check in report.checks)
+
+
+@pytest.fixture
+def symmetric(changed: Callable[..., Path]) -> Path:
+    """Genuine packed 4-bit codes of compressed-tensors, without their zero points."""
+    zeros = [name for name in stored(FOLDER / "ct_pack_4bit") if name.endswith("zero_point")]
+    return changed("ct_pack_4bit", dict.fromkeys(zeros))
+
+
+def test_packed_codes_of_compressed_tensors_are_mapped_as_they_lie(symmetric: Path) -> None:
+    before = (symmetric / "model.safetensors").read_bytes()
+    done = export(symmetric, incremental=True)
+    assert done.weight_bytes_written == 0
+    assert (symmetric / "model.safetensors").read_bytes() == before
+    assert verify(symmetric).verdict == "pass"
+
+
+def test_codes_that_must_be_repacked_need_a_folder(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "gptq_4bit_sym", tmp_path / "model")
+    with pytest.raises(InputRefused, match="as the model's files store it") as error:
+        export(tmp_path / "model")
+    assert "`-o OUT`" in error.value.hint
+    assert not list((tmp_path / "model").glob("*.onnx"))
+
+
+def test_codes_are_not_quantized_again_on_demand(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match=r"quantized already \(gptq\)"):
+        export(FOLDER / "gptq_4bit_sym", tmp_path / "out", quant="int8")
+
+
+def test_codes_without_an_operator_may_be_quantized_as_the_user_likes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(FOLDER / "nf4_nested", tmp_path / "out", quant="int4", quant_block=16)
+    assert "they are quantized again, as `--quant int4` says" in capsys.readouterr().err
+
+
+def test_conv1d_codes_are_those_of_the_transposed_matrix(tmp_path: Path) -> None:
+    export(FOLDER / "conv1d" / "int8", tmp_path / "out", incremental=True)
+    assert verify(tmp_path / "out", reference=FOLDER / "conv1d" / "int8").verdict == "pass"
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_graphs_in_half_precision_have_the_same_codes(precision: str, tmp_path: Path) -> None:
+    export(FOLDER / "awq_gemm", tmp_path / "float32")
+    export(FOLDER / "awq_gemm", tmp_path / "half", precision=precision)
+    wide, half = (load_file(tmp_path / name / "quantized.safetensors") for name in ("float32", "half"))
+    assert all(np.array_equal(wide[name], half[name]) for name in wide if name.endswith((".codes", ".zeros")))
+
+
+def mxfp4_model(folder: Path) -> None:
+    """A tiny gpt-oss with random experts in MXFP4."""
+    save_tiny("gpt_oss", folder, depth("gpt_oss"))
+    tensors = {name: torch.from_numpy(np.array(t)) for name, t in load_file(folder / "model.safetensors").items()}
+    torch.manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[name + "_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[name + "_scales"] = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def test_mxfp4_experts_are_integers_of_8_bits_without_a_change_of_values(tmp_path: Path) -> None:
+    mxfp4_model(tmp_path / "model")
+    for name, weight in weights_of(tmp_path / "model").items():
+        integers = weight.integers
+        assert integers is not None
+        found = repacked(integers)
+        assert found is not None
+        made = {key: tensor.read() for key, tensor in found.tensors(name).items()}
+        for expert, plain in enumerate(weight.plain.read()):
+            one = {key: tensor[expert] for key, tensor in made.items()}
+            assert np.array_equal(read_back(one, name, found.form, integers.shape[-1]), plain.T)
+    export(tmp_path / "model", tmp_path / "out", incremental=True)
+    assert verify(tmp_path / "out", reference=tmp_path / "model").verdict == "pass"
