@@ -26,7 +26,7 @@ from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
@@ -71,7 +71,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         reference: Hugging Face folder of the model; default: the folder of the graph.
         input_map: name of an input map, see `maps`; `auto`; or a JSON file.
         suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
-        text: text file on which the accuracy of quantized weights is measured; default: random tokens.
+        text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence from the model at full precision, in nats per token.
         min_agreement: minimum share of tokens with the same most likely next token.
 
@@ -89,7 +89,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
     limits = AccuracyLimits(max_divergence, min_agreement)
-    options = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    options = QuantizationOptions(Path(text) if text else None, limits, code=folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
         checks = compare_graph_files(verified, folder, report, session, eager, options, stack)
