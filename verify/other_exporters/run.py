@@ -9,7 +9,7 @@ from math import isnan
 from pathlib import Path
 
 from llmconv.argument_checks import checked
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
@@ -30,6 +30,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimi
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
@@ -116,7 +117,8 @@ def compare_graph_files(
         options: for graphs with quantized weights.
         stack: keeps temporary copies.
     """
-    yield from _audit(verified.files, verified.tensors, report, nearest=options.nearest)
+    config = read_json(folder / "config.json")
+    yield from _audit(verified.files, verified.tensors, config, report, nearest=options.nearest)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
@@ -188,15 +190,25 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     return folder
 
 
-def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
+def _audit(
+    files: Sequence[GraphFile],
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, object],
+    report: Report,
+    *,
+    nearest: bool,
+) -> Checks:
     """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
     missing = set(tensors)
+    tied = bool(config.get("tie_word_embeddings"))
     for file in files:
         if file.quantized:
             yield from _audit_quantized(file, tensors, report, nearest=nearest)
         scales = {one.stored.scales for one in file.quantized_weights}
         file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
         found = {name for one in file.quantized_weights for name in one.names}
+        copies = float_copies(file.contents, file.quantized_weights, file.model, tied=tied)
+        report.notes += [f"{file.name}: {note}" for note in copies]
         missing &= missing_tensors(file.contents, tensors) - found
         yield [audit_contents(file.name, file.contents, tensors)]
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
@@ -218,8 +230,10 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
 def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
     """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
+    constants = Constants(file.model, file.path.parent)
+    report.notes += [f"{file.name}: {note}" for note in slow_layouts(file.model, constants)]
     try:
-        stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
+        stored = quantized_matrices(file.model, constants)
     except UnsupportedInput as error:
         file.unreadable = error.message
         return
