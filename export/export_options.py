@@ -44,7 +44,8 @@ class ExportOptions(TypedDict, total=False):
         symmetric: store no zero points.
         quant_exclude: regular expressions; weights with such names are not quantized.
         quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
-        calibrate: text file; columns of a weight count as much as what they are multiplied with on this text.
+        calibrate: text file, or `default` for the text that ships with llmconv; columns of a weight count as much as
+            what they are multiplied with on this text.
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.

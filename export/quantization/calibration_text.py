@@ -11,6 +11,7 @@ import numpy as np
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused
 from llmconv.runtime.tokenizer import load_tokenizer
+from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array
 
 TOKENS, PIECE, LEAST = 4096, 512, 256
@@ -22,7 +23,7 @@ class CalibrationText:
     """A plain text.
 
     Attributes:
-        name: of its file.
+        name: of its file, or `default`.
         content: the text.
     """
 
@@ -31,11 +32,14 @@ class CalibrationText:
 
     @classmethod
     def read(cls, path: str | Path) -> CalibrationText:
-        """The text of a file.
+        """The text of a file; for the word `default`, the one that ships with llmconv.
 
         Raises:
             InputRefused: it cannot be read, or is not UTF-8.
+            UsageProblem: there is a file named `default`.
         """
+        if is_default(path):
+            return cls(DEFAULT, calibration_text())
         try:
             return cls(Path(path).name, read_small(Path(path)).decode())
         except OSError as error:

@@ -83,7 +83,11 @@ if TYPE_CHECKING:
     "--quant-exclude", multiple=True, metavar="PATTERN", help="Weights that stay as they are; may be repeated."
 )
 @click.option("--quant-bits", multiple=True, metavar="PATTERN=8", help="Bits of the weights with such names: 4 or 8.")
-@click.option("--calibrate", metavar="FILE", help="Text whose activations say which columns of weights matter.")
+@click.option(
+    "--calibrate",
+    metavar="FILE|default",
+    help="Text whose activations say which columns of weights matter; `default` for llmconv's own.",
+)
 @click.option(
     "--method",
     type=click.Choice(["rtn", "search"]),

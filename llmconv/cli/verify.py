@@ -46,7 +46,7 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed")
     "--text",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Text to measure the cost of quantization on.  [default: random tokens]",
+    help="Text to measure the cost of quantization on.  [default: llmconv's own]",
 )
 @click.option(
     "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."

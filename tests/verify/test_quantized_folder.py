@@ -116,3 +116,34 @@ def test_graphs_that_it_cannot_run_are_refused(model: Path, tmp_path: Path) -> N
     export(model, tmp_path / "out", quant="int4", stages=2)
     with pytest.raises(UnsupportedInput, match="is quantized, and also static, in stages"):
         verify(tmp_path / "out", reference=model)
+
+
+@pytest.fixture(scope="module")
+def spoken(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, with 4 bits."""
+    export(talking, folder := tmp_path_factory.mktemp("spoken") / "out", incremental=True, quant="int4")
+    return folder
+
+
+def test_the_cost_is_judged_by_plain_rounding_on_a_text_of_llmconv(talking: Path, spoken: Path) -> None:
+    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"])
+    section = report.quantization
+    assert report.verdict == "pass" and section is not None and section.cost and section.rounding and section.excess
+    assert section.cost.source == "evaluation text" and section.cost.perplexities
+    assert section.preset == "int4" and section.cost.divergence["mean"] != section.rounding.divergence["mean"]
+    means = section.cost.divergence["mean"], section.rounding.divergence["mean"]
+    assert section.excess.value == pytest.approx(means[0] - means[1])
+    assert any("from that of plain rounding" in check.detail for check in report.checks)
+
+
+def test_limits_of_the_user_replace_the_gate(talking: Path, spoken: Path) -> None:
+    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"], max_divergence=10)
+    (check,) = (check for check in report.checks if check.name == "cost of quantization")
+    assert check.verdict == "pass" and "plain rounding" not in check.detail
+
+
+def test_without_a_tokenizer_the_cost_is_not_judged(model: Path, four: Path) -> None:
+    report = verify(four, reference=model, only=["prefill, 7 tokens"])
+    assert not any(check.name == "cost of quantization" for check in report.checks)
+    assert any("the cost of `int4` was not judged" in note for note in report.notes)
+    assert report.quantization and report.quantization.cost and report.quantization.cost.source == "random tokens"

@@ -9,7 +9,7 @@ from math import isnan
 from pathlib import Path
 
 from llmconv.argument_checks import checked
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
@@ -26,10 +26,11 @@ from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
@@ -71,7 +72,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         reference: Hugging Face folder of the model; default: the folder of the graph.
         input_map: name of an input map, see `maps`; `auto`; or a JSON file.
         suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
-        text: text file on which the accuracy of quantized weights is measured; default: random tokens.
+        text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence from the model at full precision, in nats per token.
         min_agreement: minimum share of tokens with the same most likely next token.
 
@@ -89,7 +90,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
     limits = AccuracyLimits(max_divergence, min_agreement)
-    options = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    options = QuantizationOptions(Path(text) if text else None, limits, code=folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
         checks = compare_graph_files(verified, folder, report, session, eager, options, stack)
@@ -116,7 +117,8 @@ def compare_graph_files(
         options: for graphs with quantized weights.
         stack: keeps temporary copies.
     """
-    yield from _audit(verified.files, verified.tensors, report, nearest=options.nearest)
+    config = read_json(folder / "config.json")
+    yield from _audit(verified.files, verified.tensors, config, report, nearest=options.nearest)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
@@ -188,15 +190,25 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     return folder
 
 
-def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
+def _audit(
+    files: Sequence[GraphFile],
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, object],
+    report: Report,
+    *,
+    nearest: bool,
+) -> Checks:
     """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
     missing = set(tensors)
+    tied = bool(config.get("tie_word_embeddings"))
     for file in files:
         if file.quantized:
             yield from _audit_quantized(file, tensors, report, nearest=nearest)
         scales = {one.stored.scales for one in file.quantized_weights}
         file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
         found = {name for one in file.quantized_weights for name in one.names}
+        copies = float_copies(file.contents, file.quantized_weights, file.model, tied=tied)
+        report.notes += [f"{file.name}: {note}" for note in copies]
         missing &= missing_tensors(file.contents, tensors) - found
         yield [audit_contents(file.name, file.contents, tensors)]
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
@@ -218,8 +230,10 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
 def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
     """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
+    constants = Constants(file.model, file.path.parent)
+    report.notes += [f"{file.name}: {note}" for note in slow_layouts(file.model, constants)]
     try:
-        stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
+        stored = quantized_matrices(file.model, constants)
     except UnsupportedInput as error:
         file.unreadable = error.message
         return

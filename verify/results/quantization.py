@@ -6,6 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+TEXT, OWN_TEXT, RANDOM = "text", "evaluation text", "random tokens"
+"""Sources of tokens: a file of the user, the text that ships with llmconv, a random generator."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens, and its standard error, as if the tokens were independent."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Perplexity of a text for the model and for a graph, and their ratio, whose error is that of paired tokens."""
+
+    model: Estimate
+    graph: Estimate
+    ratio: Estimate
+
 
 @dataclass(frozen=True)
 class AccuracyCost:
@@ -15,38 +35,51 @@ class AccuracyCost:
         graph: name of the graph.
         tokens: number of compared tokens.
         divergence: KL(model || graph) of the next token in nats: `mean`, `median`, `p99`, `p99_9`, `max`.
+        divergence_error: standard error of the mean.
         agreement: share of tokens with the same most likely next token.
-        perplexity: perplexity of the text for the model and for the graph; None for random tokens.
+        source: `text`, `evaluation text` or `random tokens`.
+        perplexities: None for random tokens.
     """
 
     graph: str
     tokens: int
     divergence: Mapping[str, float]
+    divergence_error: float
     agreement: float
-    perplexity: tuple[float, float] | None = None
+    source: str = RANDOM
+    perplexities: Perplexities | None = None
 
     @property
     def text(self) -> str:
         """One line for the report."""
         nats = self.divergence
-        kl = f"KL divergence mean {nats['mean']:.3g}, p99 {nats['p99']:.3g}, max {nats['max']:.3g} nats"
-        same = f"same most likely token after {self.agreement:.1%} of {self.tokens} tokens"
-        if self.perplexity is None:
+        spread = f"median {nats['median']:.3g}, p99 {nats['p99']:.3g}, max {nats['max']:.3g}"
+        kl = f"KL divergence mean {nats['mean']:.3g} ± {self.divergence_error:.1g}, {spread} nats"
+        same = f"same most likely token after {self.agreement:.1%} of {self.tokens} tokens ({self.source})"
+        if self.perplexities is None:
             return f"{kl}; {same}; no perplexity for random tokens (give `--text FILE`)"
-        model, graph = self.perplexity
-        return f"{kl}; {same}; perplexity {model:.4g} before, {graph:.4g} after (x {graph / model:.4f})"
+        model, graph, ratio = (
+            f"{one.value:.4g} ± {one.error:.1g}"
+            for one in (self.perplexities.model, self.perplexities.graph, self.perplexities.ratio)
+        )
+        return f"{kl}; {same}; perplexity {model} before, {graph} after (x {ratio})"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
         perplexity = None
-        if self.perplexity is not None:
-            model, graph = self.perplexity
-            perplexity = {"model": model, "graph": graph, "ratio": graph / model}
+        if found := self.perplexities:
+            perplexity = {
+                "model": found.model.value,
+                "graph": found.graph.value,
+                "ratio": found.ratio.value,
+                "errors": {"model": found.model.error, "graph": found.graph.error, "ratio": found.ratio.error},
+            }
         return {
             "graph": self.graph,
             "tokens": self.tokens,
-            "source": "text" if self.perplexity else "random tokens",
+            "source": self.source,
             "divergence": dict(self.divergence),
+            "divergence_error": self.divergence_error,
             "agreement": self.agreement,
             "perplexity": perplexity,
         }
@@ -60,12 +93,18 @@ class Quantization:
         weights: `graph`, `tensor`, `stored` (format) and `relative_error` of every quantized matrix.
         rounded: operators that round activations at run time; correctness is checked without this rounding.
         cost: the loss of accuracy; None if it was not measured.
+        rounding: the same with codes of plain rounding to nearest, for a folder of llmconv with 4 bits; else None.
+        excess: mean divergence of the graph less that of plain rounding.
+        preset: the preset of a folder of llmconv; else empty.
         max_divergence, min_agreement: limits of the loss of accuracy, if any.
     """
 
     weights: list[dict[str, Any]] = field(default_factory=list)
     rounded: list[str] = field(default_factory=list)
     cost: AccuracyCost | None = None
+    rounding: AccuracyCost | None = None
+    excess: Estimate | None = None
+    preset: str = ""
     max_divergence: float | None = None
     min_agreement: float | None = None
 
@@ -77,7 +116,8 @@ class Quantization:
             least, most = errors[0], errors[-1]
             span = f"relative error {least[0]:.2g} to {most[0]:.2g} (`{most[1]}`)"
             lines.append(f"{len(errors)} quantized matrices, {span}")
-        return lines + ([self.cost.text] if self.cost else [])
+        lines += [self.cost.text] if self.cost else []
+        return lines + ([f"plain rounding with the same bits: {self.rounding.text}"] if self.rounding else [])
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
@@ -85,5 +125,8 @@ class Quantization:
             "weights": self.weights,
             "rounded_activations": self.rounded,
             "cost": self.cost.as_dict() if self.cost else None,
+            "preset": self.preset,
+            "plain_rounding": self.rounding.as_dict() if self.rounding else None,
+            "excess": {"mean": self.excess.value, "error": self.excess.error} if self.excess else None,
             "limits": {"max_divergence": self.max_divergence, "min_agreement": self.min_agreement},
         }

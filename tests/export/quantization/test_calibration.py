@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from llmconv.export.language_model import open_language_model
 from llmconv.export.output import file_tensors
 from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.weights.bind import match_weights
+from llmconv.sample_texts import DEFAULT, calibration_text
 from llmconv.tensors import Array
 from llmconv.verify import verify
 from tests.conftest import save_tiny
@@ -124,3 +126,22 @@ def test_a_missing_file_is_refused(talking: Path, tmp_path: Path) -> None:
 def test_rounding_to_nearest_takes_no_text(talking: Path, prose: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="guides the search"):
         export(talking, tmp_path / "out", quant="int4", method="rtn", calibrate=prose)
+
+
+def test_the_word_default_is_the_text_that_ships_with_llmconv(talking: Path, tmp_path: Path) -> None:
+    (tmp_path / "same.txt").write_text(calibration_text())
+    export(talking, tmp_path / "word", quant="int4", calibrate=DEFAULT, incremental=True)
+    export(talking, tmp_path / "file", quant="int4", calibrate=tmp_path / "same.txt", incremental=True)
+    words, files = (json.loads((tmp_path / name / "llmconv.json").read_text()) for name in ("word", "file"))
+    assert words["files"] == files["files"]
+    assert words["steps"][-1]["options"]["calibrate"] == files["steps"][-1]["options"]["calibrate"]
+
+
+def test_a_file_of_this_name_is_not_shadowed(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(DEFAULT).write_text("ab")
+    with pytest.raises(UsageProblem, match="and of a file here"):
+        export(talking, tmp_path / "out", quant="int4", calibrate=DEFAULT)
+    for name in (f"./{DEFAULT}", Path(DEFAULT)):
+        with pytest.raises(InputRefused, match="`default` has 2 tokens"):
+            export(talking, tmp_path / "out", quant="int4", calibrate=name)

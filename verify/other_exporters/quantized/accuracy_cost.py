@@ -7,146 +7,101 @@ text's tokens, without the first token of each of its non-overlapping pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import read_small
-from llmconv.errors import InputRefused
 from llmconv.runtime.runner import Cache, Runner, default_positions
-from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.tensors import Array
-from llmconv.verify.results.quantization import AccuracyCost
-from llmconv.verify.results.report import Check
+from llmconv.verify.other_exporters.quantized.token_sample import TokenSample
+from llmconv.verify.results.quantization import AccuracyCost, Estimate, Perplexities
 from llmconv.verify.results.sigma import divergence_of, log_probabilities
-from llmconv.verify.scenarios.calls import ModelFacts
 
-CHECK = "cost of quantization"
-SEED = 992720280
-"""Seed of the random tokens; fixed, so that figures of different versions can be compared."""
-PIECE = {"quick": 256, "full": 1024}
-"""Maximum number of tokens per piece."""
-TOKENS = {"quick": 1024, "full": 16384}
-"""Maximum total number of tokens."""
 PERCENTILES = {"median": 50.0, "p99": 99.0, "p99_9": 99.9}
 
 
-@dataclass(frozen=True)
-class AccuracyLimits:
-    """Limits of the loss of accuracy; None for no limit.
+@dataclass
+class TokenCosts:
+    """The figures of a graph by token.
 
     Attributes:
-        divergence: maximum mean divergence in nats per token.
-        agreement: minimum share of tokens with the same most likely next token.
+        graph: its name.
+        source: where the tokens are from.
+        nats: divergence of the next token.
+        agreed: whether the most likely next token is the model's.
+        losses: negative log-likelihoods of the text's tokens, of the model and of the graph.
     """
 
-    divergence: float | None = None
-    agreement: float | None = None
+    graph: str
+    source: str
+    nats: list[Array] = field(default_factory=list)
+    agreed: list[Array] = field(default_factory=list)
+    losses: list[tuple[Array, Array]] = field(default_factory=list)
 
+    def add(self, wanted: Array, found: Array, ids: Array) -> None:
+        """Adds a piece.
 
-@dataclass(frozen=True)
-class TokenSample:
-    """The tokens of a comparison.
+        Args:
+            wanted, found: log-probabilities of the model and of the graph, float64 `[tokens, vocabulary]`.
+            ids: the tokens, int64 `[1, tokens]`.
+        """
+        self.nats.append(divergence_of(wanted, found))
+        self.agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
+        following = ids[0, 1:, None]
+        model, graph = (-np.take_along_axis(one[:-1], following, -1)[:, 0] for one in (wanted, found))
+        self.losses.append((model, graph))
 
-    Attributes:
-        pieces: token ids, int64 `[1, tokens]` each.
-        is_text: whether they are a text, which has a perplexity.
-    """
-
-    pieces: Sequence[Array]
-    is_text: bool
-
-
-def token_sample(
-    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
-) -> TokenSample:
-    """The tokens of the beginning of a text, or the same number of random tokens with a fixed seed.
-
-    Args:
-        text: a text file; None for random tokens.
-        folder: folder of the model with its tokenizer.
-        facts: sizes of the model.
-        suite: `quick` or `full`.
-        trust_remote_code: whether custom code of the tokenizer may run.
-
-    Raises:
-        InputRefused: the file is not a text or too short, or the folder has no matching tokenizer.
-    """
-    length = min(PIECE[suite], facts.max_positions or PIECE[suite])
-    if text is None:
-        rng = np.random.default_rng(SEED)
-        count = TOKENS[suite] // length
-        return TokenSample([rng.integers(0, facts.vocab_size, (1, length)) for _ in range(count)], is_text=False)
-    ids = _tokens(text, folder, trust_remote_code)[: TOKENS[suite]]
-    pieces = [np.array([ids[start : start + length]], dtype=np.int64) for start in range(0, len(ids), length)]
-    pieces = [piece for piece in pieces if piece.shape[1] > 1]
-    if not pieces:
-        raise InputRefused(f"`{text}` has {len(ids)} tokens", hint="give a text of some pages")
-    if int(max(piece.max() for piece in pieces)) >= facts.vocab_size:
-        raise InputRefused(
-            f"the tokenizer of `{folder}` has more tokens than the model", hint="copy the model's tokenizer"
+    def summary(self, *, is_text: bool) -> AccuracyCost:
+        """The means and percentiles; perplexities of a text only."""
+        each = np.concatenate(self.nats)
+        mean = estimate(each)
+        return AccuracyCost(
+            graph=self.graph,
+            tokens=len(each),
+            source=self.source,
+            divergence={
+                "mean": mean.value,
+                **{name: float(np.percentile(each, share)) for name, share in PERCENTILES.items()},
+                "max": float(each.max()),
+            },
+            divergence_error=mean.error,
+            agreement=float(np.concatenate(self.agreed).mean()),
+            perplexities=self._perplexities() if is_text else None,
         )
-    return TokenSample(pieces, is_text=True)
+
+    def _perplexities(self) -> Perplexities:
+        """The error of an exponential is that of the exponent times its value."""
+        model, graph = (np.concatenate(one) for one in zip(*self.losses, strict=True))
+        logs = [estimate(one) for one in (model, graph, graph - model)]
+        return Perplexities(*(Estimate(float(np.exp(log.value)), float(np.exp(log.value)) * log.error) for log in logs))
 
 
-def _tokens(text: Path, folder: Path, trust_remote_code: bool) -> list[int]:
-    try:
-        content = read_small(text).decode()
-    except OSError as error:
-        raise InputRefused(f"cannot read `{text}`: {error.strerror}", hint="`--text` takes a file") from error
-    except UnicodeDecodeError as error:
-        raise InputRefused(f"`{text}` is not UTF-8 text", hint="`--text` takes a plain text file") from error
-    tokenizer = load_tokenizer(folder, trust_remote_code)
-    ids: list[int] = tokenizer(content, verbose=False)["input_ids"]
-    return ids
+def estimate(values: Array) -> Estimate:
+    """The mean of values of tokens, and its standard error."""
+    error = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return Estimate(float(values.mean()), error)
 
 
-def measure_cost(graph: str, shipped: Runner, model: Runner, sample: TokenSample) -> AccuracyCost:
-    """Runs the graph and the model on every piece and compares their logits.
+def difference(one: TokenCosts, other: TokenCosts) -> Estimate:
+    """The mean divergence of one graph less that of another on the same tokens, with the error of this difference."""
+    return estimate(np.concatenate(one.nats) - np.concatenate(other.nats))
+
+
+def measure_costs(graphs: Sequence[tuple[str, Runner]], model: Runner, sample: TokenSample) -> list[TokenCosts]:
+    """Runs the model and the graphs on every piece, and compares the logits of each graph with the model's.
 
     Args:
-        graph: name of the graph.
-        shipped: the unchanged graph.
+        graphs: names and runners of unchanged graphs.
         model: the model at full precision.
         sample: the tokens.
     """
-    nats: list[Array] = []
-    agreed: list[Array] = []
-    losses: list[list[Array]] = []
+    costs = [TokenCosts(name, sample.source) for name, _ in graphs]
     for piece in sample.pieces:
-        wanted, found = (log_probabilities(_logits(runner, piece)) for runner in (model, shipped))
-        nats.append(divergence_of(wanted, found))
-        agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
-        following = piece[0, 1:, None]
-        losses.append([-np.take_along_axis(one[:-1], following, -1)[:, 0] for one in (wanted, found)])
-    each = np.concatenate(nats)
-    perplexities = [float(np.exp(np.concatenate(one).mean())) for one in zip(*losses, strict=True)]
-    return AccuracyCost(
-        graph=graph,
-        tokens=len(each),
-        divergence={
-            "mean": float(each.mean()),
-            **{name: float(np.percentile(each, share)) for name, share in PERCENTILES.items()},
-            "max": float(each.max()),
-        },
-        agreement=float(np.concatenate(agreed).mean()),
-        perplexity=(perplexities[0], perplexities[1]) if sample.is_text else None,
-    )
-
-
-def check_cost(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:
-    """One check if there are limits, else none."""
-    problems = []
-    mean = cost.divergence["mean"]
-    if limits.divergence is not None and not mean <= limits.divergence:
-        problems.append(f"mean divergence {mean:.3g} nats, limit {limits.divergence:g}")
-    if limits.agreement is not None and not cost.agreement >= limits.agreement:
-        problems.append(f"agreement {cost.agreement:.4f}, limit {limits.agreement:g}")
-    if limits == AccuracyLimits():
-        return []
-    verdict, detail = ("fail", "; ".join(problems)) if problems else ("pass", cost.text)
-    return [Check(CHECK, cost.graph, "", verdict=verdict, detail=detail, agreement=cost.agreement, divergence=mean)]
+        wanted = log_probabilities(_logits(model, piece))
+        for cost, (_, runner) in zip(costs, graphs, strict=True):
+            cost.add(wanted, log_probabilities(_logits(runner, piece)), piece)
+    return costs
 
 
 def _logits(runner: Runner, ids: Array) -> Array:
@@ -165,6 +120,6 @@ def _logits(runner: Runner, ids: Array) -> Array:
     return _float64(np.concatenate(found, axis=1))
 
 
-def _float64(logits: Array) -> Array:
+def _float64(logits: Any) -> Array:
     rows: Array = logits[0].astype(np.float64)
     return rows

@@ -106,17 +106,29 @@ def rounding_errors(
 def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, nearest: bool) -> RoundingError:
     tally = _Tally()
     columns = slice(match.columns.start, match.columns.stop)
-    for start, original in _originals(match, tensor):
+    for start, original in original_rows(match, tensor):
         stop = start + len(original)
         values, steps = (part(start, stop)[:, columns] for part in (found.stored.rows, found.stored.steps))
         error = values - original
         tally.error += float((error.astype(np.float64) ** 2).sum())
         tally.size += float((original.astype(np.float64) ** 2).sum())
-        tally.add(error / steps, values / steps, start)
+        off = error / steps
+        if nearest:
+            off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest)
+        tally.add(off, values / steps, start)
         if nearest and not tally.other:
             tally.other = _not_nearest(found.stored, original, columns, start)
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
     return RoundingError(match.name, relative, _problem(tally, relative))
+
+
+def _without_clipping(off: Array, codes: Array, largest: int | None) -> Array:
+    """Errors in steps, at most half a step where a value is somewhat beyond the largest or smallest code.
+
+    A search for the least squared error cuts off the values of extreme columns, and so does so in most of their rows.
+    """
+    clipped = ((codes == 0) | (codes == largest)) & (np.abs(off) <= FAR)
+    return np.where(clipped, np.clip(off, -0.5, 0.5), off)
 
 
 def _not_nearest(stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> str:
@@ -152,7 +164,7 @@ def _gross_problem(tally: _Tally, relative: float) -> str:
     return tally.odd.get(FAR, "")
 
 
-def _originals(match: TensorMatch, tensor: LazyTensor) -> Iterator[tuple[int, Array]]:
+def original_rows(match: TensorMatch, tensor: LazyTensor) -> Iterator[tuple[int, Array]]:
     """Blocks of the model's values in the orientation of the matrix, each with its first row there."""
     whole = tensor.read().T if match.transposed else None
     across = slice(match.first_column, match.first_column + len(match.columns))

@@ -12,17 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.verify.other_exporters.candidates import external_candidates
+from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
-from llmconv.verify.other_exporters.quantized.accuracy_cost import (
+from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
+from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     CHECK,
+    GATES,
+    AccuracyGate,
     AccuracyLimits,
-    check_cost,
-    measure_cost,
-    token_sample,
+    check_gate,
+    check_limits,
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
+from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
+from llmconv.verify.other_exporters.quantized.token_sample import TokenSample, token_sample
 from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_copy
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
@@ -35,14 +39,17 @@ class QuantizationOptions:
     """Options for graphs with quantized weights.
 
     Attributes:
-        text: text file for the perplexity; None for random tokens.
+        text: text file for the loss of accuracy; None for the text that ships with llmconv.
         limits: limits of the loss of accuracy.
+        preset: the preset of `llmconv export --quant` that made the graphs, whose gate applies without limits; else
+            empty.
         code: the model's folder if its custom code is trusted.
         nearest: every code must be the nearest one.
     """
 
     text: Path | None = None
     limits: AccuracyLimits = AccuracyLimits()
+    preset: str = ""
     code: Path | None = None
     nearest: bool = False
 
@@ -72,7 +79,7 @@ def compare_quantized(
     section = report.quantization
     assert section is not None
     section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
-    yield from _measure(graphs, eager, comparison, options, section)
+    yield from _measure(verified, graphs, eager, comparison, options, section)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
         report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
@@ -95,22 +102,57 @@ def compare_quantized(
 
 
 def _measure(
+    verified: ExternalGraphs,
     graphs: Sequence[ExternalGraph],
     eager: Eager,
     comparison: ExternalComparison,
     options: QuantizationOptions,
     section: Quantization,
 ) -> Checks:
-    """Measures the loss of accuracy, of the pair if there are two graphs."""
+    """Measures the loss of accuracy, of the pair if there are two graphs, and that of plain rounding for its gate."""
     trusted = options.code is not None
     sample = token_sample(options.text, eager.folder, eager.facts(), comparison.selection.suite, trusted)
     candidate = external_candidates(graphs)[-1]
+    gate = GATES.get(options.preset, AccuracyGate()) if sample.is_text else AccuracyGate()
+    measured = [(candidate.name, candidate.runner)]
     try:
-        section.cost = measure_cost(candidate.name, candidate.runner, eager.runners[0], sample)
+        with ExitStack() as stack:
+            if gate.against_rounding and (plain := _plain_rounding(verified, comparison, stack)):
+                measured.append(("plain rounding", plain.runner))
+            costs = measure_costs(measured, eager.runners[0], sample)
     except LlmconvError as error:
         yield [Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)]
         return
-    yield check_cost(section.cost, options.limits)
+    section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
+    section.excess = difference(*costs) if others else None
+    section.rounding = others[0] if others else None
+    yield _judged(options, gate, section, sample, comparison.report.notes)
+
+
+def _plain_rounding(
+    verified: ExternalGraphs, comparison: ExternalComparison, stack: ExitStack
+) -> ExternalCandidate | None:
+    """The first graph with plainly rounded codes; None if all its codes are such already."""
+    first = verified.files[0]
+    copy = stack.enter_context(plainly_rounded(first.path, first.model, first.quantized_weights, verified.tensors))
+    graph = replace(first, path=copy).open(comparison.sizes, comparison.settings) if copy else None
+    return external_candidates([graph])[0] if isinstance(graph, ExternalGraph) else None
+
+
+def _judged(
+    options: QuantizationOptions, gate: AccuracyGate, section: Quantization, sample: TokenSample, notes: list[str]
+) -> list[Check]:
+    """The check of the user's limits, or else of the preset's gate."""
+    assert section.cost is not None
+    section.preset = options.preset
+    if options.limits.given:
+        return check_limits(section.cost, options.limits)
+    if options.preset in GATES and not sample.is_text:
+        notes.append(
+            f"the cost of `{options.preset}` was not judged: the model has no tokenizer that knows a text, "
+            "and random tokens show little"
+        )
+    return check_gate(options.preset, gate, section.cost, section.excess)
 
 
 def _notes(section: Quantization) -> list[str]:
