@@ -12,7 +12,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches
-from llmconv.output.manifest import MANIFEST
+from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
@@ -29,7 +29,7 @@ from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
 from llmconv.verify.folder_comparison import Compared, compare_half_precision
-from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy_cost import PRESET_LIMITS, AccuracyLimits
 from llmconv.verify.other_exporters.run import require_numbers
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
@@ -84,7 +84,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by free memory.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
         text: text file on which the accuracy of quantized weights is measured; default: random tokens.
-        max_divergence: maximum mean divergence of quantized weights, in nats per token.
+        max_divergence: maximum mean divergence of quantized weights, in nats per token by default that of the
+            preset in `PRESET_LIMITS`.
         min_agreement: minimum share of tokens with the same most likely next token.
 
     Raises:
@@ -230,4 +231,7 @@ def _cost_options(
             "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights only", hint="leave them out"
         )
     own = any(verified.path.glob(CODES))
+    if divergence is None and agreement is None:
+        presets = {entry.get("quant") for entry in read_manifest(verified.path).graphs.values()} if own else set()
+        divergence = next((PRESET_LIMITS[preset] for preset in presets if preset in PRESET_LIMITS), None)
     return QuantizationOptions(Path(text) if text else None, AccuracyLimits(divergence, agreement), code, nearest=own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import onnx_ir as ir
@@ -13,8 +13,10 @@ from llmconv.errors import InputRefused
 from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
+from llmconv.export.quantization.column_tensor import ColumnTensor
 from llmconv.export.quantization.quantized_tensor import QuantizedTensor
-from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.settings import INT8, QuantizationSettings
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
@@ -36,18 +38,20 @@ class QuantizedWeight:
     """How a stored tensor is quantized.
 
     Attributes:
-        form: bits, block size, symmetry, search.
+        form: how codes are laid out, and their bits.
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in, and of its scales.
     """
 
-    form: BlockFormat
+    form: WeightFormat
     transposed: bool
     dtype: ir.DataType
 
     def stored(self, name: str, tensor: LazyTensor, importance: Array = NONE) -> dict[str, LazyTensor]:
         """Codes, zero points and scales of a tensor, see `QuantizedTensor`; `importance` is that of its columns."""
         scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
+        if isinstance(self.form, ColumnFormat):
+            return ColumnTensor(name, tensor, transposed=turned).tensors()
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
         return made.tensors()
 
@@ -84,7 +88,7 @@ def select(
                 form = _format(use, rows, transposed, traced, settings)
                 if form and prod(rows.stored) >= least:
                     known = found.get(rows.name)
-                    best = max((form, known.form), key=lambda each: each.bits) if known else form
+                    best = max((form, known.form), key=_precedence) if known else form
                     found[rows.name] = QuantizedWeight(best, transposed, use.dtype)
     _drop_unfit(found, uses)
     if not found:
@@ -97,12 +101,19 @@ def select(
 
 def _format(
     use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings
-) -> BlockFormat | None:
+) -> WeightFormat | None:
     index = re.match(rf"{re.escape(traced.layers_name)}\.(\d+)\.", use.parameter)
     layer = int(index[1]) if index else None
     form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers)
     columns = rows.stored[-2] if transposed else rows.stored[-1]
+    if isinstance(form, ColumnFormat) and not (rows.is_whole or rows.single):
+        form = replace(INT8, size=settings.block or INT8.size)  # rows of the weight are not adjacent in [K, N]
     return form if form and columns >= form.size else None
+
+
+def _precedence(form: WeightFormat) -> tuple[int, bool]:
+    """Of two formats for one tensor, the larger counts: more bits, and blocks, which can be cut into rows."""
+    return form.bits, isinstance(form, BlockFormat)
 
 
 def _drop_unfit(found: dict[str, QuantizedWeight], uses: Sequence[_Use]) -> None:
@@ -129,7 +140,9 @@ def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
 
 def _fills_blocks(weight: QuantizedWeight, use: _Use) -> bool:
     """`GatherBlockQuantized` takes rows of whole blocks."""
-    return all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+    return isinstance(weight.form, BlockFormat) and all(
+        rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts
+    )
 
 
 def _uses(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> Iterator[_Use]:

@@ -26,7 +26,8 @@ class QuantizedMatrix:
         repeat: see `scale`.
         scales: name of the initializer with the scales.
         looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
-        largest: the largest code, if the smallest is 0.
+        largest: the largest code, if it is known.
+        smallest: the smallest code.
     """
 
     name: str
@@ -40,6 +41,7 @@ class QuantizedMatrix:
     looked_up: bool = False
     multiplied: bool = True
     largest: int | None = None
+    smallest: int = 0
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` in float32."""
