@@ -114,9 +114,11 @@ class QuantizationSettings:
             raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
         if given["calibrate"] is not None and given["method"] == "rtn":
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
+        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
+        if given["calibrate"] is not None and options["quant"] == "a8w8" and BITS[0] not in dict(bits).values():
+            raise UsageProblem("`--calibrate` has no effect on the codes of `a8w8`", hint="leave out `--calibrate`")
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
-        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         rest = exclude, bits, given["method"] != "rtn", text
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
