@@ -38,7 +38,7 @@ class ExportOptions(TypedDict, total=False):
         logits_dtype: dtype of the logits: `float32`, or the precision.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights; by default, with a new
             folder and a `precision` of less than float32, that precision.
-        quant: `int8`, `int4`, `int4-mixed` or `int4-small`: store the matrices as integer codes, in `output`.
+        quant: `int8`, `int4`, `int4-mixed`, `int4-small` or `a8w8`: store the matrices as integer codes, in `output`.
         quant_block: number of neighboring weights that share a scale: 16, 32, 64, 128 or 256 (default: 32, for
             `int4-small` 128).
         symmetric: store no zero points.

@@ -267,6 +267,11 @@ def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
             f"graphs of `--precision {precision}` map weights of that dtype, and `--dtype {dtype}` stores others",
             hint="leave out `--dtype`",
         )
+    if given["quant"] == "a8w8" and precision != FLOAT32:
+        raise UsageProblem(
+            f"`--quant a8w8` computes in float32, and not in {precision}",
+            hint="leave out `--precision`, or give `--quant int8`",
+        )
     require_shard_size(given["max_shard_size"])
     if given["quant"] and not writes:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")

@@ -84,7 +84,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by free memory.
         allow_changed: a graph that was changed after its export is a note instead of a failure.
         text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
-        max_divergence: maximum mean divergence of quantized weights, in nats per token.
+        max_divergence: maximum mean divergence of quantized weights, in nats per token (default: by preset).
         min_agreement: minimum share of tokens with the same most likely next token.
 
     Raises:

@@ -1,6 +1,7 @@
 """Replaces products and lookups of quantized weights by onnxruntime's operators, which read the codes.
 
-Source: onnxruntime docs/ContribOperators.md, `com.microsoft.MatMulNBits` and `com.microsoft.GatherBlockQuantized`.
+Source: onnxruntime docs/ContribOperators.md, `com.microsoft.MatMulNBits`, `com.microsoft.GatherBlockQuantized` and
+`com.microsoft.DynamicQuantizeMatMul`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.column_format import ColumnFormat
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import TracedGraph, static_shape
@@ -52,14 +55,15 @@ class QuantizedProducts:
             order = values.stored(StoredRows(rows.name + ORDER, values.shape(rows.name + ORDER)))
             left = editor.one("Gather", [left, order], {"axis": -1})
         codes = values.stored(_part(rows, CODES, values))
+        scales = values.value(_part(rows, SCALES, values), weight.dtype)
+        if isinstance(weight.form, ColumnFormat):
+            return editor.one("DynamicQuantizeMatMul", _given(left, codes, scales, None, bias), domain=MICROSOFT)
         count, blocks, _ = static_shape(codes)
         columns = rows.shape[0 if weight.transposed else 1]
         zeros = None if weight.form.symmetric else values.stored(_part(rows, ZEROS, values))
-        inputs = [left, codes, values.value(_part(rows, SCALES, values), weight.dtype), zeros, None, bias]
-        while inputs[-1] is None:
-            inputs.pop()
         sizes = {"K": columns, "N": count, "bits": weight.form.bits, "block_size": weight.form.size}
         assert blocks == weight.form.blocks(columns)
+        inputs = _given(left, codes, scales, zeros, None, bias)
         return editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
@@ -100,6 +104,7 @@ class QuantizedProducts:
         """Rows of a tied embedding, from the same bytes as the codes of the head."""
         assert isinstance(match, StoredRows)
         weight = self.weights[match.name]
+        assert isinstance(weight.form, BlockFormat)
         codes = _part(match, CODES, values)
         table = values.stored(codes, (codes.stored[0], codes.stored[1] * codes.stored[2]))
         inputs = [table, node.inputs[1], values.value(_part(match, SCALES, values), weight.dtype)]
@@ -108,6 +113,12 @@ class QuantizedProducts:
         editor = NodeEditor(graph, node, (node.name or "").rpartition("/")[0], module_of=node)
         axes = {"gather_axis": 0, "quantize_axis": 1, "block_size": weight.form.size, "bits": weight.form.bits}
         replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
+
+
+def _given(*inputs: ir.Value | None) -> list[ir.Value | None]:
+    """The inputs of a node without optional ones at the end."""
+    count = max(at for at, value in enumerate(inputs) if value is not None)
+    return list(inputs[: count + 1])
 
 
 def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import onnx_ir as ir
@@ -13,9 +13,11 @@ from llmconv.errors import InputRefused
 from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
+from llmconv.export.quantization.column_tensor import ColumnTensor
 from llmconv.export.quantization.quantized_tensor import SCALES, QuantizedTensor
 from llmconv.export.quantization.repacked_weight import RepackedWeight
-from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.settings import INT8, QuantizationSettings
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
@@ -36,13 +38,13 @@ class QuantizedWeight:
     """How a stored tensor is quantized.
 
     Attributes:
-        form: bits, block size, symmetry, search.
+        form: how codes are laid out, and their bits.
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
     """
 
-    form: BlockFormat
+    form: WeightFormat
     transposed: bool
     dtype: ir.DataType
     kept: RepackedWeight | None = None
@@ -57,6 +59,8 @@ class QuantizedWeight:
         scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
         if self.kept:  # float32 holds the scales of any dtype
             return self.kept.tensors(name, None if self.dtype == ir.DataType.FLOAT else scales)
+        if isinstance(self.form, ColumnFormat):
+            return ColumnTensor(name, tensor, transposed=turned).tensors()
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
         return made.tensors()
 
@@ -101,7 +105,7 @@ def select(
                 kept = settings.stored(rows.name)
                 if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):
                     known = found.get(rows.name)
-                    best = max((form, known.form), key=lambda each: each.bits) if known else form
+                    best = max((form, known.form), key=_precedence) if known else form
                     found[rows.name] = QuantizedWeight(best, transposed, use.dtype, kept)
     _drop_unfit(found, uses)
     if not found and isinstance(settings, QuantizationSettings):
@@ -114,12 +118,20 @@ def select(
 
 def _format(
     use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings | StoredFormats
-) -> BlockFormat | None:
+) -> WeightFormat | None:
     index = re.match(rf"{re.escape(traced.layers_name)}\.(\d+)\.", use.parameter)
     layer = int(index[1]) if index else None
     form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers)
     columns = rows.stored[-2] if transposed else rows.stored[-1]
+    is_cut = isinstance(form, ColumnFormat) and not (rows.is_whole or rows.single)
+    if is_cut and isinstance(settings, QuantizationSettings):
+        form = replace(INT8, size=settings.block or INT8.size)  # rows of the weight are not adjacent in [K, N]
     return form if form and (columns >= form.size or settings.stored(rows.name)) else None
+
+
+def _precedence(form: WeightFormat) -> tuple[int, bool]:
+    """Of two formats for one tensor, the larger counts: more bits, and blocks, which can be cut into rows."""
+    return form.bits, isinstance(form, BlockFormat)
 
 
 def _drop_unfit(found: dict[str, QuantizedWeight], uses: Sequence[_Use]) -> None:
@@ -146,7 +158,11 @@ def _is_served(use: _Use, found: Mapping[str, QuantizedWeight]) -> bool:
 
 def _can_look_up(weight: QuantizedWeight, use: _Use) -> bool:
     """`GatherBlockQuantized` takes rows of whole blocks, in their own order."""
-    return not weight.is_reordered and all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+    return (
+        isinstance(weight.form, BlockFormat)
+        and not weight.is_reordered
+        and all(rows.stored[-1] % weight.form.size == 0 for rows, _ in use.parts)
+    )
 
 
 def _uses(traced: TracedGraph, matches: Mapping[str, WeightSource]) -> Iterator[_Use]:

@@ -10,9 +10,13 @@ from typing import Any
 from llmconv.errors import UsageProblem
 from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
 from llmconv.export.quantization.calibration_text import CalibrationText
+from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
 
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 """8 bits need no search: its gain is below the rounding of activations to int8."""
+
+DOWN = re.compile(r"(?:^|\.)(?:down_proj|w2|dense_4h_to_h|fc2|fc_out|mlp\.c_proj|linear_2|output_linear)(?:\.|$)")
+"""The last projection of an MLP, whose inputs have the largest outliers."""
 
 SENSITIVE = re.compile(
     r"(?:^|\.)(?:v_proj|qkv_proj|qkv|query_key_value|Wqkv|c_attn|attn_qkv|in_proj_qkv|"
@@ -34,12 +38,14 @@ class Preset:
     Attributes:
         layers: of matrices in layers.
         head: of the output head, and of an embedding tied to it.
+        down: of the last projections of MLPs; None for that of the other matrices in layers.
         mixed: sensitive projections have 8 bits in the first and last eighth of the layers and in every third between,
             as in llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed.
     """
 
-    layers: BlockFormat
+    layers: WeightFormat
     head: BlockFormat
+    down: BlockFormat | None = None
     mixed: bool = False
 
 
@@ -48,6 +54,7 @@ PRESETS = {
     "int4": Preset(BlockFormat(), INT8),
     "int4-mixed": Preset(BlockFormat(), INT8, mixed=True),
     "int4-small": Preset(BlockFormat(size=128), BlockFormat(size=128)),
+    "a8w8": Preset(ColumnFormat(), INT8, down=INT8),
 }
 
 
@@ -110,13 +117,15 @@ class QuantizationSettings:
             raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
         if given["calibrate"] is not None and given["method"] == "rtn":
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
+        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
+        if given["calibrate"] is not None and options["quant"] == "a8w8" and BITS[0] not in dict(bits).values():
+            raise UsageProblem("`--calibrate` has no effect on the codes of `a8w8`", hint="leave out `--calibrate`")
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
-        bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         rest = exclude, bits, given["method"] != "rtn", text
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
-    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
+    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
         """The format of a weight; None to leave it as it is.
 
         Args:
@@ -129,11 +138,15 @@ class QuantizationSettings:
             return None
         preset = PRESETS[self.preset]
         form = preset.head if layer is None else preset.layers
+        if preset.down and layer is not None and (DOWN.search(parameter) or DOWN.search(name)):
+            form = preset.down
         if preset.mixed and layer is not None and _has_more_bits(layer, layers):
             form = INT8 if SENSITIVE.search(parameter) or SENSITIVE.search(name) else form
         for pattern, bits in self.bits:
             if re.search(pattern, name):
-                form = replace(preset.layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=form.size)
+                form = _blocks(preset, bits, form)
+        if isinstance(form, ColumnFormat):
+            return form
         search = form.search and self.search
         return replace(form, size=self.block or form.size, symmetric=self.symmetric or form.symmetric, search=search)
 
@@ -160,6 +173,13 @@ class QuantizationSettings:
             "calibrate": self.text,
         }
         return {name: value for name, value in fields.items() if value}
+
+
+def _blocks(preset: Preset, bits: int, form: WeightFormat) -> BlockFormat:
+    """The blocks of a weight for which other bits were asked."""
+    layers = preset.layers if isinstance(preset.layers, BlockFormat) else BlockFormat()
+    size = form.size if isinstance(form, BlockFormat) else INT8.size
+    return replace(layers, bits=4, search=True) if bits == BITS[0] else replace(INT8, size=size)
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

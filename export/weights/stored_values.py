@@ -24,7 +24,7 @@ ONNX_TYPES = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
-INTEGERS = {"uint8": ir.DataType.UINT8, "int32": ir.DataType.INT32}
+CODE_TYPES = {"uint8": ir.DataType.UINT8, "int8": ir.DataType.INT8, "int32": ir.DataType.INT32}
 """Of codes, and of the order of columns."""
 NAMES = {dtype: name for name, dtype in ONNX_TYPES.items()}
 
@@ -64,7 +64,7 @@ class StoredValues:
             shape: another shape of the same bytes; by default that of the rows.
         """
         tensor = self._tensors[rows.name]
-        dtype = {**INTEGERS, **ONNX_TYPES}[tensor.dtype.name]
+        dtype = {**CODE_TYPES, **ONNX_TYPES}[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.path.name, tensor.offset + row * rows.first, length)

@@ -74,8 +74,9 @@ if TYPE_CHECKING:
 @options.dtype
 @click.option(
     "--quant",
-    type=click.Choice(["int8", "int4", "int4-mixed", "int4-small"]),
-    help="Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4.",
+    type=click.Choice(["int8", "int4", "int4-mixed", "int4-small", "a8w8"]),
+    help="Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4; of "
+    "8, with activations of 8 bits: the fastest prompts.",
 )
 @click.option("--quant-block", type=int, metavar="N", help="Weights that share a scale: 16 to 256.  [default: 32]")
 @click.option("--symmetric", is_flag=True, help="Store no zero points.")

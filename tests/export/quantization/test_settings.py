@@ -8,6 +8,8 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export.export_options import DEFAULTS
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.column_format import ColumnFormat
 from llmconv.export.quantization.settings import INT8, QuantizationSettings
 
 LAYERS = 16
@@ -40,6 +42,17 @@ def test_mixed_gives_sensitive_projections_8_bits_in_some_layers() -> None:
     assert bits(made, "model.layers.0.mlp.gate_proj.weight", 0) == 4
 
 
+def test_a8w8_has_columns_but_for_the_head_and_the_last_projections_of_mlps() -> None:
+    made = settings(quant="a8w8", quant_bits=["o_proj=4", "k_proj=8"])
+    found = {
+        name: made.format_of(f"model.layers.0.{name}.weight", f"model.layers.0.{name}.weight", 0, LAYERS)
+        for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj", "self_attn.k_proj")
+    }
+    expected = [ColumnFormat(), INT8, BlockFormat(), INT8]
+    assert list(found.values()) == expected
+    assert made.format_of("lm_head.weight", "lm_head.weight", None, LAYERS) == INT8
+
+
 def test_names_can_be_excluded_and_get_other_bits() -> None:
     made = settings(quant="int4", quant_exclude=["o_proj"], quant_bits=["layers\\.0\\.=8", "lm_head=4"])
     names = ("model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
@@ -48,7 +61,7 @@ def test_names_can_be_excluded_and_get_other_bits() -> None:
 
 def test_rtn_searches_nothing() -> None:
     assert not any(
-        form.search
+        isinstance(form, BlockFormat) and form.search
         for form in (settings(quant="int4", method="rtn").format_of("w", "w", layer, LAYERS) for layer in (0, None))
         if form
     )

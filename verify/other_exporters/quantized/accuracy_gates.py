@@ -54,11 +54,15 @@ class AccuracyGate:
 RELATIVE = AccuracyGate(against_rounding=True)
 GATES = {
     "int8": AccuracyGate(NEGLIGIBLE),
+    "a8w8": AccuracyGate(0.2),
     "int4": RELATIVE,
     "int4-mixed": RELATIVE,
     "int4-small": RELATIVE,
 }
-"""By preset of `llmconv export --quant`; a preset without a row is measured, and judged by limits of the user alone."""
+"""By preset of `llmconv export --quant`; a preset without a row is measured, and judged by limits of the user alone.
+
+`a8w8`, measured with SmolLM2-135M: 0.07 nats on a text, but 0.50 if activations with outliers are rounded to 8 bits.
+"""
 
 
 def check_limits(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:

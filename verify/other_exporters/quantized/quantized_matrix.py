@@ -26,7 +26,8 @@ class QuantizedMatrix:
         repeat: see `scale`.
         scales: name of the initializer with the scales.
         looked_up, multiplied: whether it is an embedding, and whether it is a factor of a product.
-        largest: the largest code, if the smallest is 0.
+        largest: the largest code, if it is known.
+        smallest: the smallest code.
         columns: place of every column among those of `scale` and `zero`, if those are in another order.
     """
 
@@ -41,6 +42,7 @@ class QuantizedMatrix:
     looked_up: bool = False
     multiplied: bool = True
     largest: int | None = None
+    smallest: int = 0
     columns: Array | None = None
 
     def rows(self, start: int, stop: int) -> Array:

@@ -138,7 +138,7 @@ def _not_nearest(stored: QuantizedMatrix, original: Array, columns: slice, start
     codes = stored.codes(start, stop)[:, columns].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         exact = np.where(scale != 0, original / scale, 0) + zero
-    off = np.abs(np.clip(exact, 0, stored.largest) - codes)
+    off = np.abs(np.clip(exact, stored.smallest, stored.largest) - codes)
     odd = np.argwhere(~(off <= HALF_STEP))
     if not len(odd):
         return ""

@@ -8,6 +8,7 @@ the scales of both (ONNX, docs/Operators.md); `MatMulIntegerToFloat` and `Dynami
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
@@ -47,6 +48,8 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         zero=zeros,
         repeat=repeat,
         scales=constants.initializer(scale),
+        largest=int(np.iinfo(data.dtype).max),
+        smallest=int(np.iinfo(data.dtype).min),
     )
 
 
