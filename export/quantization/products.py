@@ -21,6 +21,9 @@ from llmconv.export.weights.stored_values import StoredValues
 ACCURACY = 4
 """`accuracy_level`: activations are rounded to int8 by blocks; without it onnxruntime's CPU takes ten times as long."""
 
+WITHOUT_BIAS = ("ort-dml",)
+"""Targets that refuse a graph whose `MatMulNBits` has a bias (DirectML's `DmlOperatorMatMulNBits.cpp`, onnxruntime)."""
+
 
 @dataclass(frozen=True)
 class QuantizedProducts:
@@ -28,9 +31,11 @@ class QuantizedProducts:
 
     Attributes:
         weights: the quantized tensors by name.
+        target: runtime of the graphs, such as `ort-dml`; None for any.
     """
 
     weights: Mapping[str, QuantizedWeight]
+    target: str | None = None
 
     def __contains__(self, source: WeightSource) -> bool:
         return isinstance(source, StoredRows) and source.name in self.weights
@@ -52,12 +57,14 @@ class QuantizedProducts:
         count, blocks, _ = static_shape(codes)
         columns = rows.shape[0 if weight.transposed else 1]
         zeros = None if weight.form.symmetric else values.stored(_part(rows, ZEROS, values))
-        inputs = [left, codes, values.stored(_part(rows, SCALES, values)), zeros, None, bias]
+        fused = None if self.target in WITHOUT_BIAS else bias
+        inputs = [left, codes, values.stored(_part(rows, SCALES, values)), zeros, None, fused]
         while inputs[-1] is None:
             inputs.pop()
         sizes = {"K": columns, "N": count, "bits": weight.form.bits, "block_size": weight.form.size}
         assert blocks == weight.form.blocks(columns)
-        return editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
+        product = editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
+        return product if bias is fused else editor.one("Add", [product, bias])
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
         """Replaces every product and lookup of quantized weights, except those of experts.
