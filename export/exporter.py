@@ -130,7 +130,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     )
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
-    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs), changes)
+    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
     source = checkpoint.path if is_remote(model) else Path(model)
@@ -249,12 +249,12 @@ def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
 
 
 def _client_files(
-    clients: Sequence[Client], model: LanguageModel, folder: Path, specs: Mapping[str, GraphSpec]
+    clients: Sequence[Client], model: LanguageModel, folder: Path, specs: Mapping[str, GraphSpec], quant: str | None
 ) -> ClientFiles:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
-    kinds = spec.cache, spec.precision, spec.target
+    kinds = spec.cache, spec.precision, spec.target, quant
     return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, *kinds))
 
 

@@ -148,7 +148,7 @@ class GraphPlan:
         distinct = list({id(traced): traced for traced in graphs.values()}.values())
         require_stages(self.options.stages, distinct[0].num_layers)
         known = matches or {id(traced): match_weights(traced, weights) for traced in distinct}
-        products = QuantizedProducts(quantized) if quantized else None
+        products = QuantizedProducts(quantized, distinct[0].spec.target) if quantized else None
         prefix = None
         if self.options.prefix:  # all graphs of such an export share one trace
             prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, weights)

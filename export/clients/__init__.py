@@ -31,6 +31,7 @@ class ClientModel:
         cache: `growing` or `shared-buffer`.
         precision: dtype that the graphs compute in.
         target: runtime of the graphs, such as `ort-cuda`; None for any.
+        quant: preset of quantized weights, such as `int4`; None for weights as they are.
     """
 
     config: Any
@@ -39,6 +40,7 @@ class ClientModel:
     cache: str = "growing"
     precision: str = "float32"
     target: str | None = None
+    quant: str | None = None
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
 def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> dict[str, Any]:
     config, past = model.config, graphs.past() or _past(model)
     _, kv_heads, _, head_size = past[0].axes
-    # Two sessions share one mapped file only where neither makes a packed copy of the weights.
-    packing = {"session.disable_prepacking": "1"} if is_pipeline else {}
+    # Two sessions share one mapped file only where neither packs the weights; codes must be packed.
+    packing = {"session.disable_prepacking": "1"} if is_pipeline and not model.quant else {}
     decoder: dict[str, Any] = {
         "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": _providers(model)},
         "hidden_size": int(config.hidden_size),

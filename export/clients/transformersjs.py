@@ -1,6 +1,6 @@
 """transformers.js: `onnx/model.onnx` and its data `onnx/model.onnx_data`, …, which link to the graph and the weights.
 
-A float16 graph is `onnx/model_fp16.onnx`, which the client opens with `dtype: "fp16"` (its `src/utils/dtypes.js`, 4.3).
+The name of the graph ends with that of its `dtype`, such as `onnx/model_q4.onnx` (its `src/utils/dtypes.js`, 4.3).
 The client requires the folder `onnx/`, and a graph may refer to data in its own folder or below only. But onnxruntime
 follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target of
 the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
@@ -26,8 +26,14 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GRAPH = "transformersjs.graph"
 """Not `.onnx`: opened under this name, the graph does not find its data."""
 
-SUFFIXES = {"float32": "", "float16": "_fp16"}
-"""End of the graph's name by precision."""
+DTYPES = {"float32": "fp32", "float16": "fp16"}
+"""The client's `dtype` by precision, for weights as they are."""
+
+QUANTIZED_DTYPES = {"float32": "q4", "float16": "q4f16"}
+"""The client's `dtype` by precision, for weights of 4 bits."""
+
+SUFFIXES = {"fp32": "", "fp16": "_fp16", "q4": "_q4", "q4f16": "_q4f16", "q8": "_quantized"}
+"""End of the graph's name by `dtype`; what the graph computes in, the client reads from its inputs."""
 
 MAX_DATA_FILES = 100
 """`MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3."""
@@ -57,18 +63,29 @@ def _generation(model: ClientModel) -> dict[str, bytes]:
 
 
 def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
-    """The number of data files to download; local files are found by onnxruntime itself."""
-    return {"transformers.js_config": {"use_external_data_format": {linked_graph(model): len(graphs.weights)}}}
+    """What the client downloads and opens if a call gives no `dtype`; local data are found by onnxruntime itself."""
+    dtype = client_dtype(model)
+    content = {"dtype": dtype, "use_external_data_format": {linked_graph(model): len(graphs.weights)}}
+    if model.precision != "float32":  # before 4.0 the client reads the element type of the cache here
+        content["kv_cache_dtype"] = {dtype: model.precision}
+    return {"transformers.js_config": content}
+
+
+def client_dtype(model: ClientModel) -> str:
+    """The client's name of the graph's variety, such as `q4`."""
+    if model.quant == "int8":
+        return "q8"
+    return (QUANTIZED_DTYPES if model.quant else DTYPES)[model.precision]
 
 
 def linked_graph(model: ClientModel) -> str:
     """Name of the graph in `onnx/`."""
-    return f"model{SUFFIXES.get(model.precision, '')}.onnx"
+    return f"model{SUFFIXES[client_dtype(model)]}.onnx"
 
 
 def check(model: ClientModel) -> None:
     """Raises UnsupportedInput for a precision that the client does not have."""
-    if model.precision not in SUFFIXES:
+    if model.precision not in DTYPES:
         raise UnsupportedInput(
             f"transformers.js does not run {model.precision} graphs", hint="give `--precision float16 -o OUT`"
         )

@@ -24,6 +24,9 @@ from llmconv.export.weights.stored_values import StoredValues
 ACCURACY = 4
 """`accuracy_level`: activations are rounded to int8 by blocks; without it onnxruntime's CPU takes ten times as long."""
 
+WITHOUT_BIAS = ("ort-dml",)
+"""Targets that refuse a graph whose `MatMulNBits` has a bias (DirectML's `DmlOperatorMatMulNBits.cpp`, onnxruntime)."""
+
 
 @dataclass(frozen=True)
 class QuantizedProducts:
@@ -31,9 +34,11 @@ class QuantizedProducts:
 
     Attributes:
         weights: the quantized tensors by name.
+        target: runtime of the graphs, such as `ort-dml`; None for any.
     """
 
     weights: Mapping[str, QuantizedWeight]
+    target: str | None = None
 
     def __contains__(self, source: WeightSource) -> bool:
         return isinstance(source, StoredRows) and source.name in self.weights
@@ -63,8 +68,10 @@ class QuantizedProducts:
         zeros = None if weight.form.symmetric else values.stored(_part(rows, ZEROS, values))
         sizes = {"K": columns, "N": count, "bits": weight.form.bits, "block_size": weight.form.size}
         assert blocks == weight.form.blocks(columns)
-        inputs = _given(left, codes, scales, zeros, None, bias)
-        return editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
+        fused = None if self.target in WITHOUT_BIAS else bias
+        inputs = _given(left, codes, scales, zeros, None, fused)
+        product = editor.one("MatMulNBits", inputs, {**sizes, "accuracy_level": ACCURACY}, domain=MICROSOFT)
+        return product if bias is fused else editor.one("Add", [product, bias])
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
         """Replaces every product and lookup of quantized weights, except those of experts.

@@ -233,7 +233,7 @@ def test_transformersjs_config_is_written_in_a_new_folder_only(llama: Path, tmp_
     export(llama, tmp_path / "new", layout="transformersjs")
     assert (llama / "config.json").read_bytes() == before
     content = json.loads((tmp_path / "new" / "config.json").read_text())["transformers.js_config"]
-    assert content == {"use_external_data_format": {"model.onnx": 1}}
+    assert content == {"dtype": "fp32", "use_external_data_format": {"model.onnx": 1}}
 
 
 def test_the_links_of_transformersjs_open_in_place_and_as_copies(unusual: Path, tmp_path: Path) -> None:
