@@ -83,7 +83,16 @@ if TYPE_CHECKING:
     "--quant-exclude", multiple=True, metavar="PATTERN", help="Weights that stay as they are; may be repeated."
 )
 @click.option("--quant-bits", multiple=True, metavar="PATTERN=8", help="Bits of the weights with such names: 4 or 8.")
-@click.option("--calibrate", metavar="FILE", help="Text whose activations say which columns of weights matter.")
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["int8"]),
+    help="int8: keep keys and values as codes of 8 bits in a shared buffer; needs --calibrate.",
+)
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    help="Text that shows which columns of weights matter, and the range of keys and values.",
+)
 @click.option(
     "--method",
     type=click.Choice(["rtn", "search"]),
