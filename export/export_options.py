@@ -44,6 +44,8 @@ class ExportOptions(TypedDict, total=False):
         symmetric: store no zero points.
         quant_exclude: regular expressions; weights with such names are not quantized.
         quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
+        kv_cache: `int8`: keep keys and values as integer codes, with scales measured on the text `calibrate` (default:
+            that of llmconv).
         calibrate: text file, or `default` for the text that ships with llmconv; columns of a weight count as much as
             what they are multiplied with on this text.
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
@@ -78,6 +80,7 @@ class ExportOptions(TypedDict, total=False):
     symmetric: bool
     quant_exclude: Sequence[str]
     quant_bits: Sequence[str]
+    kv_cache: str | None
     calibrate: str | Path | None
     method: str | None
     max_shard_size: str | int
@@ -112,6 +115,7 @@ DEFAULTS: ExportOptions = {
     "symmetric": False,
     "quant_exclude": (),
     "quant_bits": (),
+    "kv_cache": None,
     "calibrate": None,
     "method": None,
     "max_shard_size": DEFAULT_SIZE,

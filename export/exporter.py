@@ -11,7 +11,7 @@ from typing import Any, Unpack, get_type_hints
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
@@ -22,18 +22,23 @@ from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec, ShapeOptions,
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
+from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
+from llmconv.export.rewrite.key_rotation import key_rotations
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
+from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
 from llmconv.files.paths import Written
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
@@ -113,7 +118,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
         InputRefused: a `model_type` without input map, weights that do not match the config, existing graphs, …
         OutputFailed: writing failed.
     """
-    given: ExportOptions = {**DEFAULTS, **options}
+    given = with_kv_cache({**DEFAULTS, **options})
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
@@ -124,10 +129,13 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
     given = _for_target(given, clients, language_model, checkpoint)
     _check_weight_options(given, writes=output is not None)
+    if given["kv_cache"]:
+        past = language_model.input_map.past(language_model.config)
+        require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
     shapes = _shape_options(given)
-    changes = GraphOptions(
-        given["last_logits"], choice, given["stages"], prefix, given["opset"], given["strict_target"], quantization
-    )
+    text = _text(given) if given["kv_cache"] else None
+    rest = given["strict_target"], quantization, text.sha256 if text else ""
+    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
@@ -162,13 +170,18 @@ def _make(
     weights = folder.weights()
     distinct = {id(traced): traced for traced in graphs.values()}
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
+    for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
+        require_grouped_query(traced.model, checkpoint.config.get("model_type"))
+    calibration = _Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
         quantized = select([(distinct[key], matched) for key, matched in matches.items()], formats)
-        folder = folder.quantized(quantized, _importance(language_model, checkpoint, graphs, given))
+        searched = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
+        folder = folder.quantized(quantized, searched.importance() if searched else {})
         folder.check(plan)
         weights = folder.weights()
-    files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches)
+    scales = calibration.cache_scales() if calibration and given["kv_cache"] else None
+    files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches, scales)
     sizes = None
     if not given["dry_run"]:
         done = step("export", source, dtype=given["dtype"], layers_traced=traced_layers, **plan.manifest_options())
@@ -186,20 +199,63 @@ def _make(
     )
 
 
-def _importance(
-    language_model: LanguageModel, checkpoint: Checkpoint, graphs: Mapping[str, TracedGraph], given: ExportOptions
-) -> dict[str, Array]:
-    """The importance of the columns of weights, by name, on the calibration text; empty without one."""
-    if given["calibrate"] is None:
-        return {}
-    limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-    texts = CalibrationText.read(given["calibrate"]).tokens(checkpoint.path, limit, trust_remote_code=trusted)
-    traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
-    if traced is None:
-        traced = language_model.trace({"unified": GROWING})[0]["unified"]
-    tensors = file_tensors(checkpoint)
-    say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
-    return column_importance(traced, match_weights(traced, tensors), tensors, texts)
+@dataclass(frozen=True)
+class _Calibration:
+    """A text and the model's float32 graph, which runs on it.
+
+    Attributes:
+        traced: the graph, its weights still inputs.
+        texts: token ids int64 [1, tokens].
+        tensors: the checkpoint's tensors in their files.
+    """
+
+    traced: TracedGraph
+    texts: list[Array]
+    tensors: dict[str, FileTensor]
+
+    @classmethod
+    def of(
+        cls,
+        language_model: LanguageModel,
+        checkpoint: Checkpoint,
+        graphs: Mapping[str, TracedGraph],
+        given: ExportOptions,
+    ) -> _Calibration | None:
+        """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
+
+        Raises:
+            UnsupportedInput: the weights are quantized, and are no values that the graph could run on.
+        """
+        if (text := _text(given)) is None:
+            return None
+        if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
+            raise UnsupportedInput(
+                "a text runs through weights of floats, and those of this model are quantized",
+                hint="leave out `--calibrate` and `--kv-cache`",
+            )
+        limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
+        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted)
+        traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
+        if traced is None:
+            traced = language_model.trace({"unified": GROWING})[0]["unified"]
+        say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
+        return cls(traced, texts, file_tensors(checkpoint))
+
+    def importance(self) -> dict[str, Array]:
+        """The importance of the columns of weights, by name."""
+        return column_importance(self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts)
+
+    def cache_scales(self) -> dict[str, Array]:
+        """Scales of an int8 cache, by name of the cache input."""
+        matches, rotations = match_weights(self.traced, self.tensors), key_rotations(self.traced)
+        return measure_cache_scales(self.traced, matches, self.tensors, self.texts, rotations)
+
+
+def _text(given: ExportOptions) -> CalibrationText | None:
+    """The text that runs through the model; None for none."""
+    if given["calibrate"] is not None:
+        return CalibrationText.read(given["calibrate"])
+    return CalibrationText.shipped() if given["kv_cache"] else None
 
 
 def _check_target(given: ExportOptions) -> None:

@@ -20,6 +20,7 @@ from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
+from llmconv.export.rewrite.passes.quantized_cache import quantize_cache
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.targets.fallback_report import fallback_fields, find_fallbacks, report
 from llmconv.export.targets.kernels import Fallback
@@ -29,6 +30,7 @@ from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
+from llmconv.tensors import Array
 
 FILES = {**GRAPH_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
 PROMPT_ROLES = {"prefill", "unified"}
@@ -130,6 +132,7 @@ class GraphPlan:
         sources: Mapping[str, FileTensor],
         quantized: Mapping[str, QuantizedWeight] | None = None,
         matches: Mapping[int, Mapping[str, WeightSource]] | None = None,
+        cache_scales: Mapping[str, Array] | None = None,
     ) -> GraphFiles:
         """Binds the graphs to the weights and encodes all files.
 
@@ -139,6 +142,7 @@ class GraphPlan:
             sources: the same tensors in files that can be read now; only a soft prompt reads them.
             quantized: the tensors that are stored as codes, by name.
             matches: the stored tensors of each weight by `id` of the graph, if they are known already.
+            cache_scales: scales of an int8 cache, by name of the cache input.
 
         Raises:
             InputRefused: the weights are not of this model, an option does not fit it, or `strict_target` is given and
@@ -154,6 +158,8 @@ class GraphPlan:
             prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, weights)
         for traced in distinct:
             bind(traced, known[id(traced)], weights, quantized=products)
+            if cache_scales and traced.spec.kv_cache:
+                quantize_cache(traced.model, cache_scales)
         made = GraphFiles(mapped=mapped_bytes(distinct))
         for traced in distinct:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)

@@ -25,6 +25,7 @@ class GraphOptions:
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
         quantization: which weights become integer codes, or are stored as such; None for none.
+        cache_text: sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats.
 
     Raises:
         UsageProblem: another `opset`.
@@ -37,6 +38,7 @@ class GraphOptions:
     opset: int | None = None
     strict_target: bool = False
     quantization: QuantizationSettings | StoredFormats | None = None
+    cache_text: str = ""
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:
@@ -44,7 +46,11 @@ class GraphOptions:
 
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of a graph's manifest entry, defaults left out; those of a prefix are in `PrefixFile`."""
-        fields = {"last_logits": self.last_logits, "postprocess": self.choice.text if self.choice else ""}
+        fields = {
+            "last_logits": self.last_logits,
+            "postprocess": self.choice.text if self.choice else "",
+            "calibrate": self.cache_text,
+        }
         quantized = self.quantization.manifest_fields() if self.quantization else {}
         return {**{name: value for name, value in fields.items() if value}, **quantized}
 

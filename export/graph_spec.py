@@ -28,6 +28,9 @@ FLOAT32 = "float32"
 PRECISIONS = (FLOAT32, "float16", "bfloat16")
 """Values of the option `precision`: the dtype that a graph computes in."""
 
+INT8 = "int8"
+"""The value of the option `kv_cache`: the dtype that keys and values are rounded to."""
+
 
 @dataclass(frozen=True)
 class ShapeOptions:
@@ -45,6 +48,7 @@ class ShapeOptions:
     target: str | None = None
     precision: str = FLOAT32
     logits_dtype: str = FLOAT32
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_seq_len", "prompt_len"):
@@ -55,6 +59,7 @@ class ShapeOptions:
         require_choice(self.target or next(iter(TARGETS)), tuple(TARGETS), "target")
         require_choice(self.precision, PRECISIONS, "precision")
         require_choice(self.logits_dtype, PRECISIONS, "logits_dtype")
+        require_choice(self.kv_cache or INT8, (INT8,), "kv_cache")
         if self.logits_dtype not in (FLOAT32, self.precision):
             raise UsageProblem(
                 f"`--logits-dtype {self.logits_dtype}` needs graphs that compute in {self.logits_dtype}",
@@ -75,6 +80,7 @@ class GraphSpec:
         target: the provider of onnxruntime that the graph is for, a key of `TARGETS`; None for any runtime.
         precision: dtype of weights, activations and cache.
         logits: dtype of the logits, `float32` or `precision`.
+        kv_cache: `int8` for keys and values as integer codes, which are added after the trace; empty for floats.
         steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
     """
 
@@ -86,6 +92,7 @@ class GraphSpec:
     target: str | None = None
     precision: str = FLOAT32
     logits: str = FLOAT32
+    kv_cache: str = ""
     steps: bool = False
 
     @property
@@ -169,7 +176,14 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
         UsageProblem: options that contradict each other.
     """
     precision, logits = options.precision, options.logits_dtype
-    spec = GraphSpec(options.cache, embeddings=embeddings, target=options.target, precision=precision, logits=logits)
+    spec = GraphSpec(
+        options.cache,
+        embeddings=embeddings,
+        target=options.target,
+        precision=precision,
+        logits=logits,
+        kv_cache=options.kv_cache or "",
+    )
     if options.shapes == "static":
         if options.cache != "growing":
             raise UsageProblem(
@@ -183,7 +197,9 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
     if fixed:
         option = f"--{fixed[0].replace('_', '-')}"
         raise UsageProblem(f"`{option}` applies to static graphs only", hint="add `--shapes static`, or leave it out")
-    step = replace(spec, steps=options.cache == "shared-buffer" and options.target == "ort-cpu")
+    # keys that the operator rotates itself could not be compared with codes
+    rotates = options.cache == "shared-buffer" and options.target == "ort-cpu" and not options.kv_cache
+    step = replace(spec, steps=rotates)
     return {role: step if role == "decode" else spec for role in roles}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import onnx
@@ -25,6 +26,7 @@ from llmconv.verify.audit.odd_weights import odd_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
@@ -32,6 +34,7 @@ from llmconv.verify.folder_comparison import Compared, compare_half_precision
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.run import require_numbers
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
@@ -66,6 +69,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     text: str | Path | None = None,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
+    calibrate: str | Path | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -86,6 +90,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence of quantized weights, in nats per token (default: by preset).
         min_agreement: minimum share of tokens with the same most likely next token.
+        calibrate: the text file on which `export` measured the scales of an int8 cache.
 
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
@@ -104,8 +109,48 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.reference = reference.name
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
     cost = _cost_options(verified, text, max_divergence, min_agreement, reference if trust_remote_code else None)
-    checks = _checks(verified, reference, report, session, eager, cost, low_memory, allow_changed=allow_changed)
-    return session.run(report, checks, most_precise)
+    prepack = is_quantized(verified.models)
+    coded = CodedFolder.of(verified, Path(calibrate) if calibrate else None, cost, prepack=prepack)
+    if coded and low_memory:
+        raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+    with ExitStack() as stack:
+        rest = report, session, eager
+        checks = (
+            _coded_checks(coded, reference, *rest, stack, allow_changed=allow_changed)
+            if coded
+            else _checks(verified, reference, *rest, cost, low_memory, allow_changed=allow_changed)
+        )
+        return session.run(report, checks, most_precise)
+
+
+def _coded_checks(
+    coded: CodedFolder,
+    reference: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    stack: ExitStack,
+    *,
+    allow_changed: bool,
+) -> Checking:
+    """All checks of graphs with codes in their caches; `stack` keeps copies, other arguments as in `_checks`."""
+    verified, cost = coded.verified, coded.cost
+    structure = coded.structure()
+    yield structure
+    if any(check.verdict == "fail" for check in structure):
+        return eager, verified
+    copies = coded.as_floats(stack)
+    model: Eager | None
+    if coded.prepack:
+        yield from _audit_files(verified, report, allow_changed=allow_changed)
+        result = yield from compare_quantized_folder(copies, reference, report, session, eager, cost)
+        model = eager or Eager(reference, "float32", code=cost.code)
+    else:
+        result = yield from _checks(copies, reference, report, session, eager, cost, False, allow_changed=allow_changed)
+        model = result[0]
+    if model is not None:
+        yield from coded.compare(model, report, session)
+    return result
 
 
 def _checks(
@@ -225,9 +270,11 @@ def _cost_options(
     code: Path | None,
 ) -> QuantizationOptions:
     """The options for quantized graphs; graphs of floats take none."""
-    if not is_quantized(verified.models) and any(option is not None for option in (text, divergence, agreement)):
+    quantized = is_quantized(verified.models) or any(map(has_codes, verified.models.values()))
+    if not quantized and any(option is not None for option in (text, divergence, agreement)):
         raise UsageProblem(
-            "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights only", hint="leave them out"
+            "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights and caches only",
+            hint="leave them out",
         )
     own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
     preset = recorded_preset(verified.path) if own else ""

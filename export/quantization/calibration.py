@@ -61,7 +61,7 @@ def column_importance(
     bind(observed, matches, tensors)
     model = _observing(observed.model)
     sums: dict[str, Array] = {}
-    for name, squares in _run(model, folder, texts):
+    for name, squares in outputs_on_texts(model, folder, texts):
         sums[name] = sums.get(name, 0) + squares.astype(np.float64)
     rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
     return _by_tensor({name.removeprefix(PREFIX): found for name, found in sums.items()}, rows)
@@ -106,8 +106,19 @@ def _label(value: ir.Value | None) -> str:
     return (value.name or "") if is_stored and value is not None else ""
 
 
-def _run(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
-    """The outputs for every text, piece by piece."""
+def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterator[tuple[str, Array]]:
+    """Name and value of every output for every text, one piece of the graph after the other.
+
+    Args:
+        model: a float32 graph with a growing cache.
+        folder: of the weights that it maps.
+        texts: token ids int64 [1, tokens].
+
+    Raises:
+        UnsupportedInput: onnxruntime cannot map the weights.
+        OutOfMemory: memory ran out.
+    """
+    wanted = {info.name for info in model.graph.output}
     values = [_inputs(model, text) for text in texts]
     types: ValueTypes = {}
     for info in model.graph.input:
@@ -128,7 +139,7 @@ def _run(model: onnx.ModelProto, folder: Path, texts: Sequence[Array]) -> Iterat
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
                 raise_if_out_of_memory(error, "while the text was run")
                 raise
-            yield from ((name, value.numpy()) for name, value in made.items() if name.startswith(PREFIX))
+            yield from ((name, value.numpy()) for name, value in made.items() if name in wanted)
             kept = {name: value for name, value in {**mine, **made}.items() if name in later}
             mine.clear()
             mine.update(kept)

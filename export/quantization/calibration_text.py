@@ -39,13 +39,18 @@ class CalibrationText:
             UsageProblem: there is a file named `default`.
         """
         if is_default(path):
-            return cls(DEFAULT, calibration_text())
+            return cls.shipped()
         try:
             return cls(Path(path).name, read_small(Path(path)).decode())
         except OSError as error:
             raise InputRefused(f"cannot read `{path}`: {error.strerror}", hint="`--calibrate` takes a file") from error
         except UnicodeDecodeError as error:
             raise InputRefused(f"`{path}` is not UTF-8 text", hint="`--calibrate` takes a plain text file") from error
+
+    @classmethod
+    def shipped(cls) -> CalibrationText:
+        """The text that ships with llmconv."""
+        return cls(DEFAULT, calibration_text())
 
     @property
     def sha256(self) -> str:

@@ -101,21 +101,23 @@ class QuantizationSettings:
         """The settings of the options of `export`; None if nothing is quantized.
 
         Args:
-            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits`, `method` and `calibrate`.
+            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits`, `method`, `calibrate` and
+                `kv_cache`, which also uses `calibrate`.
 
         Raises:
             UsageProblem: as the class; or options that need `quant`.
         """
         given = {name: options[name] for name in DEPENDENT}
         if options["quant"] is None:
-            if unused := next((name for name, value in given.items() if value), None):
+            cache = {"calibrate"} if options["kv_cache"] else set()
+            if unused := next((name for name, value in given.items() if value and name not in cache), None):
                 raise UsageProblem(
                     f"`--{unused.replace('_', '-')}` has no effect without `--quant`", hint="add `--quant int4`"
                 )
             return None
         if given["method"] not in (None, "rtn", "search"):
             raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
-        if given["calibrate"] is not None and given["method"] == "rtn":
+        if given["calibrate"] is not None and given["method"] == "rtn" and not options["kv_cache"]:
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         if given["calibrate"] is not None and options["quant"] == "a8w8" and BITS[0] not in dict(bits).values():

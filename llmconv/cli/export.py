@@ -85,9 +85,14 @@ if TYPE_CHECKING:
 )
 @click.option("--quant-bits", multiple=True, metavar="PATTERN=8", help="Bits of the weights with such names: 4 or 8.")
 @click.option(
+    "--kv-cache",
+    type=click.Choice(["int8"]),
+    help="int8: keep keys and values as codes of 8 bits in a shared buffer, in the ranges of a text.",
+)
+@click.option(
     "--calibrate",
     metavar="FILE|default",
-    help="Text whose activations say which columns of weights matter; `default` for llmconv's own.",
+    help="Text that shows which columns of weights matter, and the range of keys and values; `default`: llmconv's own.",
 )
 @click.option(
     "--method",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
     from llmconv.verify import Check, Report
 
-OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed")
+OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate")
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
@@ -47,6 +47,12 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed")
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="Text to measure the cost of quantization on.  [default: llmconv's own]",
+)
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The text that was given to `export --kv-cache int8`, which needs it.",
 )
 @click.option(
     "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."
@@ -202,6 +208,8 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
             "`--low-memory` excludes `--graph`, `--repeat`, `--bisect` and `--minimize`",
             hint="leave out `--low-memory` or the other options",
         )
+    if graphs and choices["calibrate"] is not None:
+        raise UsageProblem("`--calibrate` applies to FOLDER only", hint="leave out `--calibrate`")
     if graphs and choices["allow_changed"]:
         raise UsageProblem(
             "`--allow-changed` applies to FOLDER only", hint="leave it out: no checksum of a `--graph` is recorded"

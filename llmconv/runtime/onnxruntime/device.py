@@ -31,6 +31,7 @@ TENSOR_DTYPES = {
     "tensor(float16)": np.float16,
     "tensor(bfloat16)": ml_dtypes.bfloat16,
     "tensor(double)": np.float64,
+    "tensor(int8)": np.int8,
 }
 """numpy types by onnxruntime's names."""
 

@@ -63,7 +63,7 @@ class OrtGraph:
         past_names, present_names: the inputs and outputs of the cache.
         result_names: the other outputs: `logits`, or `tokens` and `scores`.
         takes_positions: whether it has the input `position_ids`.
-        dtype: element type that it computes in, that of its cache.
+        dtype: float type that it computes in, that of its cache unless that contains integer codes.
         sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
 
     Args:
@@ -331,5 +331,5 @@ def _entry_of(path: Path) -> GraphEntry:
 
 def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
     """The narrowest float type of inputs and outputs."""
-    found = [np.dtype(TENSOR_DTYPES[name]) for name in types if name in TENSOR_DTYPES]
+    found = [np.dtype(TENSOR_DTYPES[name]) for name in types if name in TENSOR_DTYPES and name != "tensor(int8)"]
     return min(found, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ WRITE_INDICES = "write_indices"
 MAX_LENGTH = "max_sequence_length"
 """Symbol of the length of a shared buffer, in past and present; the caller chooses it."""
 
-GARBAGE = 1e4
+GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
 token: a decode graph counts one token too many for an empty cache."""
@@ -226,8 +227,10 @@ class BufferedSession:
         for index, name in enumerate(self._past):
             _, heads, _, size = self._shapes[name]
             shape = self.sizes.rows or rows, int(heads), capacity, int(size)
-            array = np.full(shape, self._fill, dtype=self._dtypes[name])
+            dtype = np.dtype(self._dtypes[name])
+            array = np.full(shape, min(self._fill, GARBAGE_CODE) if dtype == np.int8 else self._fill, dtype=dtype)
             if content:
+                _require_codes(name, content[index], dtype)
                 array[:rows, :, : content[index].shape[2]] = content[index]
                 array[rows:] = array[:1]
             arrays.append(array)
@@ -259,6 +262,15 @@ class BufferedSession:
             if name in self._shapes:
                 bound.feed(name, array)
         return [result[:rows, :new] for result in bound.run()]
+
+
+def _require_codes(name: str, content: Array, dtype: np.dtype[Any]) -> None:
+    """Refuses numbers for a buffer of integer codes, whose scales only the graph knows, and the reverse."""
+    if (content.dtype == np.int8) is not (dtype == np.int8):
+        raise InputRefused(
+            f"`{name}` has the dtype {dtype}, and the cache to continue has {content.dtype}",
+            hint="start without a past, or continue the cache of a graph of the same `--kv-cache`",
+        )
 
 
 def padded(array: Array, rows: int, columns: int) -> Array:

@@ -51,9 +51,11 @@ class AccuracyGate:
     against_rounding: bool = False
 
 
+CACHE = "kv-cache int8"
 RELATIVE = AccuracyGate(against_rounding=True)
 GATES = {
     "int8": AccuracyGate(NEGLIGIBLE),
+    CACHE: AccuracyGate(NEGLIGIBLE),
     "a8w8": AccuracyGate(0.2),
     "int4": RELATIVE,
     "int4-mixed": RELATIVE,
