@@ -15,6 +15,7 @@ from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
 from llmconv.verify.other_exporters.quantized.plain_model import plain_model
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.other_exporters.quantized.stacked_matrices import unstacked
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import compare_graph_files
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
@@ -65,6 +66,6 @@ def compare_quantized_folder(
         for start in range(0, len(compared.entries), MAX_GRAPHS):
             paths = [folder / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
             files = read_graphs(paths, INPUT_MAP)
-            verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(reference))
+            verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(reference)))
             result = yield from compare_graph_files(verified, reference, report, session, eager, options, stack)
     return result

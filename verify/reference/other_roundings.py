@@ -17,8 +17,11 @@ from llmconv.verify.reference.merged_chain import another_order, joined
 from llmconv.verify.results.sigma import ULPS
 from llmconv.verify.scenarios.calls import Chain
 
-SEEDS = (0, 1)
-"""Of the runs from nudged embeddings."""
+SEEDS = tuple(range(6))
+"""Of the nudged runs."""
+
+EMBEDDED, MULTIPLIED = 0.5, 1.0
+"""Largest moves in units in the last place."""
 
 Rows = dict[str, Array]
 """Outputs as rows, by name."""
@@ -27,8 +30,8 @@ Rows = dict[str, Array]
 def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Callable[[str], Array]]:
     """Functions from the name of an output of the last call to its rows in another run.
 
-    One run has another order of operations, where one exists; the others begin with nudged embeddings. Nothing is run
-    before its rows are asked for.
+    One run has another order of operations, where one exists; in the others embeddings and products are nudged. Nothing
+    is run before its rows are asked for.
 
     Args:
         model: the model in the graph's dtype.
@@ -59,7 +62,10 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
 
 @contextmanager
 def nudged(model: EagerRunner, seed: int) -> Iterator[None]:
-    """Context in which embedded values are moved by at most half a unit in the last place before they are rounded.
+    """Context in which embeddings and products are moved by a few units in the last place before they are rounded.
+
+    Products of another library differ by as much, since it sums in another order. Nudged embeddings alone change no
+    rounding of a residual of 10,000, as first tokens have, to which much smaller products are added.
 
     Args:
         model: computes in its own dtype.
@@ -67,12 +73,16 @@ def nudged(model: EagerRunner, seed: int) -> Iterator[None]:
     """
     generator, unit = torch.Generator().manual_seed(seed), ULPS[model.dtype]
 
-    def nudge(_module: Any, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
-        moves = torch.rand(embedded.shape, generator=generator, dtype=torch.float64) - 0.5
-        return (embedded.double() * (1 + unit * moves)).to(embedded.dtype)
+    def nudge(units: float, _module: Any, _inputs: Any, computed: torch.Tensor) -> torch.Tensor:
+        moves = torch.rand(computed.shape, generator=generator, dtype=torch.float64) - 0.5
+        return (computed.double() * (1 + 2 * units * unit * moves)).to(computed.dtype)
 
-    hook = model.model.get_input_embeddings().register_forward_hook(nudge)
+    embedding = model.model.get_input_embeddings()
+    products = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [embedding.register_forward_hook(partial(nudge, EMBEDDED))]
+    hooks += [module.register_forward_hook(partial(nudge, MULTIPLIED)) for module in products]
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()

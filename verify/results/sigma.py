@@ -58,8 +58,12 @@ ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 ULP_SHARE = 0.5
 """Lower limit of the noise in units in the last place, for eager runs that happen to be exact."""
 
-FEW_ROWS = 8
-"""For outputs of at most this many rows, the noise is measured a second time before they fail."""
+FEW_ROWS = 32
+"""For outputs of at most this many rows, the noise is measured again before they fail. First tokens, whose noise is
+many times that of others, are even fewer."""
+
+LEAST_ROWS = 8
+"""Minimum number of rows of which the calmest are judged."""
 
 AT_ONCE = 8
 """Rows of logits per block, to limit the memory of their logarithms."""
@@ -187,7 +191,7 @@ def calmest_sigma(measures: Sequence[Measure]) -> float | None:
     """
     known = [(found.ratios, found.noise) for found in measures if found.ratios is not None and found.noise is not None]
     pairs = [(ratios[ratios > 0], noise[ratios > 0]) for ratios, noise in known]
-    if sum(len(ratios) for ratios, _ in pairs) < FEW_ROWS:
+    if sum(len(ratios) for ratios, _ in pairs) < LEAST_ROWS:
         return None
     errors = np.concatenate([ratios * noise for ratios, noise in pairs])
     return float(np.quantile(errors, CALMEST) / np.quantile(np.concatenate([noise for _, noise in pairs]), CALMEST))

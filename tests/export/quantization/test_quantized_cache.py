@@ -153,9 +153,11 @@ def test_options_that_cannot_keep_codes_are_refused(option: str, talking: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_is_needed(talking: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="needs a text"):
-        export(talking, tmp_path / "out", kv_cache="int8")
+def test_without_a_text_that_of_llmconv_is_used(talking: Path, tmp_path: Path) -> None:
+    export(talking, tmp_path / "own", unified=True, kv_cache="int8")
+    export(talking, tmp_path / "default", unified=True, kv_cache="int8", calibrate="default")
+    graphs = [(tmp_path / name / "model.onnx").read_bytes() for name in ("own", "default")]
+    assert graphs[0] == graphs[1]
 
 
 @pytest.mark.parametrize("layout", ["optimum", "transformersjs"])

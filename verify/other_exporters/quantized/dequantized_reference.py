@@ -17,6 +17,7 @@ from llmconv.output.plan import Shard, json_bytes
 from llmconv.output.streaming import stream_shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
+from llmconv.verify.other_exporters.quantized.stacked_matrices import restacked
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
 TIED = "tie_word_embeddings"
@@ -82,7 +83,7 @@ def dequantized_reference(
         untied = _untied(config) if tie and tie.head in tensors else config
         (copy / "config.json").write_bytes(json_bytes(untied))
         with open(copy / SINGLE, "xb", buffering=0) as file:
-            stream_shard(file, Shard(SINGLE, tensors), lambda count: None)
+            stream_shard(file, Shard(SINGLE, restacked(tensors)), lambda count: None)
         yield copy
 
 

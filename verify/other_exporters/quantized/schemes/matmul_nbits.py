@@ -90,21 +90,30 @@ def _unrounded(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProt
 
 
 def _has_inexact_kernel(node: onnx.NodeProto, constants: Constants) -> bool:
-    """Whether the kernel rounds `scale * zero point`: 4 bits with packed zero points, for two rows or more.
+    """Whether the float32 kernel is noisier than a product of floats, which adds up over the layers of a model.
 
-    Its noise is 2 to 3 times that of a product of floats (K = 576 to 1536), which adds up over the layers of a model.
+    With packed zero points it rounds `scale * zero point`: 2 to 3 times the noise for two rows or more (4 bits, K = 576
+    to 1536). With 8 bits onnxruntime has no kernel of float32 activations, and dequantizes the whole matrix.
     """
     zeros = constants.array(input_name(node, ZEROS)) if input_name(node, ZEROS) else None
-    scales = constants.array(node.input[SCALES])
-    is_packed = zeros is not None and zeros.dtype == np.uint8 and scales is not None and scales.dtype == np.float32
-    return is_packed and attributes(node).get("bits", 4) == 4
+    is_eight = attributes(node).get("bits", 4) == 8
+    is_packed = zeros.dtype == np.uint8 if zeros is not None else is_eight
+    return is_packed and _is_float32(node.input[SCALES], constants)
+
+
+def _is_float32(name: str, constants: Constants) -> bool:
+    """Whether a constant is float32, or widened to it."""
+    if (maker := constants.makers.get(name)) is not None and maker.op_type == "Cast":
+        return bool(maker.attribute[0].i == onnx.TensorProto.FLOAT)
+    found = constants.array(name)
+    return found is not None and bool(found.dtype == np.float32)
 
 
 def _float_product(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """The product with weights that onnxruntime computes once: `(code - zero point) * scale`."""
     fields, out, nodes = attributes(node), node.output[0], list[onnx.NodeProto]()
     rows, columns, block = (fields[name] for name in ("N", "K", "block_size"))
-    blocks = -(-columns // block)
+    blocks, bits = -(-columns // block), fields.get("bits", 4)
 
     def add(operator: str, *inputs: str | list[int] | float, **options: Any) -> str:
         names = []
@@ -120,14 +129,15 @@ def _float_product(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
     def unpack(packed: str, width: int) -> str:
         raw = add("Reshape", add("Cast", packed, to=onnx.TensorProto.FLOAT), [rows, -1, 1])
+        if bits == 8:
+            return add("Reshape", raw, [rows, width])
         high = add("Floor", add("Mul", raw, 1 / 16))
         pairs = add("Concat", add("Sub", raw, add("Mul", high, 16.0)), high, axis=2)
         return add("Slice", add("Reshape", pairs, [rows, -1]), [0], [width], [1])
 
     codes = add("Reshape", unpack(node.input[CODES], blocks * block), [rows, blocks, block])
-    zeros, scales = (
-        add("Reshape", name, [rows, blocks, 1]) for name in (unpack(node.input[ZEROS], blocks), node.input[SCALES])
-    )
+    packed, scales = input_name(node, ZEROS), add("Reshape", node.input[SCALES], [rows, blocks, 1])
+    zeros = add("Reshape", unpack(packed, blocks), [rows, blocks, 1]) if packed else float(1 << (bits - 1))
     weights = add("Reshape", add("Mul", add("Sub", codes, zeros), scales), [rows, blocks * block])
     weights = add("Transpose", add("Slice", weights, [0], [columns], [1]), perm=[1, 0])
     bias = input_name(node, BIAS)
