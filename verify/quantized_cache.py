@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
-from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.output.manifest import read_manifest
+from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings, open_graph

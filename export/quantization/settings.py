@@ -9,8 +9,8 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
-from llmconv.export.quantization.calibration_text import CalibrationText
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
+from llmconv.runtime.calibration_text import CalibrationText
 
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
 """8 bits need no search: its gain is below the rounding of activations to int8."""

@@ -117,7 +117,9 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     """
     from llmconv.causal_lm import require_causal_folder
     from llmconv.files.sources import require_own_folder
+    from llmconv.memory import share_one_heap
 
+    share_one_heap()
     if output is None:  # both before importing torch, which takes seconds
         require_own_folder(model)
     require_causal_folder(Path(model))

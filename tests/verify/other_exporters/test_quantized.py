@@ -117,7 +117,7 @@ def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: 
 
 def test_the_options_of_the_cost_are_for_quantized_graphs(small: Small) -> None:
     result = run(small("llama"), "--max-divergence", "1")
-    assert result.exit_code == 2 and "apply to quantized weights only" in result.stderr
+    assert result.exit_code == 2 and "apply to quantized weights and caches only" in result.stderr
 
 
 def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Small, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
 
 
 def test_the_noise_of_many_rows_is_not_doubted() -> None:
-    truth, output = understated(9, 6)
+    truth, output = understated(FEW_ROWS + 1, 6)
     assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
