@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import SINGLE, open_weights
 from llmconv.export import calibration, export
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.runtime.tokenizer import load_tokenizer
@@ -21,6 +22,7 @@ from llmconv.sample_texts import calibration_text
 from llmconv.tensors import Array
 from llmconv.verify import verify
 from llmconv.verify.results.report import Report
+from tests.builders.safetensors import change_tensor
 from tests.verify.test_quantized_folder import damaged
 
 NORM, OTHER = "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"
@@ -30,15 +32,31 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "ph
 FIRST = ("prefill, 7 tokens",)
 
 
+def uneven(model: Path, folder: Path) -> Path:
+    """A copy of a model whose norms have outliers, as those of real models."""
+    shutil.copytree(model, folder)
+    random = np.random.default_rng(0)
+    for name, tensor in open_weights(folder).items():
+        if len(tensor.shape) == 1 and name.endswith("weight"):
+            change_tensor(folder / SINGLE, name, lambda values: values * np.exp(random.normal(size=values.shape)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with outliers and a tokenizer."""
+    return uneven(talking, tmp_path_factory.mktemp("uneven") / "llama")
+
+
 def exported(model: Path, folder: Path) -> Path:
     export(model, folder, incremental=True, quant="a8w8", calibrate="default")
     return folder
 
 
 @pytest.fixture(scope="module")
-def folder(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The graphs of a Llama with smoothed norms."""
-    return exported(talking, tmp_path_factory.mktemp("smooth") / "out")
+    return exported(model, tmp_path_factory.mktemp("smooth") / "out")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +64,8 @@ def stored(folder: Path) -> dict[str, Array]:
     return load_file(folder / "quantized.safetensors")
 
 
-def test_verify_accepts_it(talking: Path, folder: Path) -> None:
-    report = verify(folder, reference=talking)
+def test_verify_accepts_it(model: Path, folder: Path) -> None:
+    report = verify(folder, reference=model)
     assert report.verdict == "pass", report.closing_lines()
 
 
@@ -55,24 +73,25 @@ def test_verify_accepts_it(talking: Path, folder: Path) -> None:
 def test_other_families_have_factors_and_pass(
     model_type: str, talking_as: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    made = exported(talking_as(model_type), tmp_path / "out")
+    source = uneven(talking_as(model_type), tmp_path / "model")
+    made = exported(source, tmp_path / "out")
     assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
-    assert verify(made, reference=talking_as(model_type)).verdict == "pass"
+    assert verify(made, reference=source).verdict == "pass"
 
 
-def test_factors_are_the_root_of_both_ranges_as_a_power_of_two(talking: Path, stored: dict[str, Array]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(talking, dtype=torch.float32)
-    attention, largest = model.model.layers[1].self_attn, torch.zeros(())
+def test_factors_are_the_root_of_both_ranges_as_a_power_of_two(model: Path, stored: dict[str, Array]) -> None:
+    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    attention, largest = eager.model.layers[1].self_attn, torch.zeros(())
 
     def see(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         nonlocal largest
         largest = torch.maximum(largest, inputs[0].abs().flatten(0, -2).amax(0))
 
     attention.k_proj.register_forward_pre_hook(see)
-    ids = torch.tensor(load_tokenizer(talking)(calibration_text())["input_ids"][:4096])[None]
+    ids = torch.tensor(load_tokenizer(model)(calibration_text())["input_ids"][:4096])[None]
     with torch.no_grad():
         for piece in ids.split(512, 1):
-            model(piece)
+            eager(piece)
     weights = torch.stack([one.weight.abs().amax(0) for one in (attention.q_proj, attention.k_proj, attention.v_proj)])
     expected = torch.exp2(torch.round(torch.log2((largest / weights.amax(0)).sqrt())))
     found = stored[QUERY + SMOOTHING]
@@ -81,8 +100,8 @@ def test_factors_are_the_root_of_both_ranges_as_a_power_of_two(talking: Path, st
     )  # a ratio near the middle may go either way
 
 
-def test_a_norm_is_stored_as_its_exact_quotient(talking: Path, stored: dict[str, Array]) -> None:
-    original = open_weights(talking)[NORM].read()
+def test_a_norm_is_stored_as_its_exact_quotient(model: Path, stored: dict[str, Array]) -> None:
+    original = open_weights(model)[NORM].read()
     assert stored[NORM].dtype == np.float32
     assert np.array_equal(stored[NORM] * stored[NORM + SMOOTHING], original.astype(np.float32))
 
@@ -104,8 +123,8 @@ def test_a_norm_that_a_router_reads_is_left_alone(talking_as: Callable[[str], Pa
     assert NORM + SMOOTHING in made and OTHER + SMOOTHING not in made
 
 
-def test_a_product_that_stays_as_it_is_keeps_its_norm(talking: Path, tmp_path: Path) -> None:
-    export(talking, tmp_path / "out", quant="a8w8", calibrate="default", quant_exclude=["1.self_attn.k_proj"])
+def test_a_product_that_stays_as_it_is_keeps_its_norm(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", quant="a8w8", calibrate="default", quant_exclude=["1.self_attn.k_proj"])
     made = load_file(tmp_path / "out" / "quantized.safetensors")
     assert NORM + SMOOTHING not in made and QUERY + SMOOTHING not in made and OTHER + SMOOTHING in made
 
@@ -118,8 +137,8 @@ def test_a_norm_that_adds_one_is_left_alone(
     assert "no norm of this model can be divided by factors" in capsys.readouterr().err
 
 
-def test_weights_of_half_precision_keep_exact_quotients(talking: Path, tmp_path: Path) -> None:
-    export(talking, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", dtype="bfloat16")
+def test_weights_of_half_precision_keep_exact_quotients(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", dtype="bfloat16")
     assert (
         load_file(
             tmp_path / "out" / "quantized.safetensors",
@@ -128,8 +147,8 @@ def test_weights_of_half_precision_keep_exact_quotients(talking: Path, tmp_path:
     )
 
 
-def test_two_exports_are_equal(talking: Path, folder: Path, tmp_path: Path) -> None:
-    again = exported(talking, tmp_path / "again") / "quantized.safetensors"
+def test_two_exports_are_equal(model: Path, folder: Path, tmp_path: Path) -> None:
+    again = exported(model, tmp_path / "again") / "quantized.safetensors"
     assert again.read_bytes() == (folder / "quantized.safetensors").read_bytes()
 
 
@@ -147,23 +166,23 @@ def failures(report: Report) -> str:
 
 
 @pytest.mark.parametrize("name", [QUERY, GATE, NORM])
-def test_a_wrong_factor_is_named(name: str, talking: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))
-    assert name in failures(verify(broken, reference=talking, only=FIRST))
+    assert name in failures(verify(broken, reference=model, only=FIRST))
 
 
-def test_a_norm_that_was_not_divided_is_named(talking: Path, folder: Path, tmp_path: Path) -> None:
-    original = open_weights(talking)[NORM].read()
+def test_a_norm_that_was_not_divided_is_named(model: Path, folder: Path, tmp_path: Path) -> None:
+    original = open_weights(model)[NORM].read()
     broken = damaged(folder, tmp_path / "broken", NORM, partial(replaced, other=original))
-    assert NORM in failures(verify(broken, reference=talking, only=FIRST))
+    assert NORM in failures(verify(broken, reference=model, only=FIRST))
 
 
 @pytest.mark.parametrize("wrong", [3.0, -2.0, 0.0, np.inf, np.nan, 2.0**-100])
-def test_a_factor_that_is_no_power_of_two_is_named(wrong: float, talking: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_factor_that_is_no_power_of_two_is_named(wrong: float, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(
         folder, tmp_path / "broken", QUERY + SMOOTHING, lambda values: np.r_[np.float32(wrong), values[1:]]
     )
-    report = verify(broken, reference=talking, only=FIRST)
+    report = verify(broken, reference=model, only=FIRST)
     assert f"`{QUERY}{SMOOTHING}` has factors that are not powers of two" in failures(report)
 
 
@@ -193,10 +212,10 @@ FAULTS = [without_norms, with_norms_of_ones, of_the_other_norm, with_one_more_pr
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_factors_that_do_not_cancel_fail_in_the_scenarios(
-    fault: Callable[[Smoothing], Smoothing], talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is consistent in itself: codes, norms and recorded factors agree."""
     monkeypatch.setattr(calibration, "measure_smoothing", lambda *given: fault(measure_smoothing(*given)))
-    report = verify(exported(talking, tmp_path / "out"), reference=talking, only=FIRST)
+    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
     assert not failures(report)
     assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)
