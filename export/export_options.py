@@ -47,7 +47,7 @@ class ExportOptions(TypedDict, total=False):
         kv_cache: `int8`: keep keys and values as integer codes, with scales measured on the text `calibrate` (default:
             that of llmconv).
         calibrate: text file, or `default` for the text that ships with llmconv; columns of a weight count as much as
-            what they are multiplied with on this text.
+            what they are multiplied with on this text. For `a8w8`, norms are divided by factors from the ranges on it.
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.

@@ -11,42 +11,38 @@ from typing import Any, Unpack, get_type_hints
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UsageProblem
+from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
-from llmconv.export.quantization.cache_scales import measure_cache_scales
-from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
-from llmconv.export.rewrite.key_rotation import key_rotations
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
-from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
 from llmconv.files.paths import Written
-from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
-from llmconv.progress import say, warn
+from llmconv.progress import warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
-from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
-from llmconv.tensors import FLOATS, Array
+from llmconv.tensors import FLOATS
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
         past = language_model.input_map.past(language_model.config)
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
     shapes = _shape_options(given)
-    text = _text(given) if given["kv_cache"] else None
+    text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else ""
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
     specs = graph_specs(roles, shapes, language_model.embeddings)
@@ -172,12 +168,14 @@ def _make(
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
-    calibration = _Calibration.of(language_model, checkpoint, graphs, given)
+    calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
-        quantized = select([(distinct[key], matched) for key, matched in matches.items()], formats)
-        searched = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
-        folder = folder.quantized(quantized, searched.importance() if searched else {})
+        pairs = [(distinct[key], matched) for key, matched in matches.items()]
+        quantized = select(pairs, formats)
+        text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
+        importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
+        folder = folder.quantized(quantized, importance, text.smoothing(pairs, quantized) if text else Smoothing())
         folder.check(plan)
         weights = folder.weights()
     scales = calibration.cache_scales() if calibration and given["kv_cache"] else None
@@ -197,65 +195,6 @@ def _make(
         depth(language_model.config),
         plan.clients.names,
     )
-
-
-@dataclass(frozen=True)
-class _Calibration:
-    """A text and the model's float32 graph, which runs on it.
-
-    Attributes:
-        traced: the graph, its weights still inputs.
-        texts: token ids int64 [1, tokens].
-        tensors: the checkpoint's tensors in their files.
-    """
-
-    traced: TracedGraph
-    texts: list[Array]
-    tensors: dict[str, FileTensor]
-
-    @classmethod
-    def of(
-        cls,
-        language_model: LanguageModel,
-        checkpoint: Checkpoint,
-        graphs: Mapping[str, TracedGraph],
-        given: ExportOptions,
-    ) -> _Calibration | None:
-        """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
-
-        Raises:
-            UnsupportedInput: the weights are quantized, and are no values that the graph could run on.
-        """
-        if (text := _text(given)) is None:
-            return None
-        if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
-            raise UnsupportedInput(
-                "a text runs through weights of floats, and those of this model are quantized",
-                hint="leave out `--calibrate` and `--kv-cache`",
-            )
-        limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted)
-        traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
-        if traced is None:
-            traced = language_model.trace({"unified": GROWING})[0]["unified"]
-        say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
-        return cls(traced, texts, file_tensors(checkpoint))
-
-    def importance(self) -> dict[str, Array]:
-        """The importance of the columns of weights, by name."""
-        return column_importance(self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts)
-
-    def cache_scales(self) -> dict[str, Array]:
-        """Scales of an int8 cache, by name of the cache input."""
-        matches, rotations = match_weights(self.traced, self.tensors), key_rotations(self.traced)
-        return measure_cache_scales(self.traced, matches, self.tensors, self.texts, rotations)
-
-
-def _text(given: ExportOptions) -> CalibrationText | None:
-    """The text that runs through the model; None for none."""
-    if given["calibrate"] is not None:
-        return CalibrationText.read(given["calibrate"])
-    return CalibrationText.shipped() if given["kv_cache"] else None
 
 
 def _check_target(given: ExportOptions) -> None:

@@ -18,6 +18,7 @@ from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
@@ -47,12 +48,15 @@ class OutputFolder(Protocol):
     def weights(self) -> Mapping[str, FileTensor]:
         """Where each tensor will be once `write` has returned."""
 
-    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> OutputFolder:
+    def quantized(
+        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
+    ) -> OutputFolder:
         """The folder with codes, scales and zero points instead of these weights.
 
         Args:
             weights: how each is quantized, by name.
             importance: of the columns of weights, by name; all count alike in those left out.
+            smoothing: factors of weights, and of the norms that are divided by them.
         """
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
@@ -129,7 +133,9 @@ class InPlace:
         """The tensors in the model's own files."""
         return {**file_tensors(self.checkpoint), **self.codes}
 
-    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> InPlace:
+    def quantized(
+        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
+    ) -> InPlace:
         """See `OutputFolder`.
 
         Raises:
@@ -214,13 +220,20 @@ class NewFolder:
             return
         check_output(self._plan, self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
 
-    def quantized(self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> NewFolder:
+    def quantized(
+        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
+    ) -> NewFolder:
         """See `OutputFolder`."""
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
         for name, tensor in self.checkpoint.items():
             if weight := weights.get(name):
-                made = weight.stored(name, tensor, importance.get(name, NONE))
+                factors = smoothing.matrices.get(name, NONE)
+                made = weight.stored(name, tensor, importance.get(name, NONE), factors)
+                codes |= made
+                tensors |= made
+            elif name in smoothing.norms:
+                made = smoothing.norm(name, tensor)
                 codes |= made
                 tensors |= made
             else:

@@ -6,7 +6,7 @@ piece are in memory at a time, and returns, instead of logits, the sum of square
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,11 @@ from llmconv.tensors import Array
 PIECE_BYTES = 256 << 20
 """Maximum size of the weights of a piece in float32."""
 
-PREFIX = "squares:"
-"""Names of the outputs with sums of squares; the rest is the label of the stored rows."""
+PREFIX = "columns:"
+"""Names of the outputs with a number per column; the rest is the label of the stored rows."""
+
+Reduction = Callable[[NodeEditor, ir.Value], ir.Value]
+"""Inserts nodes that reduce values [tokens, K] to numbers [K]."""
 
 
 def column_importance(
@@ -52,6 +55,32 @@ def column_importance(
         UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
         OutOfMemory: memory ran out.
     """
+    sums: dict[str, Array] = {}
+    for label, squares in reduced_inputs(traced, matches, tensors, texts, _sum_of_squares):
+        sums[label] = sums.get(label, 0) + squares.astype(np.float64)
+    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
+    return _by_tensor(sums, rows)
+
+
+def reduced_inputs(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+    reduction: Reduction,
+    wanted: Container[str] | None = None,
+) -> Iterator[tuple[str, Array]]:
+    """Label of every multiplied matrix, and what it is multiplied with on a text, reduced to numbers [K]; text by text.
+
+    Args:
+        traced, matches, tensors, texts: as for `column_importance`.
+        reduction: over all tokens.
+        wanted: labels of matrices; None for all.
+
+    Raises:
+        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
+        OutOfMemory: memory ran out.
+    """
     if traced.spec.embeddings:
         raise UnsupportedInput(
             "`--calibrate` needs graphs that take tokens, not embeddings", hint="leave out `--calibrate`"
@@ -59,28 +88,25 @@ def column_importance(
     folder = next(iter(tensors.values())).path.parent
     observed = traced.copy()
     bind(observed, matches, tensors)
-    model = _observing(observed.model)
-    sums: dict[str, Array] = {}
-    for name, squares in outputs_on_texts(model, folder, texts):
-        sums[name] = sums.get(name, 0) + squares.astype(np.float64)
-    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
-    return _by_tensor({name.removeprefix(PREFIX): found for name, found in sums.items()}, rows)
+    for name, found in outputs_on_texts(_observing(observed.model, reduction, wanted), folder, texts):
+        yield name.removeprefix(PREFIX), found
 
 
-def _observing(model: ir.Model) -> onnx.ModelProto:
-    """The graph with sums of squares as its only outputs."""
+def _observing(model: ir.Model, reduction: Reduction, wanted: Container[str] | None) -> onnx.ModelProto:
+    """The graph with reduced inputs of products as its only outputs."""
     graph = model.graph
-    sums: dict[ir.Value, ir.Value] = {}
+    reduced: dict[ir.Value, ir.Value] = {}
     outputs: dict[str, ir.Value] = {}
     for node in list(graph):
         if product_layout(node) is None or node.inputs[0] is None:
             continue
         label = _label(node.inputs[1])
-        if label and PREFIX + label not in outputs:
+        if label and PREFIX + label not in outputs and (wanted is None or label in wanted):
             left = node.inputs[0]
-            if left not in sums:
-                sums[left] = _sum_of_squares(NodeEditor(graph, node, f"squares/{len(sums)}"), left)
-            copy = NodeEditor(graph, node, f"squares/{label}").one("Identity", [sums[left]])
+            if left not in reduced:
+                editor = NodeEditor(graph, node, f"columns/{len(reduced)}")
+                reduced[left] = reduction(editor, _as_matrix(editor, left))
+            copy = NodeEditor(graph, node, f"columns/{label}").one("Identity", [reduced[left]])
             copy.name = PREFIX + label
             outputs[copy.name] = copy
     for value in outputs.values():
@@ -90,12 +116,15 @@ def _observing(model: ir.Model) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
-def _sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
-    """The sum of squares over all axes but the last."""
+def _as_matrix(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    """Values [..., K] as [tokens, K]."""
     width = editor.one("Shape", [values], {"start": -1})
     shape = editor.one("Concat", [integers(editor.graph, -1), width], {"axis": 0})
-    flat = editor.one("Reshape", [values, shape])
-    return editor.one("ReduceSumSquare", [flat, integers(editor.graph, 0)], {"keepdims": 0})
+    return editor.one("Reshape", [values, shape])
+
+
+def _sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    return editor.one("ReduceSumSquare", [values, integers(editor.graph, 0)], {"keepdims": 0})
 
 
 def _label(value: ir.Value | None) -> str:

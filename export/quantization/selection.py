@@ -50,17 +50,31 @@ class QuantizedWeight:
     kept: RepackedWeight | None = None
 
     @property
+    def is_searched(self) -> bool:
+        """Whether its codes depend on the importance of its columns."""
+        return self.kept is None and isinstance(self.form, BlockFormat) and self.form.search
+
+    @property
     def is_reordered(self) -> bool:
         """Whether its columns are stored in another order."""
         return self.kept is not None and self.kept.order is not None
 
-    def stored(self, name: str, tensor: LazyTensor, importance: Array = NONE) -> dict[str, LazyTensor]:
-        """Codes, zero points and scales of a tensor, see `QuantizedTensor`; `importance` is that of its columns."""
+    def stored(
+        self, name: str, tensor: LazyTensor, importance: Array = NONE, factors: Array = NONE
+    ) -> dict[str, LazyTensor]:
+        """Codes, zero points and scales of a tensor, by name.
+
+        Args:
+            name: of the tensor.
+            tensor: its values.
+            importance: of its columns, see `QuantizedTensor`.
+            factors: of its columns, see `ColumnTensor`.
+        """
         scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
         if self.kept:  # float32 holds the scales of any dtype
             return self.kept.tensors(name, None if self.dtype == ir.DataType.FLOAT else scales)
         if isinstance(self.form, ColumnFormat):
-            return ColumnTensor(name, tensor, transposed=turned).tensors()
+            return ColumnTensor(name, tensor, transposed=turned, factors=factors).tensors()
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
         return made.tensors()
 

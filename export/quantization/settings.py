@@ -69,7 +69,7 @@ class QuantizationSettings:
         exclude: regular expressions for the names of weights that stay as they are.
         bits: bits by regular expressions for names of weights; the last that matches counts.
         search: False to take scales from extreme values alone (`--method rtn`).
-        text: sha256 of the text on which the importance of columns is measured; empty without one.
+        text: sha256 of the text on which activations are measured; empty without one.
 
     Raises:
         UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
@@ -117,11 +117,10 @@ class QuantizationSettings:
             return None
         if given["method"] not in (None, "rtn", "search"):
             raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
-        if given["calibrate"] is not None and given["method"] == "rtn" and not options["kv_cache"]:
+        rounds = options["kv_cache"] or options["quant"] == "a8w8"
+        if given["calibrate"] is not None and given["method"] == "rtn" and not rounds:
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
-        if given["calibrate"] is not None and options["quant"] == "a8w8" and BITS[0] not in dict(bits).values():
-            raise UsageProblem("`--calibrate` has no effect on the codes of `a8w8`", hint="leave out `--calibrate`")
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
         rest = exclude, bits, given["method"] != "rtn", text

@@ -92,7 +92,8 @@ if TYPE_CHECKING:
 @click.option(
     "--calibrate",
     metavar="FILE|default",
-    help="Text that shows which columns of weights matter, and the range of keys and values; `default`: llmconv's own.",
+    help="Text that shows which columns of weights matter, and the ranges of activations (a8w8), keys and values; "
+    "`default`: llmconv's own.",
 )
 @click.option(
     "--method",

@@ -118,6 +118,10 @@ def compare_graph_files(
         stack: keeps temporary copies.
     """
     config = read_json(folder / "config.json")
+    if wrong := options.smoothing.check(verified.files[0].name, verified.tensors):
+        yield wrong
+        return None, verified
+    verified = replace(verified, tensors=options.smoothing.applied(verified.tensors))
     yield from _audit(verified.files, verified.tensors, config, report, nearest=options.nearest)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))

@@ -114,11 +114,6 @@ def test_half_precision_is_refused(made: Callable[[str], tuple[Path, Path]], tmp
         export(made("llama")[0], tmp_path / "out", quant="a8w8", precision="float16")
 
 
-def test_a_text_without_an_effect_is_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="`--calibrate` has no effect on the codes of `a8w8`"):
-        export(made("llama")[0], tmp_path / "out", quant="a8w8", calibrate=tmp_path / "text.txt")
-
-
 def test_two_exports_are_equal(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     model, folder = made("llama")
     export(model, tmp_path / "again", incremental=True, quant="a8w8")

@@ -9,7 +9,7 @@ import pytest
 
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import with_checked_noise
-from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
+from llmconv.verify.results.sigma import FEW_ROWS, GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
 

@@ -17,6 +17,7 @@ from llmconv.output.plan import Shard, json_bytes
 from llmconv.output.streaming import stream_shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
+from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.stacked_matrices import restacked
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
@@ -59,7 +60,11 @@ def _replacements(found: Sequence[MatchedMatrix], tie: TiedHead | None) -> Repla
 
 @contextmanager
 def dequantized_reference(
-    folder: Path, reference: Mapping[str, LazyTensor], found: Sequence[MatchedMatrix], tie: TiedHead | None
+    folder: Path,
+    reference: Mapping[str, LazyTensor],
+    found: Sequence[MatchedMatrix],
+    tie: TiedHead | None,
+    smoothing: StoredSmoothing,
 ) -> Iterator[Path]:
     """Context with a temporary folder of the model, with quantized matrices in place of its tensors.
 
@@ -67,9 +72,10 @@ def dequantized_reference(
 
     Args:
         folder: folder of the model.
-        reference: its tensors by name.
+        reference: its tensors by name, with `smoothing`.
         found: the quantized matrices and the matching tensors.
         tie: its tied embedding and head, if any; the head is then stored separately.
+        smoothing: factors, which the result is without.
     """
     replacements = _replacements(found, tie)
     tensors = dict(reference)
@@ -77,6 +83,7 @@ def dequantized_reference(
         tensors[tie.head] = tensors[tie.embedding]
     for name, windows in replacements.items():
         tensors[name] = _replaced(tensors[name], windows)
+    tensors = smoothing.undone(tensors)
     with TemporaryDirectory(prefix="llmconv-dequantized-") as name:
         copy = Path(name)
         config = read_json(folder / "config.json")

@@ -26,6 +26,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import (
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
+from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.token_sample import TokenSample, token_sample
 from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_copy
 from llmconv.verify.other_exporters.replay import ExternalGraphs
@@ -45,6 +46,7 @@ class QuantizationOptions:
             empty.
         code: the model's folder if its custom code is trusted.
         nearest: every code must be the nearest one.
+        smoothing: factors of norms and of matrices in the graphs.
     """
 
     text: Path | None = None
@@ -52,6 +54,7 @@ class QuantizationOptions:
     preset: str = ""
     code: Path | None = None
     nearest: bool = False
+    smoothing: StoredSmoothing = StoredSmoothing()
 
 
 def compare_quantized(
@@ -93,7 +96,7 @@ def compare_quantized(
     report.notes += _notes(section)
     found = [one for file in files for one in file.quantized_weights]
     tie = tied_head(eager.models[0], tensors)
-    reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie))
+    reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, options.smoothing))
     settings = replace(comparison.settings, float_activations=True)
     dequantized = Eager(reference, eager.dtype, code=options.code)
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]

@@ -1,0 +1,96 @@
+"""Calibration: a text that runs through the model's float32 graph, and what is measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import UnsupportedInput
+from llmconv.export.export_options import ExportOptions
+from llmconv.export.graph_spec import GROWING
+from llmconv.export.language_model import LanguageModel
+from llmconv.export.output import file_tensors
+from llmconv.export.quantization.cache_scales import measure_cache_scales
+from llmconv.export.quantization.calibration import column_importance
+from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
+from llmconv.export.quantization.smoothing_groups import Graphs, smoothing_groups
+from llmconv.export.rewrite.key_rotation import key_rotations
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.bind import match_weights
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.progress import say, warn
+from llmconv.runtime.calibration_text import CalibrationText
+from llmconv.runtime.context_length import context_length
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A text and the model's float32 graph, which runs on it.
+
+    Attributes:
+        traced: the graph, its weights still inputs.
+        texts: token ids int64 [1, tokens].
+        tensors: the checkpoint's tensors in their files.
+    """
+
+    traced: TracedGraph
+    texts: list[Array]
+    tensors: dict[str, FileTensor]
+
+    @classmethod
+    def of(
+        cls,
+        language_model: LanguageModel,
+        checkpoint: Checkpoint,
+        graphs: Mapping[str, TracedGraph],
+        given: ExportOptions,
+    ) -> Calibration | None:
+        """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
+
+        Raises:
+            UnsupportedInput: the weights are quantized, and are no values that the graph could run on.
+        """
+        if (text := text_of(given)) is None:
+            return None
+        if any(not isinstance(tensor, FileTensor) for tensor in checkpoint.values()):
+            raise UnsupportedInput(
+                "a text runs through weights of floats, and those of this model are quantized",
+                hint="leave out `--calibrate` and `--kv-cache`",
+            )
+        limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
+        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted)
+        traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
+        if traced is None:
+            traced = language_model.trace({"unified": GROWING})[0]["unified"]
+        say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
+        return cls(traced, texts, file_tensors(checkpoint))
+
+    def importance(self) -> dict[str, Array]:
+        """The importance of the columns of weights, by name."""
+        return column_importance(self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts)
+
+    def smoothing(self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> Smoothing:
+        """Factors of weights whose activations are rounded with one scale, and of the norms before them."""
+        if not any(isinstance(weight.form, ColumnFormat) for weight in quantized.values()):
+            return Smoothing()
+        if not (groups := smoothing_groups(graphs, quantized)):
+            warn("no norm of this model can be divided by factors: its codes for `a8w8` do not depend on `--calibrate`")
+            return Smoothing()
+        matches = match_weights(self.traced, self.tensors)
+        return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
+
+    def cache_scales(self) -> dict[str, Array]:
+        """Scales of an int8 cache, by name of the cache input."""
+        matches, rotations = match_weights(self.traced, self.tensors), key_rotations(self.traced)
+        return measure_cache_scales(self.traced, matches, self.tensors, self.texts, rotations)
+
+
+def text_of(given: ExportOptions) -> CalibrationText | None:
+    """The text that runs through the model; None for none."""
+    if given["calibrate"] is not None:
+        return CalibrationText.read(given["calibrate"])
+    return CalibrationText.shipped() if given["kv_cache"] else None

@@ -1,0 +1,116 @@
+"""Smoothing: factors that move the range of activations into the weights they are multiplied with, see `--calibrate`.
+
+A channel with outliers makes the one scale of an activation coarse for all others. So the norm that makes it is divided
+by a factor per channel, and the columns of the matrices behind it are multiplied with the same one:
+`s = max|x| ** 0.5 / max|w| ** 0.5` (SmoothQuant, Xiao et al., arXiv:2211.10438, equation 4, alpha 0.5), rounded to a
+power of two, so that both are exact in floating point and the model stays the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from llmconv.errors import InputRefused
+from llmconv.export.node_editor import NodeEditor, integers
+from llmconv.export.quantization.calibration import reduced_inputs
+from llmconv.export.quantization.column_tensor import SMOOTHING
+from llmconv.export.quantization.smoothing_groups import SmoothingGroup
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.parameter_sources import WeightSource
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
+
+FLOAT32 = BY_NAME["float32"]
+LARGEST = 24
+"""The largest exponent of a factor, positive or negative."""
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Powers of two by names of stored tensors, float32, which broadcast over them.
+
+    Attributes:
+        matrices: [K], or [K, 1] for a matrix that is stored as [K, N]: multiplied with them before it is rounded.
+        norms: [K]: divided by them.
+    """
+
+    matrices: Mapping[str, Array] = field(default_factory=dict)
+    norms: Mapping[str, Array] = field(default_factory=dict)
+
+    def norm(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
+        """The quotient of a vector and its factors in float32, and the factors, by name."""
+        factors = self.norms[name]
+        quotient = (tensor.read().astype(np.float32) / factors).astype(np.float32)
+        return {name: in_memory(quotient, FLOAT32), name + SMOOTHING: in_memory(factors, FLOAT32)}
+
+
+def measure_smoothing(
+    groups: Sequence[SmoothingGroup],
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+) -> Smoothing:
+    """The factors of all groups; reads their weights once.
+
+    Args:
+        groups: norms and matrices.
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+
+    Raises:
+        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
+        InputRefused: activations are not finite.
+        OutOfMemory: memory ran out.
+    """
+    wanted = {group.matrices[0][0] for group in groups}
+    largest: dict[str, Array] = {}
+    for name, found in reduced_inputs(traced, matches, tensors, texts, _largest, wanted):
+        largest[name] = np.maximum(largest[name], found) if name in largest else found
+    smoothing: tuple[dict[str, Array], dict[str, Array]] = {}, {}
+    for group in groups:
+        name = group.matrices[0][0]
+        if name in largest:
+            _require_finite(name, largest[name])
+            factors = _factors(largest[name], group, tensors)
+            smoothing[0].update({one: factors[:, None] if turned else factors for one, turned in group.matrices})
+            smoothing[1].update(dict.fromkeys(group.norms, factors))
+    return Smoothing(*smoothing)
+
+
+def _largest(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    return editor.one("ReduceMax", [editor.one("Abs", [values]), integers(editor.graph, 0)], {"keepdims": 0})
+
+
+def _require_finite(name: str, values: Array) -> None:
+    if not np.isfinite(values).all():
+        raise InputRefused(
+            f"`{name}` is multiplied with values that are not finite on the text",
+            hint="check the model, or leave out `--calibrate`",
+        )
+
+
+def _factors(inputs: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor]) -> Array:
+    """Powers of two float32 [K]; 1 where a channel is zero, or the norm's quotient would be rounded."""
+    weights = np.zeros(inputs.shape, np.float32)
+    for name, turned in group.matrices:
+        tensor = tensors[name]
+        for start, stop in tensor.blocks():
+            rows = np.abs(tensor.rows(start, stop).astype(np.float32))
+            part = weights[start:stop] if turned else weights
+            np.maximum(part, rows.max(axis=1 if turned else 0), out=part)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exponents = np.rint((np.log2(inputs) - np.log2(weights)) / 2)
+    exponents = np.where(np.isfinite(exponents), np.clip(exponents, -LARGEST, LARGEST), 0).astype(np.int32)
+    factors = np.ldexp(np.float32(1), exponents)
+    for name in group.norms:
+        values = tensors[name].read().astype(np.float32)
+        with np.errstate(all="ignore"):
+            factors = np.where(values / factors * factors == values, factors, np.float32(1))
+    return factors.astype(np.float32)
