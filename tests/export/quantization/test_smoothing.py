@@ -23,7 +23,9 @@ from llmconv.tensors import Array
 from llmconv.verify import verify
 from llmconv.verify.results.report import Report
 from tests.builders.safetensors import change_tensor
+from tests.builders.talking import save_letters
 from tests.verify.test_quantized_folder import damaged
+from tools.tiny_models import depth, save_tiny
 
 NORM, OTHER = "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"
 QUERY, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
@@ -48,6 +50,13 @@ def model(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return uneven(talking, tmp_path_factory.mktemp("uneven") / "llama")
 
 
+def tiny_talking(model_type: str, home: Path) -> Path:
+    """A tiny model of any type, with outliers and a tokenizer."""
+    save_tiny(model_type, home / "even", depth(model_type))
+    save_letters(home / "even")
+    return uneven(home / "even", home / "model")
+
+
 def exported(model: Path, folder: Path) -> Path:
     export(model, folder, incremental=True, quant="a8w8", calibrate="default")
     return folder
@@ -70,10 +79,8 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
-def test_other_families_have_factors_and_pass(
-    model_type: str, talking_as: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = uneven(talking_as(model_type), tmp_path / "model")
+def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:
+    source = tiny_talking(model_type, tmp_path)
     made = exported(source, tmp_path / "out")
     assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
     assert verify(made, reference=source).verdict == "pass"
@@ -118,8 +125,8 @@ def test_other_products_have_no_factors(stored: dict[str, Array]) -> None:
 
 
 @pytest.mark.slow
-def test_a_norm_that_a_router_reads_is_left_alone(talking_as: Callable[[str], Path], tmp_path: Path) -> None:
-    made = load_file(exported(talking_as("mixtral"), tmp_path / "out") / "quantized.safetensors")
+def test_a_norm_that_a_router_reads_is_left_alone(tmp_path: Path) -> None:
+    made = load_file(exported(tiny_talking("mixtral", tmp_path), tmp_path / "out") / "quantized.safetensors")
     assert NORM + SMOOTHING in made and OTHER + SMOOTHING not in made
 
 
@@ -129,10 +136,8 @@ def test_a_product_that_stays_as_it_is_keeps_its_norm(model: Path, tmp_path: Pat
     assert NORM + SMOOTHING not in made and QUERY + SMOOTHING not in made and OTHER + SMOOTHING in made
 
 
-def test_a_norm_that_adds_one_is_left_alone(
-    talking_as: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = exported(talking_as("gemma2"), tmp_path / "out")
+def test_a_norm_that_adds_one_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = exported(tiny_talking("gemma2", tmp_path), tmp_path / "out")
     assert not any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
     assert "no norm of this model can be divided by factors" in capsys.readouterr().err
 
