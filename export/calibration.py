@@ -52,7 +52,7 @@ class Calibration:
         """The text of the option `calibrate`, for a cache of integers by default llmconv's own; None without one.
 
         Raises:
-            UnsupportedInput: the weights are quantized, and are no values that the graph could run on.
+            UnsupportedInput: the weights are quantized, and a calibration needs those of floats.
         """
         if (text := text_of(given)) is None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +36,10 @@ def available_memory(mapped: bool = False) -> int | None:
 def share_one_heap() -> None:
     """Makes threads that start from now on allocate from one heap of glibc (`mallopt(3)`).
 
-    Each would otherwise keep freed blocks of its own: a quarter of the peak of `export --quant int4` (1.1 B, measured).
+    Each would otherwise keep freed blocks of its own: a sixth of the peak of `export --quant int4` (1.1 B, measured).
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "mallopt"):  # musl has none
         libc.mallopt(M_ARENA_MAX, 1)
 
 

@@ -6,7 +6,7 @@ Arrays are numpy arrays; bfloat16 and float8 are types of `ml_dtypes`, so that t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -140,13 +140,18 @@ def cast(tensor: LazyTensor, dtype: DType, name: str = "a weight", flushed: Flus
 
 @dataclass
 class Flushed:
-    """Number of values that a cast flushed to zero.
+    """Number of values that a cast flushed to zero."""
 
-    Attributes:
-        count: of all tensors so far.
-    """
+    _counts: list[int] = field(default_factory=list)
 
-    count: int = 0
+    def add(self, count: int) -> None:
+        """Counts some more; several threads may call it at once."""
+        self._counts.append(count)
+
+    @property
+    def count(self) -> int:
+        """Of all tensors so far."""
+        return sum(self._counts)
 
 
 def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = None) -> Array:
@@ -171,8 +176,8 @@ def rounded(values: Array, dtype: DType, name: str, flushed: Flushed | None = No
             f"`{name}` contains {float(largest):.6g}, and the largest number of float16 is 65504",
             hint="bfloat16 has the range of float32: give `--dtype bfloat16`, or for graphs `--precision bfloat16`",
         )
-    if flushed:
-        flushed.count += int(((result == 0) & (values != 0)).sum())
+    if flushed and (zeros := int(((result == 0) & (values != 0)).sum())):
+        flushed.add(zeros)
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -62,10 +63,11 @@ def compare_quantized_folder(
             )
     result: tuple[Eager | None, Replayable] = (eager, compared)
     with ExitStack() as stack:
-        reference = stack.enter_context(plain_model(reference))
+        plain = stack.enter_context(plain_model(reference))
+        options = replace(options, codes=replace(options.codes, kept=plain.kept))
         for start in range(0, len(compared.entries), MAX_GRAPHS):
             paths = [folder / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
             files = read_graphs(paths, INPUT_MAP)
-            verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(reference)))
-            result = yield from compare_graph_files(verified, reference, report, session, eager, options, stack)
+            verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(plain.folder)))
+            result = yield from compare_graph_files(verified, plain.folder, report, session, eager, options, stack)
     return result

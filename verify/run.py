@@ -32,6 +32,7 @@ from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
 from llmconv.verify.folder_comparison import Compared, compare_half_precision
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.run import require_numbers
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
@@ -280,7 +281,9 @@ def _cost_options(
     own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
     preset = recorded_preset(verified.path) if own else ""
     smoothing = StoredSmoothing.of(verified.path)
-    return QuantizationOptions(Path(text) if text else None, limits, preset, code, nearest=own, smoothing=smoothing)
+    return QuantizationOptions(
+        Path(text) if text else None, limits, preset, code, ExpectedCodes(nearest=own), smoothing=smoothing
+    )
 
 
 def recorded_preset(folder: Path) -> str:

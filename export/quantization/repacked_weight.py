@@ -7,16 +7,13 @@ from math import prod
 
 import numpy as np
 
-from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
+from llmconv.export.quantization.block_format import BITS, BlockFormat
 from llmconv.export.quantization.block_rounding import pack
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS, stored_scales
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import tiled
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
-
-LARGEST = 128
-"""Maximum size of a block: activations are rounded to int8 by the same blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +95,9 @@ class RepackedWeight:
 def repacked(integers: IntegerCodes) -> RepackedWeight | None:
     """The codes in blocks, or None if onnxruntime has no operator for groups like these."""
     order = None if (np.diff(integers.groups) >= 0).all() else np.argsort(integers.groups, kind="stable")
-    size = _block_size(integers.groups if order is None else integers.groups[order])
-    bits = next((bits for bits in BITS if bits >= integers.bits), None)
-    if size is None or bits is None:
+    if not integers.has_operator or (size := integers.block_size) is None:
         return None
+    bits = next(bits for bits in BITS if bits >= integers.bits)
     middle = 1 << (bits - 1)
     symmetric = bits == integers.bits and (integers.zeros is None or bool((zero_points(integers) == middle).all()))
     form = BlockFormat(bits, size, symmetric, search=False)
@@ -113,12 +109,3 @@ def zero_points(integers: IntegerCodes) -> Array:
     if integers.zeros is None:
         return np.full((integers.shape[-2], int(integers.groups.max()) + 1), 1 << (integers.bits - 1), np.uint8)
     return integers.zeros()
-
-
-def _block_size(groups: Array) -> int | None:
-    """The largest block with columns of one group each."""
-    for size in (size for size in reversed(SIZES) if size <= LARGEST):
-        blocks = np.pad(groups, (0, -len(groups) % size), mode="edge").reshape(-1, size)
-        if (blocks == blocks[:, :1]).all():
-            return size
-    return None

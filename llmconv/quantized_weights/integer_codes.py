@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType
+
+MOST_BITS = 8
+"""Of a code of onnxruntime's products."""
+SIZES = (128, 64, 32, 16)
+"""Blocks of onnxruntime's products; in larger ones activations would be rounded to int8 too coarsely."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +42,21 @@ class IntegerCodes:
     scale_dtype: DType
     turned: bool = False
     in_file: tuple[FileTensor, FileTensor] | None = None
+
+    @property
+    def block_size(self) -> int | None:
+        """The largest block that onnxruntime has a product for, with columns of one group each; None without one.
+
+        Columns are sorted by group before they are cut into blocks.
+        """
+        groups = np.sort(self.groups)
+        for size in SIZES:
+            blocks = np.pad(groups, (0, -len(groups) % size), mode="edge").reshape(-1, size)
+            if (blocks == blocks[:, :1]).all():
+                return size
+        return None
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether onnxruntime has a product for codes like these."""
+        return self.bits <= MOST_BITS and self.block_size is not None

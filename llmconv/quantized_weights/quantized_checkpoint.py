@@ -50,8 +50,19 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
             f"the model's config has `{method.name}`, but no weight in its files is quantized",
             hint=f"take `{FIELD}` out of `config.json` if the weights are plain",
         )
+    _require_one_source(checkpoint, weights)
     plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
+
+
+def _require_one_source(checkpoint: Checkpoint, weights: Mapping[str, PackedWeight]) -> None:
+    """Refuses a weight that is stored both as codes and as plain values."""
+    for name, weight in weights.items():
+        if name in checkpoint and name not in weight.parts:
+            raise MalformedInput(
+                f"`{name}` is stored twice: as codes (`{next(iter(weight.parts))}`) and as plain values",
+                hint="remove the one that does not belong to the model, or copy or download the model again",
+            )
 
 
 def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:

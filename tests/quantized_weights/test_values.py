@@ -11,6 +11,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.errors import MalformedInput
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import BASES, FOLDER, reference, stored
@@ -137,3 +138,9 @@ def test_weights_of_conv1d_are_turned_back_square_ones_too() -> None:
         assert torch.equal(torch.from_numpy(base.plain[name].read()), expected)
         again = base.weights[name].requantized(base.plain[name])
         assert all(again.parts[part].read().tobytes() == base.stored[part].read().tobytes() for part in again.parts)
+
+
+def test_a_weight_that_is_stored_twice_is_refused(changed: Callable[..., Path]) -> None:
+    folder = changed("gptq_4bit_sym", {Q: torch.zeros(64, 64, dtype=torch.float16)})
+    with pytest.raises(MalformedInput, match="is stored twice"):
+        opened(folder)

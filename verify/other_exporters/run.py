@@ -29,6 +29,7 @@ from llmconv.verify.other_exporters.maps import AUTO
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
@@ -122,7 +123,7 @@ def compare_graph_files(
         yield wrong
         return None, verified
     verified = replace(verified, tensors=options.smoothing.applied(verified.tensors))
-    yield from _audit(verified.files, verified.tensors, config, report, nearest=options.nearest)
+    yield from _audit(verified.files, verified.tensors, config, report, options.codes)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
@@ -199,15 +200,14 @@ def _audit(
     tensors: Mapping[str, LazyTensor],
     config: Mapping[str, object],
     report: Report,
-    *,
-    nearest: bool,
+    codes: ExpectedCodes,
 ) -> Checks:
     """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
     missing = set(tensors)
     tied = bool(config.get("tie_word_embeddings"))
     for file in files:
         if file.quantized:
-            yield from _audit_quantized(file, tensors, report, nearest=nearest)
+            yield from _audit_quantized(file, tensors, report, codes)
         scales = {one.stored.scales for one in file.quantized_weights}
         file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
         found = {name for one in file.quantized_weights for name in one.names}
@@ -231,7 +231,9 @@ def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report
         report.notes += notes
 
 
-def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, *, nearest: bool) -> Checks:
+def _audit_quantized(
+    file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, codes: ExpectedCodes
+) -> Checks:
     """Reads the quantized matrices and matches them with the model's tensors."""
     report.quantization = report.quantization or Quantization()
     constants = Constants(file.model, file.path.parent)
@@ -242,7 +244,7 @@ def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report:
         file.unreadable = error.message
         return
     file.quantized_weights = match_matrices(stored, tensors)
-    check, rows = audit_quantized(file.name, file.quantized_weights, tensors, nearest=nearest)
+    check, rows = audit_quantized(file.name, file.quantized_weights, tensors, codes)
     report.quantization.weights += rows
     yield [check] if stored else []
 

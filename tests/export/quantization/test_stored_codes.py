@@ -123,15 +123,36 @@ def test_another_order_of_columns_is_found(tmp_path: Path) -> None:
     assert report.verdict == "fail"
 
 
-def test_another_code_is_found(tmp_path: Path) -> None:
-    def flip(codes: Array) -> Array:
-        codes[7, 1, 4] ^= 1
-        return codes
+def another_code(codes: Array) -> Array:
+    codes[7, 1, 4] ^= 1
+    return codes
 
+
+def another_scale(scales: Array) -> Array:
+    scales[7, 1] *= 1.03
+    return scales
+
+
+def the_next_scale(scales: Array) -> Array:
+    scales[7, 1] = np.nextafter(scales[7, 1], np.inf, dtype=np.float16)
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("part", "edit"), [(".codes", another_code), (".scales", another_scale), (".scales", the_next_scale)]
+)
+def test_another_code_or_scale_is_found(part: str, edit: Callable[[Array], Array], tmp_path: Path) -> None:
     export(FOLDER / "gptq_4bit_sym", tmp_path / "out", incremental=True)
-    change_tensor(tmp_path / "out" / "quantized.safetensors", DOWN + ".codes", flip)
+    change_tensor(tmp_path / "out" / "quantized.safetensors", DOWN + part, edit)
     report = verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_sym", allow_changed=True)
-    assert any(DOWN in check.detail and "not the nearest" in check.detail for check in report.checks)
+    assert any(DOWN in check.detail and "in the quantized model it is" in check.detail for check in report.checks)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_scales_may_be_rounded_to_the_precision_of_the_graph(precision: str, tmp_path: Path) -> None:
+    export(FOLDER / "awq_gemm", tmp_path / "out", precision=precision)
+    report = verify(tmp_path / "out", reference=FOLDER / "awq_gemm", only=["prefill, 7 tokens"])
+    assert not [check.detail for check in report.checks if "in the quantized model it is" in check.detail]
 
 
 @pytest.fixture

@@ -48,10 +48,10 @@ def test_a_shape_mismatch_reports_both_shapes(llama: Path) -> None:
         export(llama)
 
 
-def test_quantized_weights_are_refused(llama: Path) -> None:
+def test_weights_quantized_by_an_unknown_method_are_refused(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UnsupportedInput, match="quantized"):
+    (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "vptq"}}))
+    with pytest.raises(UnsupportedInput, match="`vptq`, which is not supported"):
         export(llama)
 
 

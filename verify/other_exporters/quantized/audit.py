@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmconv.tensors import LazyTensor
+from llmconv.verify.other_exporters.quantized.expected_codes import ANY_ROUNDING, ExpectedCodes
 from llmconv.verify.other_exporters.quantized.rounding_error import RoundingError, rounding_errors
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 from llmconv.verify.results.report import Check
@@ -16,7 +17,10 @@ CHANGED = "weights that were changed before quantization (AWQ, rotations) need a
 
 
 def audit_quantized(
-    graph: str, quantized: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor], *, nearest: bool = False
+    graph: str,
+    quantized: Sequence[MatchedMatrix],
+    reference: Mapping[str, LazyTensor],
+    expected: ExpectedCodes = ANY_ROUNDING,
 ) -> tuple[Check, list[dict[str, Any]]]:
     """Compares the quantized matrices with the model's tensors.
 
@@ -24,7 +28,7 @@ def audit_quantized(
         graph: name of the graph.
         quantized: the matrices.
         reference: tensors of the model by name.
-        nearest: every code must be the nearest one, as in graphs of llmconv.
+        expected: what the codes must be, in graphs of llmconv.
 
     Returns:
         One check, and a row of the report for every tensor in a matrix.
@@ -33,7 +37,7 @@ def audit_quantized(
     seen = {name for found in quantized for name in found.names}
     free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
     for found in quantized:
-        known = rounding_errors(found, reference, nearest=nearest and found.stored.largest is not None)
+        known = rounding_errors(found, reference, expected)
         problems += [
             problem for problem in (_match_problem(found, free), *(_problem(found, one) for one in known)) if problem
         ]

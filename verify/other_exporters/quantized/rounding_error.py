@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.other_exporters.quantized.expected_codes import ANY_ROUNDING, ExpectedCodes, other_values
 from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
 
@@ -60,7 +61,7 @@ class _Tally:
         count: number of elements.
         beyond: number of elements with an error above `NEAR` and above `SHIFTED`.
         odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
-        other: description of the first element with another code than the nearest.
+        other: description of the first element with another code or scale than expected.
         growth: t squared of stretches, along rows and along columns.
     """
 
@@ -91,20 +92,23 @@ class _Tally:
 
 
 def rounding_errors(
-    found: MatchedMatrix, reference: Mapping[str, LazyTensor], *, nearest: bool = False
+    found: MatchedMatrix, reference: Mapping[str, LazyTensor], expected: ExpectedCodes = ANY_ROUNDING
 ) -> list[RoundingError]:
     """The rounding errors of every tensor in a matrix.
 
     Args:
         found: the matrix and the tensors in it.
         reference: the tensors by name.
-        nearest: every code must be the nearest one, given its scale and zero point.
+        expected: what the codes must be.
     """
-    return [_rounding_error(found, match, reference[match.name], nearest) for match in found.matches]
+    return [_rounding_error(found, match, reference[match.name], expected) for match in found.matches]
 
 
-def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, nearest: bool) -> RoundingError:
-    tally = _Tally()
+def _rounding_error(
+    found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
+) -> RoundingError:
+    tally, kept = _Tally(), expected.scales_of(match.name)
+    nearest = expected.nearest and found.stored.largest is not None
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in original_rows(match, tensor):
         stop = start + len(original)
@@ -116,7 +120,9 @@ def _rounding_error(found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor
         if nearest:
             off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest)
         tally.add(off, values / steps, start)
-        if nearest and not tally.other:
+        if kept and not tally.other:
+            tally.other = other_values(values, original, values / steps, found.stored.scale.dtype, kept, start)
+        elif nearest and not tally.other:
             tally.other = _not_nearest(found.stored, original, columns, start)
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
     return RoundingError(match.name, relative, _problem(tally, relative))

@@ -23,8 +23,13 @@ def restacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The reverse of `unstacked`; the matrices may be other ones of the same shape and dtype."""
     stacks: dict[str, list[LazyTensor]] = {}
     for name, tensor in tensors.items():
-        stacks.setdefault(re.sub(r"\[\d+\]$", "", name), []).append(tensor)
+        stacks.setdefault(stack_of(name), []).append(tensor)
     return {name: parts[0] if name in tensors else _stack(parts) for name, parts in stacks.items()}
+
+
+def stack_of(name: str) -> str:
+    """The name of the stack that a matrix is in; of any other tensor its own."""
+    return re.sub(r"\[\d+\]$", "", name)
 
 
 def _parts(name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:

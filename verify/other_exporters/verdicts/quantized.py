@@ -25,6 +25,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     check_limits,
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
+from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
 from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.token_sample import TokenSample, token_sample
@@ -45,7 +46,7 @@ class QuantizationOptions:
         preset: the preset of `llmconv export --quant` that made the graphs, whose gate applies without limits; else
             empty.
         code: the model's folder if its custom code is trusted.
-        nearest: every code must be the nearest one.
+        codes: what the codes of the weights must be.
         smoothing: factors of norms and of matrices in the graphs.
     """
 
@@ -53,7 +54,7 @@ class QuantizationOptions:
     limits: AccuracyLimits = AccuracyLimits()
     preset: str = ""
     code: Path | None = None
-    nearest: bool = False
+    codes: ExpectedCodes = ExpectedCodes()
     smoothing: StoredSmoothing = StoredSmoothing()
 
 
