@@ -279,7 +279,7 @@ def _cost_options(
             hint="leave them out",
         )
     own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
-    preset = recorded_preset(verified.path) if own else ""
+    preset = recorded_preset(verified.path)
     smoothing = StoredSmoothing.of(verified.path)
     return QuantizationOptions(
         Path(text) if text else None, limits, preset, code, ExpectedCodes(nearest=own), smoothing=smoothing
@@ -287,7 +287,7 @@ def _cost_options(
 
 
 def recorded_preset(folder: Path) -> str:
-    """The value of `--quant` in the folder's manifest; empty without one."""
+    """The value of `--quant` in the folder's manifest, or the model's method of quantization; empty without one."""
     options = [step.get("options") for step in read_manifest(folder).steps]
     presets = [found.get("quant") for found in options if isinstance(found, dict)]
     return next((preset for preset in reversed(presets) if isinstance(preset, str)), "")

@@ -9,9 +9,11 @@ import pytest
 from llmconv.export.quantization.settings import PRESETS
 from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     GATES,
+    AccuracyGate,
     AccuracyLimits,
     check_gate,
     check_limits,
+    gate_of,
 )
 from llmconv.verify.results.quantization import AccuracyCost, Estimate
 
@@ -24,6 +26,11 @@ def cost(mean: float) -> AccuracyCost:
 
 def test_every_preset_has_a_gate() -> None:
     assert PRESETS.keys() <= GATES.keys()
+
+
+def test_codes_that_a_model_had_before_are_judged_as_8_bits() -> None:
+    assert gate_of("gptq") == gate_of("fp8") == GATES["int8"]
+    assert gate_of("") == AccuracyGate()
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,22 @@ GATES = {
     "int4-mixed": RELATIVE,
     "int4-small": RELATIVE,
 }
-"""By preset of `llmconv export --quant`; a preset without a row is measured, and judged by limits of the user alone.
+"""By preset of `llmconv export --quant`.
 
 `a8w8`, measured with SmolLM2-135M: 0.07 nats on a text, but 0.50 if activations with outliers are rounded to 8 bits.
 """
+STORED = AccuracyGate(NEGLIGIBLE)
+"""For the codes of a quantized model: rounding them again to 8 bits, and activations, costs less than 0.01 nats."""
+
+
+def gate_of(preset: str) -> AccuracyGate:
+    """The gate of a folder.
+
+    Args:
+        preset: that of `llmconv export --quant`, or the method of a model that was quantized before; empty for graphs
+            of other exporters, which are measured, and judged by limits of the user alone.
+    """
+    return GATES.get(preset, STORED) if preset else AccuracyGate()
 
 
 def check_limits(cost: AccuracyCost, limits: AccuracyLimits) -> list[Check]:

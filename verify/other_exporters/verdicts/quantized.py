@@ -18,11 +18,11 @@ from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
 from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     CHECK,
-    GATES,
     AccuracyGate,
     AccuracyLimits,
     check_gate,
     check_limits,
+    gate_of,
 )
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
@@ -43,8 +43,8 @@ class QuantizationOptions:
     Attributes:
         text: text file for the loss of accuracy; None for the text that ships with llmconv.
         limits: limits of the loss of accuracy.
-        preset: the preset of `llmconv export --quant` that made the graphs, whose gate applies without limits; else
-            empty.
+        preset: the preset of `llmconv export --quant` that made the graphs, or the method of the quantized model they
+            were made from; its gate applies without limits. Empty for graphs of other exporters.
         code: the model's folder if its custom code is trusted.
         codes: what the codes of the weights must be.
         smoothing: factors of norms and of matrices in the graphs.
@@ -117,7 +117,7 @@ def _measure(
     trusted = options.code is not None
     sample = token_sample(options.text, eager.folder, eager.facts(), comparison.selection.suite, trusted)
     candidate = external_candidates(graphs)[-1]
-    gate = GATES.get(options.preset, AccuracyGate()) if sample.is_text else AccuracyGate()
+    gate = gate_of(options.preset) if sample.is_text else AccuracyGate()
     measured = [(candidate.name, candidate.runner)]
     try:
         with ExitStack() as stack:
@@ -151,7 +151,7 @@ def _judged(
     section.preset = options.preset
     if options.limits.given:
         return check_limits(section.cost, options.limits)
-    if options.preset in GATES and not sample.is_text:
+    if options.preset and not sample.is_text:
         notes.append(
             f"the cost of `{options.preset}` was not judged: the model has no tokenizer that knows a text, "
             "and random tokens show little"
