@@ -59,9 +59,9 @@ ULP_SHARE = 0.5
 """Lower limit of the noise in units in the last place, for eager runs that happen to be exact."""
 
 FEW_ROWS = 64
-"""For outputs of at most this many rows, the noise is measured again before they fail. The noise of a first token, which
-may be many times that of others, is in all rows that attend to it: other roundings of 33 tokens differed 2.4 times as
-much from the exact result (SmolLM2-135M with 4 bits)."""
+"""For outputs of at most this many rows, the noise is measured again before they fail. All rows attend to the first
+token, whose noise may be many times theirs: with other roundings, 33 tokens differed 2.4 times as much from the exact
+result (SmolLM2-135M with 4 bits)."""
 
 LEAST_ROWS = 8
 """Minimum number of rows of which the calmest are judged."""
