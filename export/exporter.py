@@ -132,7 +132,7 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else ""
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
-    specs = graph_specs(roles, shapes, language_model.embeddings)
+    specs = graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     folder = _output_folder(language_model, checkpoint, output, given)

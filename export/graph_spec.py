@@ -164,13 +164,16 @@ MAX_PROMPT_LEN = 128
 """Default limit of the tokens per call of a static prefill graph."""
 
 
-def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | None = None) -> dict[str, GraphSpec]:
+def graph_specs(
+    roles: Sequence[str], options: ShapeOptions, embeddings: int | None = None, *, quantized: bool = False
+) -> dict[str, GraphSpec]:
     """The spec of every graph; a static decode graph takes one token, a static unified graph any number.
 
     Args:
         roles: `prefill`, `decode`, `unified`.
         options: axes and cache.
         embeddings: size of the embeddings that the graphs take instead of tokens.
+        quantized: weights are codes; a session packs them, so both graphs should be one and share it.
 
     Raises:
         UsageProblem: options that contradict each other.
@@ -198,7 +201,7 @@ def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | N
         option = f"--{fixed[0].replace('_', '-')}"
         raise UsageProblem(f"`{option}` applies to static graphs only", hint="add `--shapes static`, or leave it out")
     # keys that the operator rotates itself could not be compared with codes
-    rotates = options.cache == "shared-buffer" and options.target == "ort-cpu" and not options.kv_cache
+    rotates = options.cache == "shared-buffer" and options.target == "ort-cpu" and not (options.kv_cache or quantized)
     step = replace(spec, steps=rotates)
     return {role: step if role == "decode" else spec for role in roles}
 

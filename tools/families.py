@@ -3,6 +3,7 @@
     python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
     python -m tools.families --only mixtral --only phi     again, these only
     python -m tools.families --precision float16           the same in half precision, lines of their own
+    python -m tools.families --quant int4                  the same with quantized weights
     python -m tools.families --write docs/families.md      the page, from the lines
 
 Every type runs in a process of its own with a time limit, so that a crash or an endless trace is one line as well.
@@ -34,6 +35,10 @@ from llmconv.verify import verify
 from tools.tiny_models import cast_weights, depth, save_tiny, tiny_config
 
 PRECISIONS = ("float32", "float16", "bfloat16")
+QUANTIZED = ("int4", "int8")
+SMALLEST_BLOCK = 16
+"""Tiny models have rows of 64 columns and fewer."""
+
 TIME_LIMIT = 1200
 """Time limit per type, in seconds."""
 
@@ -45,6 +50,10 @@ INTRODUCTION = (
     "it, windows shorter than the prompts, two periods of layers more than are traced), `llmconv export --prefill",
     "--incremental`, `llmconv verify --suite full`.",
 )
+
+
+IN_HALF = "`export --precision` over weights of that type, `verify --suite quick`."
+IN_CODES = f"`export --quant` in blocks of {SMALLEST_BLOCK}, `verify --suite quick` against the model before."
 
 
 @dataclass(frozen=True)
@@ -81,24 +90,26 @@ def main() -> int:
     )
     parser.add_argument("--suite", choices=("quick", "full"), default="full")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument("--quant", choices=QUANTIZED, help="with weights of so many bits, in blocks of 16")
     parser.add_argument("--again", action="store_true", help="also run types that did not pass before")
     parser.add_argument("--guess", action="store_true", help="also run types without a row, as plain decoders")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of all results")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     options = parser.parse_args()
-    options.results = results_of(options.precision)
+    options.results = results_of(options.quant or options.precision)
     for model_type in [] if options.page_only else chosen(options):
         result = run(model_type, options)
         print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
         append(options.results, result)
     if options.write:
-        options.write.write_text(page([list(read(results_of(name)).values()) for name in PRECISIONS]))
+        runs = {name: list(read(results_of(name)).values()) for name in (*PRECISIONS, *QUANTIZED)}
+        options.write.write_text(page(runs))
     return 0
 
 
-def results_of(precision: str) -> Path:
-    """The lines of the runs in a precision."""
-    return Path(f"build/families{'' if precision == 'float32' else f'-{precision}'}.jsonl")
+def results_of(kind: str) -> Path:
+    """The lines of the runs in a precision, or with quantized weights."""
+    return Path(f"build/families{'' if kind == 'float32' else f'-{kind}'}.jsonl")
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
@@ -143,10 +154,12 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
 def _report(sender: Any, model_type: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # more threads are several times slower on a tiny model
-    sender.send(examine(model_type, options.suite, options.guess, options.precision))
+    sender.send(examine(model_type, options.suite, options.guess, options.precision, options.quant))
 
 
-def examine(model_type: str, suite: str, guess: bool = False, precision: str = "float32") -> Result:
+def examine(
+    model_type: str, suite: str, guess: bool = False, precision: str = "float32", quant: str | None = None
+) -> Result:
     """Makes, exports and verifies a tiny model; any exception becomes the reason.
 
     Args:
@@ -154,6 +167,7 @@ def examine(model_type: str, suite: str, guess: bool = False, precision: str = "
         suite: of `verify`.
         guess: try a type without a row as a plain decoder.
         precision: dtype of the weights and of the graphs.
+        quant: a preset of `export --quant`; None for weights as they are.
     """
     exported = None
     try:
@@ -164,8 +178,13 @@ def examine(model_type: str, suite: str, guess: bool = False, precision: str = "
             save_tiny(model_type, folder, depth(model_type))
             if precision != "float32":
                 cast_weights(folder, precision)
-            exported = export(folder, prefill=True, incremental=True, precision=precision)
-            report = verify(folder, suite=suite)
+            if quant:
+                blocks = {"quant": quant, "quant_block": SMALLEST_BLOCK}
+                exported = export(folder, Path(name) / "out", prefill=True, incremental=True, **blocks)
+                report = verify(Path(name) / "out", suite=suite, reference=folder)
+            else:
+                exported = export(folder, prefill=True, incremental=True, precision=precision)
+                report = verify(folder, suite=suite)
     except LlmconvError as error:
         return Result(model_type, "refused", suite if exported else "", reason=error.message)
     except Exception as error:
@@ -202,9 +221,9 @@ def append(path: Path, result: Result) -> None:
         file.write(json.dumps(asdict(result)) + "\n")
 
 
-def page(runs: list[list[Result]]) -> str:
-    """The results as Markdown: what passed, and what was tried and did not; `runs` are in the order of `PRECISIONS`."""
-    results, *halves = runs
+def page(runs: dict[str, list[Result]]) -> str:
+    """The results as Markdown, by precision and preset: what passed, and what was tried and did not."""
+    results = runs["float32"]
     passed = sorted((r for r in results if r.verdict == "pass" and r.suite == "full"), key=lambda r: r.model_type)
     others = sorted((r for r in results if r not in passed and r.verdict != "pass"), key=lambda r: r.model_type)
     whole = sum(result.traced == result.layers for result in passed)
@@ -223,7 +242,8 @@ def page(runs: list[list[Result]]) -> str:
             "",
             "Sigma counts the eager model's own rounding noise; see [verification.md](verification.md).",
             "",
-            *_in_half_precision(passed, halves),
+            *_section("In half precision", IN_HALF, passed, {name: runs[name] for name in PRECISIONS[1:]}),
+            *_section("Quantized", IN_CODES, passed, {name: runs[name] for name in QUANTIZED}),
             "## Tried, and not supported",
             "",
             "| `model_type` | what the run said |",
@@ -234,18 +254,18 @@ def page(runs: list[list[Result]]) -> str:
     )
 
 
-def _in_half_precision(passed: list[Result], halves: list[list[Result]]) -> list[str]:
-    """The section on `--precision`: how many of the types pass, and what the others report."""
+def _section(heading: str, commands: str, passed: list[Result], runs: dict[str, list[Result]]) -> list[str]:
+    """How many of the types pass in other ways, too, and what the others report."""
     wanted = {result.model_type for result in passed}
-    lines = ["## In half precision", "", "`export --precision` over weights of that type, `verify --suite quick`.", ""]
+    lines = [f"## {heading}", "", commands, ""]
     rows = []
-    for name, results in zip(PRECISIONS[1:], halves, strict=True):
+    for name, results in runs.items():
         ran = [result for result in results if result.model_type in wanted]
         good = [result for result in ran if result.verdict == "pass"]
         lines.append(f"* {name}: {len(good)} of {len(ran)} types pass.")
         odd = sorted((one for one in ran if one.verdict != "pass"), key=lambda one: one.model_type)
         rows += [f"| `{one.model_type}` | {name} | {_cell(one.reason)} |" for one in odd]
-    table = ["", "| `model_type` | precision | what the run said |", "| --- | --- | --- |", *rows] if rows else []
+    table = ["", "| `model_type` | as | what the run said |", "| --- | --- | --- |", *rows] if rows else []
     return [*lines, *table, ""]
 
 
