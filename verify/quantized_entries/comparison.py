@@ -16,7 +16,7 @@ from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.onnxruntime.runner import open_graph
-from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
+from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.run import FolderComparison, open_graphs
 from llmconv.verify.other_exporters.external_graph import ModelSizes
@@ -30,7 +30,7 @@ from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOption
 from llmconv.verify.quantized_entries.audited_files import audited_files, scaler_of
 from llmconv.verify.quantized_entries.shipped_runner import plainly_rounded_runner, shipped_runner
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.prefix import Start, trained_start
+from llmconv.verify.reference.prefix import PrefixStart, Start, trained_start
 from llmconv.verify.results.report import Check, Checks, Report
 from llmconv.verify.verification import Checking, Session
 
@@ -63,7 +63,7 @@ def compare_entries(
     graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
     config = read_json(folder / "config.json")
     yield from audit_graph_weights(graphs.files, tensors, config, report, options.codes)
-    yield _decisions(verified, folder)
+    yield from _decisions(verified, folder, report)
     half = next((file.dtype for file in graphs.files if file.dtype in HALF_PRECISION), "")
     eager = open_reference(graphs, known or folder, half, options.code, stack)
     compared = QuantizedEntries(verified, graphs, eager, report, session, options)
@@ -73,11 +73,14 @@ def compare_entries(
     return (yield from compared.scenarios(stack, is_half=bool(half)))
 
 
-def _decisions(verified: VerifiedFolder, folder: Path) -> list[Check]:
+def _decisions(verified: VerifiedFolder, folder: Path, report: Report) -> Checks:
+    """Shapes behind quantized products are not inferred, so this audit has fewer failures than that of floats."""
     config = read_config(folder)
     lengths = {entry.name: entry.prefix.length if entry.prefix else 0 for entry in verified.entries}
-    models = verified.models.items()
-    return [audit_decisions(name, model, config, prefix=lengths.get(name, 0)) for name, model in models]
+    for name, model in verified.models.items():
+        checks, notes = audit_foreign_decisions(name, model, config, prefix=lengths.get(name, 0))
+        yield checks
+        report.notes += notes
 
 
 @dataclass(frozen=True)
@@ -160,9 +163,10 @@ class QuantizedEntries:
 
     def _start(self, folder: Path, prefix: PrefixEntry) -> Start:
         """The prefix by the model before it was quantized, from which an export computes it."""
-        start, runners = trained_start(folder, prefix), self.eager.runners
+        start = trained_start(folder, prefix)
+        runners = [one for one in self.eager.runners if isinstance(one, EagerRunner)]
 
-        def of(runner: EagerRunner) -> object:
+        def of(runner: EagerRunner) -> PrefixStart:
             return start(next(one for one in runners if one.model.dtype == runner.model.dtype))
 
         return of
