@@ -16,7 +16,8 @@ INNER, LOGITS = "postprocess/logits", "logits"
 
 def restore_logits(model: onnx.ModelProto) -> None:
     """Returns the logits in place of tokens and scores, in place; other graphs stay as they are."""
-    if INNER not in {name for node in model.graph.node for name in node.output}:
+    made = {name for node in model.graph.node for name in node.output}
+    if INNER not in made or LOGITS in made:
         return
     model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
     kept = [port for port in model.graph.output if port.name not in CHOSEN]
