@@ -12,7 +12,7 @@ from llmconv.export import export
 from llmconv.verify import Report, verify
 from tests.builders.mutants.quantized_folders import FOLDER_MUTANTS, FolderMutant
 from tests.builders.prefix_models import save_adapter
-from tests.builders.quantizers import save_tokenizer
+from tests.builders.talking import save_letters
 from tools.tiny_models import depth, save_tiny
 
 ONE = ("prefill, 7 tokens",)
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if model_type not in made:
             made[model_type] = tmp_path_factory.mktemp(model_type) / "model"
             save_tiny(model_type, made[model_type], depth(model_type))
-            save_tokenizer(made[model_type])
+            save_letters(made[model_type])
         return made[model_type]
 
     return folder

@@ -100,8 +100,8 @@ class FolderComparison:
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
         gates = replace(GATES[self.eager.dtype], calmest=self.routed)
-        pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
+            pair = PrefillDecodeAgreement(gates)  # a graph after a prefix agrees with none without it
             truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
             planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
@@ -112,8 +112,10 @@ class FolderComparison:
                 truths = truth.expected_outputs(scenario, chains) if found else []
                 for candidate in found:
                     evidence = self.report.evidence.setdefault(f"{candidate.name}{self.named}", Evidence())
-                    yield check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat)
-        yield pair.checks()
+                    yield check_scenario(
+                        scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
+                    )
+            yield pair.checks()
         if self.eager.is_layered:
             self.report.unseen.append("caches that are changed between two calls")
 
