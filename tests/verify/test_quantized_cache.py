@@ -174,8 +174,8 @@ def test_a_text_has_no_use_for_a_cache_of_floats(talking_as: Callable[[str], Pat
 @pytest.fixture(scope="module")
 def choosing(talking_as: Callable[[str], Path], prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("choosing") / "out"
-    options = {"kv_cache": "int8", "calibrate": prose, "unified": True, "postprocess": "topk:3"}
-    export(talking_as("llama"), folder, quant="int8", **options)
+    model, cache = talking_as("llama"), "int8"
+    export(model, folder, quant="int8", kv_cache=cache, calibrate=prose, unified=True, postprocess="topk:3")
     return folder
 
 

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "soft prompt": {"prefix": "PromptTuning"},
     "stages of tokens": {"stages": 2, "postprocess": "argmax"},
 }
+SLOW = ("static", "stages", "topk")
 PRESETS = ("int8", "int4", "a8w8")
 STORED_MUTANTS = [mutant for mutant in FOLDER_MUTANTS if mutant.store]
 
@@ -69,7 +70,7 @@ def failed(report: Report) -> set[str]:
     return {check.name for check in report.checks if check.verdict == "fail"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS])
 def test_codes_scenarios_and_cost_of_every_kind_are_compared(
     kind: str, model: Callable[[str], Path], made: Callable[..., Path]
 ) -> None:
