@@ -155,7 +155,8 @@ class GraphPlan:
         products = QuantizedProducts(quantized, distinct[0].spec.target) if quantized else None
         prefix = None
         if self.options.prefix:  # all graphs of such an export share one trace
-            prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, weights)
+            rounded = {**sources, **weights}  # quantized weights count as they were before
+            prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, rounded)
         for traced in distinct:
             bind(traced, known[id(traced)], weights, quantized=products)
             if cache_scales and traced.spec.kv_cache:

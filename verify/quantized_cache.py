@@ -7,9 +7,10 @@ rounding costs, which the shipped graphs are run for.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +34,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_cost import measure_costs
 from llmconv.verify.other_exporters.quantized.accuracy_gates import CACHE, CHECK, GATES, check_gate, check_limits
 from llmconv.verify.other_exporters.quantized.token_sample import token_sample
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.quantized_entries.logits_output import with_logits
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
@@ -72,7 +74,7 @@ class CodedFolder:
 
         Raises:
             UsageProblem: no text, or another one than at the export.
-            UnsupportedInput: a graph without logits, or not all graphs have codes.
+            UnsupportedInput: a graph in stages, or not all graphs have codes.
         """
         coded = [has_codes(verified.models[entry.name]) for entry in verified.entries]
         if not any(coded):
@@ -81,10 +83,10 @@ class CodedFolder:
                     "`--calibrate` applies to graphs of `export --kv-cache int8`", hint="leave out `--calibrate`"
                 )
             return None
-        if not all(coded) or any(entry.postprocess or len(entry.files) > 1 for entry in verified.entries):
+        if not all(coded) or any(len(entry.files) > 1 for entry in verified.entries):
             raise UnsupportedInput(
-                "only graphs of which each returns logits and has integer keys and values can be compared",
-                hint="verify an export with the same `--kv-cache` without `--postprocess`",
+                "only graphs in one file, of which each has integer keys and values, can be compared",
+                hint="export them together with `llmconv export --kv-cache int8`",
             )
         return cls(verified, _text(verified.path, calibrate), cost, prepack)
 
@@ -128,13 +130,16 @@ class CodedFolder:
         wanted = ranges(model, texts)
         turned = rotated(model, texts[0]) if eager.rotary_frequencies() else set[str]()
         known: dict[object, list[Check]] = {}
+        shipped = replace(self, verified=with_logits(self.verified))
         for entry in self.verified.entries:
             key = entry.content_key(self.verified.path)
             if key not in known:
                 scales = cache_scales(self.verified.models[entry.name])[0]
-                known[key] = check_scales(entry.name, scales, wanted, turned) + self._codes(entry.name, scales, eager)
+                known[key] = check_scales(entry.name, scales, wanted, turned) + shipped._codes(
+                    entry.name, scales, eager
+                )
             yield [replace(check, graph=entry.name) for check in known[key]]
-        yield from self._measure(eager, report, session)
+        yield from shipped._measure(eager, report, session)
 
     def _codes(self, name: str, scales: Mapping[str, Array], eager: Eager) -> list[Check]:
         shipped, rounded, exact = (self._runner(name, change) for change in (None, to_rounded_floats, _to_floats))
@@ -149,7 +154,8 @@ class CodedFolder:
         return replace(self.verified.settings, prepack=self.prepack, garbage=True)
 
     def _runner(self, name: str, change: GraphTransform | None) -> OrtRunner:
-        settings = replace(self._settings, change=change)
+        changes = [one for one in (self._settings.change, change) if one]
+        settings = replace(self._settings, change=partial(_in_turn, changes) if changes else None)
         entry = next(entry for entry in self.verified.entries if entry.name == name)
         graph: OrtGraph = open_graph(self.verified.path, entry, settings)
         return OrtRunner(graph, graph)
@@ -170,6 +176,11 @@ class CodedFolder:
         section.cost = costs.summary(is_text=sample.is_text)
         gated = sample.is_text and not self.prepack and not limits.given  # the codes of weights cost more
         yield check_gate(CACHE, GATES[CACHE], section.cost, None) if gated else check_limits(section.cost, limits)
+
+
+def _in_turn(changes: Sequence[GraphTransform], path: Path, model: onnx.ModelProto) -> None:
+    for change in changes:
+        change(path, model)
 
 
 def _to_floats(path: Path, model: onnx.ModelProto) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import onnx
 
 from llmconv.checkpoint import open_weights
-from llmconv.errors import UnsupportedInput
+from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
 from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
@@ -20,11 +22,12 @@ from llmconv.verify.other_exporters.quantized.stacked_matrices import unstacked
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import compare_graph_files
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.quantized_entries.comparison import compare_entries
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report
 from llmconv.verify.verification import Checking, Session
 
-INPUT_MAP, WRITE_INDICES = "llmconv", "write_indices"
+INPUT_MAP, OWN_INPUTS = "llmconv", {WRITE_INDICES, INPUTS_EMBEDS}
 
 
 def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
@@ -49,25 +52,22 @@ def compare_quantized_folder(
         session: the options of the verification.
         eager: an open reference of the model.
         options: options of the cost of quantization.
-
-    Raises:
-        UnsupportedInput: a graph in stages, with a prefix, or one that chooses tokens.
     """
-    folder = compared.path
-    for entry in compared.entries:
-        inputs = {port.name for port in compared.models[entry.name].graph.input}
-        if len(entry.files) > 1 or entry.postprocess or entry.prefix or WRITE_INDICES in inputs:
-            raise UnsupportedInput(
-                f"`{entry.name}` is quantized, and also static, in stages, with a prefix or without logits",
-                hint="verify an export with the same `--quant` without these options",
-            )
     result: tuple[Eager | None, Replayable] = (eager, compared)
     with ExitStack() as stack:
         plain = stack.enter_context(plain_model(reference))
         options = replace(options, codes=replace(options.codes, kept=plain.kept))
+        if any(_is_own(compared, entry) for entry in compared.entries):
+            return (yield from compare_entries(compared, plain.folder, report, session, eager, options, stack))
         for start in range(0, len(compared.entries), MAX_GRAPHS):
-            paths = [folder / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
+            paths = [compared.path / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
             files = read_graphs(paths, INPUT_MAP)
             verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(plain.folder)))
             result = yield from compare_graph_files(verified, plain.folder, report, session, eager, options, stack)
     return result
+
+
+def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
+    """Whether only llmconv's own runner runs a graph."""
+    inputs = {port.name for port in compared.models[entry.name].graph.input}
+    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or inputs & OWN_INPUTS)

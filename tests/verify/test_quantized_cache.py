@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import Report, verify
@@ -171,10 +171,26 @@ def test_a_text_has_no_use_for_a_cache_of_floats(talking_as: Callable[[str], Pat
         verify(talking_as("llama"), calibrate=prose)
 
 
-def test_graphs_that_choose_tokens_cannot_be_compared(
-    talking_as: Callable[[str], Path], prose: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def choosing(talking_as: Callable[[str], Path], prose: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("choosing") / "out"
+    model, cache = talking_as("llama"), "int8"
+    export(model, folder, quant="int8", kv_cache=cache, calibrate=prose, unified=True, postprocess="topk:3")
+    return folder
+
+
+def test_the_codes_behind_chosen_tokens_are_compared(
+    choosing: Path, talking_as: Callable[[str], Path], prose: Path
 ) -> None:
-    model = talking_as("llama")
-    export(model, tmp_path / "out", kv_cache="int8", calibrate=prose, unified=True, postprocess="argmax")
-    with pytest.raises(UnsupportedInput, match="returns logits"):
-        verify(tmp_path / "out", reference=talking_as("llama"), calibrate=prose)
+    report = verify(choosing, reference=talking_as("llama"), only=["prefill, 7 tokens"], calibrate=prose)
+    assert report.verdict == "pass", report.lines()
+    assert {"tokens", "scores"} <= {check.output for check in report.checks}
+    assert {"cache codes", "cache scales", "cost of quantization"} <= {check.name for check in report.checks}
+
+
+def test_a_wrong_scale_behind_chosen_tokens_fails(
+    choosing: Path, talking_as: Callable[[str], Path], prose: Path, tmp_path: Path
+) -> None:
+    folder = damaged(choosing, tmp_path / "broken", with_scales(of_another_layer))
+    report = verify(folder, reference=talking_as("llama"), only=["prefill, 7 tokens"], calibrate=prose)
+    assert "cache scales" in {check.name for check in report.checks if check.verdict == "fail"}

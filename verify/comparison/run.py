@@ -17,9 +17,9 @@ from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreeme
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
 from llmconv.verify.comparison.layer_by_layer import precompute
-from llmconv.verify.comparison.scaled_weights import scaled_settings, why_not_scaled
+from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
-from llmconv.verify.reference.prefix import stored_start, trained_start
+from llmconv.verify.reference.prefix import StartOf, stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
@@ -58,6 +58,8 @@ class FolderComparison:
         named: suffix of the names of all checks.
         varied: also compare with scaled weights and with other settings of onnxruntime.
         routed: judge the calmest rows, see `Gates.calmest`.
+        scaler: opens the graphs on scaled weights; default: on those that the files in `folder` are named after.
+        start: computes a trained prefix, as `trained_start`.
     """
 
     eager: Eager
@@ -70,6 +72,8 @@ class FolderComparison:
     named: str = ""
     varied: bool = True
     routed: bool = False
+    scaler: Scaler | None = None
+    start: StartOf = trained_start
 
     def checks(self, opened: Sequence[OrtGraph]) -> Checks:
         """All checks that need the eager model; graphs with unknown inputs are not run, identical files once."""
@@ -96,9 +100,9 @@ class FolderComparison:
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
         gates = replace(GATES[self.eager.dtype], calmest=self.routed)
-        pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
-            truth = self.eager.with_prefix(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
+            pair = PrefillDecodeAgreement(gates)  # a graph after a prefix agrees with none without it
+            truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
             planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
             precompute(of_prefix, planned)
@@ -108,8 +112,10 @@ class FolderComparison:
                 truths = truth.expected_outputs(scenario, chains) if found else []
                 for candidate in found:
                     evidence = self.report.evidence.setdefault(f"{candidate.name}{self.named}", Evidence())
-                    yield check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat)
-        yield pair.checks()
+                    yield check_scenario(
+                        scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
+                    )
+            yield pair.checks()
         if self.eager.is_layered:
             self.report.unseen.append("caches that are changed between two calls")
 
@@ -119,22 +125,22 @@ class FolderComparison:
         rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
         if not entries or not rows:
             return
-        reason = why_not_scaled(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
-        layers = len(self.eager.cache_shapes()) // 2
-        if reason:
-            yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, reason)
+        models = [self.models[entry.name] for entry in entries]
+        scaler = self.scaler or Scaler.of(self.folder, self.eager.folder, models)
+        if scaler.why_not:
+            yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, scaler.why_not)
             self.report.unseen += [scaling.bug for scaling in SCALINGS]
             return
         for scaling in scalings(self.eager):
-            yield from self._compare_one_scaling(scaling, entries, layers)
+            yield from self._compare_one_scaling(scaling, entries, scaler)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
 
-    def _compare_one_scaling(self, scaling: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
+    def _compare_one_scaling(self, scaling: WeightScaling, entries: list[GraphEntry], scaler: Scaler) -> Checks:
         """Graphs and eager model with one scaling of the weights; one graph is open at a time."""
-        scaled = self.eager.scaled(scaling)
-        settings = scaled_settings(self.settings, self.folder, scaling)
+        scaled, layers = self.eager.scaled(scaling), len(self.eager.cache_shapes()) // 2
+        settings = scaler.scaled(self.settings, scaling)
         for prefix in dict.fromkeys(entry.prefix for entry in entries):
             truth = (
                 scaled.with_prefix(prefix, stored_start(self.folder, prefix, layers)) if prefix else scaled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,25 @@ from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.comparison.scaled_graph import scale
 from llmconv.verify.reference.weight_scaling import WeightScaling
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Opens the graphs of a folder on scaled weights.
+
+    Attributes:
+        why_not: why they cannot be scaled; empty if they can.
+        scaled: settings that scale the weights, of the settings without and a scaling.
+    """
+
+    why_not: str
+    scaled: Callable[[SessionSettings, WeightScaling], SessionSettings]
+
+    @classmethod
+    def of(cls, folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> Scaler:
+        """For weights that the files of the folder contain; arguments as in `why_not_scaled`."""
+        reason = why_not_scaled(folder, reference, models)
+        return cls(reason, lambda settings, scaling: scaled_settings(settings, folder, scaling))
 
 
 def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:

@@ -123,7 +123,7 @@ def compare_graph_files(
         yield wrong
         return None, verified
     verified = replace(verified, tensors=options.smoothing.applied(verified.tensors))
-    yield from _audit(verified.files, verified.tensors, config, report, options.codes)
+    yield from audit_graph_weights(verified.files, verified.tensors, config, report, options.codes)
     yield from _audit_decisions(verified.files, folder, report)
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
@@ -154,7 +154,7 @@ def _compare(
     """
     files = verified.files
     half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
-    eager = _eager(verified, reference, half, options.code, stack)
+    eager = open_reference(verified, reference, half, options.code, stack)
     sizes, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
     if report.quantization:  # some kernels support only prepacked quantized weights
         settings = replace(settings, prepack=True)
@@ -173,8 +173,18 @@ def _compare(
     return eager, verified
 
 
-def _eager(verified: ExternalGraphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
-    """The eager model; for a half-precision graph, with weights rounded as in the graph."""
+def open_reference(
+    verified: ExternalGraphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack
+) -> Eager:
+    """The eager model; for a half-precision graph, with weights rounded as in the graph.
+
+    Args:
+        verified: the graphs.
+        reference: the model, or its folder.
+        half: dtype of the graphs if it is half precision; else empty.
+        code: the model's folder if its custom code is trusted.
+        stack: keeps a temporary copy.
+    """
     folder = reference if isinstance(reference, Path) else reference.folder
     source = folder
     if half:
@@ -195,14 +205,22 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     return folder
 
 
-def _audit(
+def audit_graph_weights(
     files: Sequence[GraphFile],
     tensors: Mapping[str, LazyTensor],
     config: Mapping[str, object],
     report: Report,
     codes: ExpectedCodes,
 ) -> Checks:
-    """Audits the weights of each graph; tensors of the model that are in no graph are a note."""
+    """Audits the weights of each graph; tensors of the model that are in no graph are a note.
+
+    Args:
+        files: the graphs; receive what was found.
+        tensors: of the model by name, with factors of smoothing.
+        config: of the model.
+        report: receives notes and a row per quantized matrix.
+        codes: what the codes must be.
+    """
     missing = set(tensors)
     tied = bool(config.get("tie_word_embeddings"))
     for file in files:

@@ -73,6 +73,13 @@ class PrefixedRunner(Runner):
         return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past)
 
 
+Start = Callable[[EagerRunner], PrefixStart]
+"""Keys and values of a prefix, for the precision of a runner."""
+
+StartOf = Callable[[Path, PrefixEntry], Start]
+"""The prefix of a folder."""
+
+
 def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], PrefixStart]:
     """Computes the prefix from the trained tensor, in the precision of the runner that it is given.
 

@@ -60,7 +60,12 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
 
 
 def audit_foreign_decisions(
-    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str]
+    graph: str,
+    model: onnx.ModelProto,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str] = INPUTS,
+    *,
+    prefix: int = 0,
 ) -> tuple[list[Check], list[str]]:
     """The same audit for a graph of another exporter, with fewer failures.
 
@@ -69,13 +74,14 @@ def audit_foreign_decisions(
         model: the graph without its weights.
         config: from `read_config`.
         inputs: the property of a call that each input contains, see `operators.INPUTS`.
+        prefix: as in `audit_decisions`.
 
     Returns:
         A failed check if the graph tests for a single length, position, batch size or token that no field of the config
         contains; and a note on other decisions by numbers that are not the model's.
     """
     try:
-        found = decisions_of(model, config, inputs, tables=False)
+        found = decisions_of(model, config, inputs, tables=False, prefix=prefix)
     except Exception as error:  # a graph of an unknown exporter
         return [], [f"{graph}: its decisions cannot be analyzed: {first_line(error)}"]
     texts = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]

@@ -6,13 +6,15 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from llmconv.errors import LlmconvError, UnsupportedInput
-from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
+from llmconv.runtime.runner import Runner
+from llmconv.verify.other_exporters.candidates import external_candidates
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
@@ -33,7 +35,7 @@ from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Checks
+from llmconv.verify.results.report import Check, Checks, Report
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,11 @@ def compare_quantized(
     report, tensors, files = comparison.report, comparison.tensors, verified.files
     section = report.quantization
     assert section is not None
-    section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
-    yield from _measure(verified, graphs, eager, comparison, options, section)
+    candidate = external_candidates(graphs)[-1]
+    plain = partial(_plain_rounding, verified, comparison)
+    yield from measure_cost(
+        (candidate.name, candidate.runner), plain, eager, options, report, comparison.selection.suite
+    )
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
         report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
@@ -94,7 +99,7 @@ def compare_quantized(
         yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
-    report.notes += _notes(section)
+    report.notes += quantization_notes(section)
     found = [one for file in files for one in file.quantized_weights]
     tie = tied_head(eager.models[0], tensors)
     reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, options.smoothing))
@@ -105,42 +110,53 @@ def compare_quantized(
     return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
-def _measure(
-    verified: ExternalGraphs,
-    graphs: Sequence[ExternalGraph],
+def measure_cost(
+    shipped: tuple[str, Runner],
+    plain: Callable[[ExitStack], Runner | None],
     eager: Eager,
-    comparison: ExternalComparison,
     options: QuantizationOptions,
-    section: Quantization,
+    report: Report,
+    suite: str,
+    room: int | None = None,
 ) -> Checks:
-    """Measures the loss of accuracy, of the pair if there are two graphs, and that of plain rounding for its gate."""
-    trusted = options.code is not None
-    sample = token_sample(options.text, eager.folder, eager.facts(), comparison.selection.suite, trusted)
-    candidate = external_candidates(graphs)[-1]
-    gate = gate_of(options.preset) if sample.is_text else AccuracyGate()
-    measured = [(candidate.name, candidate.runner)]
+    """Measures the loss of accuracy, and that of plain rounding if the preset is judged by it.
+
+    Args:
+        shipped: name and runner of the unchanged graphs.
+        plain: opens the graphs with plainly rounded codes; its copies stay on the stack.
+        eager: the model at full precision.
+        options: options of the user.
+        report: receives the figures and notes.
+        suite: `quick` or `full`.
+        room: maximum number of tokens of a sequence in these graphs.
+    """
+    section = report.quantization
+    assert section is not None
+    section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
+    facts = eager.facts()
+    facts = replace(facts, max_positions=min(filter(None, (facts.max_positions, room)), default=None))
+    sample = token_sample(options.text, eager.folder, facts, suite, options.code is not None)
+    gate, measured = gate_of(options.preset) if sample.is_text else AccuracyGate(), [shipped]
     try:
         with ExitStack() as stack:
-            if gate.against_rounding and (plain := _plain_rounding(verified, comparison, stack)):
-                measured.append(("plain rounding", plain.runner))
+            if gate.against_rounding and (rounded := plain(stack)):
+                measured.append(("plain rounding", rounded))
             costs = measure_costs(measured, eager.runners[0], sample)
     except LlmconvError as error:
-        yield [Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)]
+        yield [Check(CHECK, shipped[0], "", verdict="fail", detail=error.message)]
         return
     section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
     section.excess = difference(*costs) if others else None
     section.rounding = others[0] if others else None
-    yield _judged(options, gate, section, sample, comparison.report.notes)
+    yield _judged(options, gate, section, sample, report.notes)
 
 
-def _plain_rounding(
-    verified: ExternalGraphs, comparison: ExternalComparison, stack: ExitStack
-) -> ExternalCandidate | None:
+def _plain_rounding(verified: ExternalGraphs, comparison: ExternalComparison, stack: ExitStack) -> Runner | None:
     """The first graph with plainly rounded codes; None if all its codes are such already."""
     first = verified.files[0]
     copy = stack.enter_context(plainly_rounded(first.path, first.model, first.quantized_weights, verified.tensors))
     graph = replace(first, path=copy).open(comparison.sizes, comparison.settings) if copy else None
-    return external_candidates([graph])[0] if isinstance(graph, ExternalGraph) else None
+    return external_candidates([graph])[0].runner if isinstance(graph, ExternalGraph) else None
 
 
 def _judged(
@@ -159,7 +175,8 @@ def _judged(
     return check_gate(options.preset, gate, section.cost, section.excess)
 
 
-def _notes(section: Quantization) -> list[str]:
+def quantization_notes(section: Quantization) -> list[str]:
+    """How the scenarios of quantized graphs run."""
     notes = ["quantized: the scenarios are compared with a model that has the same quantized weights"]
     if section.rounded:
         operators = ", ".join(section.rounded)

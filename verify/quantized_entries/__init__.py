@@ -1,0 +1,1 @@
+"""Quantized graphs that only llmconv's own runner runs: static, in stages, with a prefix, of tokens, of embeddings."""
