@@ -35,7 +35,8 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     wide.diagonal().add_(damping * mean if mean > 0 else 1.0)
     with _one_thread():
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
-        return torch.linalg.cholesky(inverse, upper=True).float().numpy()
+        factor: Array = torch.linalg.cholesky(inverse, upper=True).float().numpy()
+    return factor
 
 
 def rounded_with_feedback(

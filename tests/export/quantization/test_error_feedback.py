@@ -85,7 +85,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(threads)
         made.append(solved(weights, hessian))
     torch.set_num_threads(before)
-    assert np.array_equal(*made)
+    assert np.array_equal(made[0], made[1])
 
 
 def test_a_channel_that_is_always_zero_is_no_obstacle() -> None:
