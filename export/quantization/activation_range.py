@@ -44,9 +44,9 @@ class ActivationRange:
             value: float32.
             name: of the constants, followed by `.input_scale` and `.input_zero`.
         """
-        codes = next((node.outputs[0] for node, at in value.uses() if node.op_type == "QuantizeLinear" and not at), None)
-        if codes is not None:
-            return next(node.outputs[0] for node, _ in codes.uses())
+        known = [node.outputs[0] for node, at in value.uses() if node.op_type == "QuantizeLinear" and at == 0]
+        if known:
+            return next(node.outputs[0] for node, _ in known[0].uses())
         scale = constant(editor.graph, f"{name}.input_scale", np.array(self.scale, np.float32))
         zero = constant(editor.graph, f"{name}.input_zero", np.array(self.zero, np.uint8))
         return editor.one("DequantizeLinear", [editor.one("QuantizeLinear", [value, scale, zero]), scale, zero])
