@@ -98,7 +98,7 @@ if TYPE_CHECKING:
 @click.option(
     "--static-activations",
     is_flag=True,
-    help="With --quant a8w8 and --calibrate: round activations in ranges of the text (QDQ), as toolchains for NPUs need.",
+    help="With --quant a8w8 and --calibrate: round activations in ranges of the text (QDQ), as NPUs need.",
 )
 @click.option(
     "--method",

@@ -51,7 +51,7 @@ def test_scales_and_zero_points_are_scalars_in_the_graph(graph: onnx.GraphProto)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "zero"), [(-1.0, 1.0, 128), (1.0, 2.0, 0), (-2.0, -1.0, 255), (-51.0, 204.0, 51), (0.0, 0.0, 0)]
+    ("low", "high", "zero"), [(-1.0, 3.0, 64), (1.0, 2.0, 0), (-2.0, -1.0, 255), (-51.0, 204.0, 51), (0.0, 0.0, 0)]
 )
 def test_a_range_contains_zero(low: float, high: float, zero: int) -> None:
     assert ActivationRange.of(low, high).zero == zero
