@@ -19,7 +19,6 @@ from tests.verify.test_quantized_folder import damaged
 SCALE, ZERO = "model.layers.1.self_attn.q_proj.weight.input_scale", "model.layers.1.self_attn.q_proj.weight.input_zero"
 OTHER = "model.layers.2.self_attn.q_proj.weight.input_scale"
 FIRST = ("prefill, 7 tokens",)
-Numbers = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,8 @@ def edited(folder: Path, target: Path, edit: Callable[[onnx.GraphProto], None]) 
 
 
 def number(graph: onnx.GraphProto, name: str) -> onnx.TensorProto:
-    return next(one for one in graph.initializer if one.name == name)
+    found: onnx.TensorProto = next(one for one in graph.initializer if one.name == name)
+    return found
 
 
 def a_larger_scale(graph: onnx.GraphProto) -> None:

@@ -47,7 +47,7 @@ def test_scales_and_zero_points_are_scalars_in_the_graph(graph: onnx.GraphProto)
     tensors = {one.name: one for one in graph.initializer}
     node = next(node for node in graph.node if node.op_type == "QuantizeLinear")
     scale, zero = (numpy_helper.to_array(tensors[name]) for name in node.input[1:])
-    assert (scale.dtype, scale.shape, zero.dtype, zero.shape) == (np.float32, (), np.uint8, ())
+    assert scale.dtype == np.float32 and zero.dtype == np.uint8 and scale.shape == zero.shape == ()
 
 
 @pytest.mark.parametrize(
