@@ -18,8 +18,8 @@ from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 from llmconv.verify.results.report import Check
 
 NAME = "activation ranges"
@@ -89,16 +89,26 @@ def measured_extremes(
     return found
 
 
-def check_ranges(file: GraphFile, extremes: Extremes, factors: Mapping[str, LazyTensor]) -> Check:
+def check_ranges(
+    graph: str,
+    model: onnx.ModelProto,
+    constants: Constants,
+    quantized: Sequence[MatchedMatrix],
+    extremes: Extremes,
+    factors: Mapping[str, LazyTensor],
+) -> Check:
     """One check of all products of a graph with dequantized matrices.
 
     Args:
-        file: the graph, after the audit of its weights.
+        graph: its name.
+        model: the graph without its weights.
+        constants: its constants.
+        quantized: its quantized matrices.
         extremes: of the eager model.
         factors: of smoothing, by name of the matrix.
     """
-    names = {one.stored.name: sorted(one.names) for one in file.quantized_weights}
-    found = list(_roundings(file.model, Constants(file.model, file.path.parent)))
+    names = {one.stored.name: sorted(one.names) for one in quantized}
+    found = list(_roundings(model, constants))
     problems = [
         f"what `{name}` is multiplied with {problem}"
         for one in found
@@ -107,8 +117,8 @@ def check_ranges(file: GraphFile, extremes: Extremes, factors: Mapping[str, Lazy
     ]
     if problems:
         detail = f"{len(problems)} of {len(found)} wrong, first: {problems[0]}"
-        return Check(NAME, file.name, "", verdict="fail", detail=detail)
-    return Check(NAME, file.name, "", detail=f"{len(found)} ranges as on the text")
+        return Check(NAME, graph, "", verdict="fail", detail=detail)
+    return Check(NAME, graph, "", detail=f"{len(found)} ranges as on the text")
 
 
 def _roundings(model: onnx.ModelProto, constants: Constants) -> Iterator[ActivationRounding]:

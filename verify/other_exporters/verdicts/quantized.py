@@ -28,6 +28,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     gate_of,
 )
 from llmconv.verify.other_exporters.quantized.activation_ranges import check_ranges, measured_extremes
+from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
@@ -149,7 +150,9 @@ def _range_checks(
     trusted = options.code is not None
     texts = options.ranges.tokens(eager.folder, context_length(eager.folder), trust_remote_code=trusted)
     extremes = measured_extremes(eager.models[1], eager.runners[1], comparison.tensors, texts)
-    yield [check_ranges(file, extremes, options.smoothing.factors) for file in files]
+    for file in files:
+        graph = file.name, file.model, Constants(file.model, file.path.parent), file.quantized_weights
+        yield [check_ranges(*graph, extremes, options.smoothing.factors)]
 
 
 def _plain_rounding(
