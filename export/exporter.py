@@ -175,7 +175,10 @@ def _make(
         quantized = select(pairs, formats)
         text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
         importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
-        folder = folder.quantized(quantized, importance, text.smoothing(pairs, quantized) if text else Smoothing())
+        smoothing = text.smoothing(pairs, quantized) if text else Smoothing()
+        if text and given["static_activations"]:
+            quantized = text.with_ranges(quantized, smoothing)
+        folder = folder.quantized(quantized, importance, smoothing)
         folder.check(plan)
         weights = folder.weights()
     scales = calibration.cache_scales() if calibration and given["kv_cache"] else None

@@ -1,7 +1,7 @@
 """Replaces products and lookups of quantized weights by onnxruntime's operators, which read the codes.
 
 Source: onnxruntime docs/ContribOperators.md, `com.microsoft.MatMulNBits`, `com.microsoft.GatherBlockQuantized` and
-`com.microsoft.DynamicQuantizeMatMul`.
+`com.microsoft.DynamicQuantizeMatMul`. Where the range of an activation is known, by standard operators instead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
+from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.column_format import ColumnFormat
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
@@ -61,6 +62,9 @@ class QuantizedProducts:
             left = editor.one("Gather", [left, order], {"axis": -1})
         codes = values.stored(_part(rows, CODES, values))
         scales = values.value(_part(rows, SCALES, values), weight.dtype)
+        if weight.activation:
+            product = _rounded_product(editor, left, codes, scales, weight.activation, rows.label)
+            return product if bias is None else editor.one("Add", [product, bias])
         if isinstance(weight.form, ColumnFormat):
             return editor.one("DynamicQuantizeMatMul", _given(left, codes, scales, None, bias), domain=MICROSOFT)
         count, blocks, _ = static_shape(codes)
@@ -120,6 +124,14 @@ class QuantizedProducts:
         editor = NodeEditor(graph, node, (node.name or "").rpartition("/")[0], module_of=node)
         axes = {"gather_axis": 0, "quantize_axis": 1, "block_size": weight.form.size, "bits": weight.form.bits}
         replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
+
+
+def _rounded_product(
+    editor: NodeEditor, left: ir.Value, codes: ir.Value, scales: ir.Value, activation: ActivationRange, name: str
+) -> ir.Value:
+    """A product of two dequantized factors, which runtimes fuse."""
+    factor = activation.rounded(editor, left, name)
+    return editor.one("MatMul", [factor, editor.one("DequantizeLinear", [codes, scales], {"axis": 1})])
 
 
 def _given(*inputs: ir.Value | None) -> list[ir.Value | None]:
