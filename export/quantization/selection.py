@@ -42,12 +42,14 @@ class QuantizedWeight:
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
+        group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
 
     form: WeightFormat
     transposed: bool
     dtype: ir.DataType
     kept: RepackedWeight | None = None
+    group: tuple[str, ...] = ()
 
     @property
     def is_searched(self) -> bool:
