@@ -31,7 +31,7 @@ def side_by_side(tensors: Mapping[str, Stored], groups: Sequence[Sequence[str]])
 
 
 def join_products(graph: ir.Graph) -> None:
-    """Replaces `MatMulNBits` of one activation and format by one, where their codes, scales and zero points are adjacent.
+    """Replaces `MatMulNBits` of one activation and format by one, where codes, scales and zero points are adjacent.
 
     Args:
         graph: changed in place; the replaced nodes remain, unused.

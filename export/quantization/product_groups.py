@@ -1,4 +1,4 @@
-"""Which quantized weights are multiplied with one activation, as q, k, v or gate, up: their codes are stored side by side."""
+"""Which quantized weights are multiplied with one activation, as q, k and v: their codes are stored side by side."""
 
 from __future__ import annotations
 
