@@ -104,7 +104,7 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value | No
     if not mapped:
         return None
     name = "+".join(str(tensor.name) for tensor in mapped)
-    rows = sum(int(tensor.shape[0]) for tensor in mapped)
+    rows = sum(tensor.shape.numpy()[0] for tensor in mapped)
     shape = ir.Shape((rows, *mapped[0].shape[1:]))
     place = mapped[0].location, mapped[0].offset, sum(tensor.nbytes for tensor in mapped)
     content = ir.ExternalTensor(*place, mapped[0].dtype, shape=shape, name=name)
