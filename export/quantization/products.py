@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
+from llmconv.export.node_editor import MICROSOFT, NodeEditor, remove_unused, replace_value
 from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.joined_products import join_products
+from llmconv.export.quantization.product_groups import activation, reshapes
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import TracedGraph, static_shape
@@ -93,15 +95,13 @@ class QuantizedProducts:
                     parts = [part for part, _ in output_parts(match, layout)]
                     if all(part in self for part in parts):
                         self._replace(traced.model.graph, node, parts, values)
+        join_products(traced.model.graph)
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
 
     def _replace(self, graph: ir.Graph, node: ir.Node, parts: list[WeightSource], values: StoredValues) -> None:
         """Replaces a product; reshapes that only make its factor a matrix go, too."""
-        before, after = _reshapes(node)
-        left = before.inputs[0] if before and after else node.inputs[0]
-        last = after if before and after else node
-        assert left is not None
+        left, last = activation(node), reshapes(node)[1] or node
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         editor = NodeEditor(graph, last, (node.name or "").rpartition("/")[0], module_of=node)
         inner = bias if len(parts) == 1 else None
@@ -144,13 +144,3 @@ def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:
     """The same rows of the codes, scales or zero points of a tensor."""
     name = rows.name + suffix
     return replace(rows, name=name, stored=values.shape(name))
-
-
-def _reshapes(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
-    """The `Reshape` of the left factor to a matrix, and that of the result back, if there are both."""
-    before, uses = producer(node.inputs[0], "Reshape"), list(node.outputs[0].uses())
-    if before is None or len(uses) != 1 or uses[0].node.op_type != "Reshape" or node.op_type != "Gemm":
-        return None, None
-    after = uses[0].node
-    same = rank(before.inputs[0]) == rank(after.outputs[0]) != 0
-    return (before, after) if same else (None, None)

@@ -44,6 +44,7 @@ class QuantizedWeight:
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
         activation: range of what it is multiplied with; None if that is found at run time.
+        group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
 
     form: WeightFormat
@@ -51,6 +52,7 @@ class QuantizedWeight:
     dtype: ir.DataType
     kept: RepackedWeight | None = None
     activation: ActivationRange | None = None
+    group: tuple[str, ...] = ()
 
     @property
     def is_searched(self) -> bool:
