@@ -131,7 +131,8 @@ class LlamaCpp:
         """See `Runtime`."""
         library, count = self._library, len(ids)
         library.llama_memory_clear(library.llama_get_memory(self._context), True)
-        batch = library.llama_batch_get_one((library.llama_token * count)(*ids), count)
+        tokens = (library.llama_token * count)(*ids)
+        batch = library.llama_batch_get_one(tokens, count)
         wanted = (ctypes.c_int8 * count)(*[1] * count)
         batch.logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
         self._decode(batch)
