@@ -23,9 +23,9 @@ def main() -> int:
     whole = run(command, accepted=(0, NO_SPACE))
     body = "\n".join(
         [
-            "Shapes of Llama 3.1 405B, bfloat16, weights that are holes in files: the bytes are read and rounded as others.",
-            "All layers are only planned (`--dry-run`: weights chosen, graphs made and bound, disk checked), since 264 GB",
-            "would be written; the layer that is written has the model's largest matrices, 16384 x 53248 and 128256 x 16384.",
+            "Shapes of Llama 3.1 405B in bfloat16; weights are holes in files, and are read and rounded as others.",
+            "All layers are only planned (`--dry-run`), since 264 GB would be written; a disk with less space is",
+            "refused. The layer that is written has the model's largest matrices, 16384 x 53248 and 128256 x 16384.",
             "",
             "| | seconds | peak RSS, MB | of it private at most | of it mapped at most |",
             "| --- | --- | --- | --- | --- |",

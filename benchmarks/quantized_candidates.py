@@ -1,4 +1,4 @@
-"""What quantized graphs are compared with: folders and files of one model, made once, and the process that runs each."""
+"""What quantized graphs are compared with: folders and files of one model, made once; the process that runs each."""
 
 from __future__ import annotations
 
@@ -140,6 +140,6 @@ class Worker:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"{self._process.args} ended with {self._process.wait()}")
+            sys.exit(f"{self._process.args!r} ended with {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -45,9 +45,9 @@ def main() -> int:
         costs = {name: cost(name, one, pieces, wanted, Path(folder)) for name, one in made.items()}
     body = "\n".join(
         [
-            f"SmolLM2-135M-Instruct, {PIECES * PIECE:,} tokens of the evaluation text that ships with llmconv, in pieces",
-            f"of {PIECE}; KL divergence of the next token from the float32 graphs' in nats. Activations are rounded as each",
-            "runtime does. In llmconv's and GenAI's files the embedding is float32 (113 MB), in llama.cpp's it is",
+            f"SmolLM2-135M-Instruct, {PIECES * PIECE:,} tokens of the evaluation text that ships with llmconv, in",
+            f"pieces of {PIECE}; KL divergence of the next token from the float32 graphs' in nats. Activations are",
+            "rounded as each runtime does. In llmconv's and GenAI's files the embedding is float32 (113 MB), in llama.cpp's it is",
             "quantized.",
             "",
             "| | file, MB | mean | median | p99 | same likeliest token | perplexity / float32's |",
@@ -72,7 +72,8 @@ def cost(name: str, candidate: Candidate, pieces: Array, wanted: list[Array], fo
     costs = TokenCosts(name, "evaluation text")
     found = logits(candidate, pieces, folder / candidate.path.name)
     for piece, exact, one in zip(pieces, wanted, found, strict=True):
-        costs.add(*(log_probabilities(np.asarray(values, np.float64)) for values in (exact, one)), piece)
+        model, graph = (log_probabilities(np.asarray(values, np.float64)) for values in (exact, one))
+        costs.add(model, graph, piece)
     return costs.summary(is_text=True)
 
 
