@@ -47,8 +47,8 @@ def main() -> int:
         [
             f"SmolLM2-135M-Instruct, {PIECES * PIECE:,} tokens of the evaluation text that ships with llmconv, in",
             f"pieces of {PIECE}; KL divergence of the next token from the float32 graphs' in nats. Activations are",
-            "rounded as each runtime does. In llmconv's and GenAI's files the embedding is float32 (113 MB), in llama.cpp's it is",
-            "quantized.",
+            "rounded as each runtime does. In llmconv's and GenAI's files the embedding is float32",
+            "(113 MB), in llama.cpp's it is quantized.",
             "",
             "| | file, MB | mean | median | p99 | same likeliest token | perplexity / float32's |",
             "| --- | --- | --- | --- | --- | --- | --- |",

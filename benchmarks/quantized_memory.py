@@ -24,7 +24,8 @@ def main() -> int:
     body = "\n".join(
         [
             "A random 1.1 B Llama, `--quant int4 --target ort-cpu --cache shared-buffer`; 32 new tokens after one.",
-            "onnxruntime packs a copy of the codes, which is private memory; the embedding is read from the mapped file.",
+            "onnxruntime packs a copy of the codes, which is private memory; the embedding is read from the mapped",
+            "file.",
             "",
             "| quantized file, MB | peak RSS, MB | of it private at most | of it mapped at most | private / file |",
             "| --- | --- | --- | --- | --- |",
