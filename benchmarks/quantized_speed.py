@@ -78,7 +78,7 @@ def main() -> int:
             f"onnxruntime {onnxruntime.__version__}, llama-cpp-python {VERSION} for this CPU. llmconv's graphs have",
             "`--target ort-cpu --cache shared-buffer`. llama.cpp computes the logits of a prompt's last token only,",
             "and llmconv with `--last-logits`; the others those of all tokens. llama.cpp's cache is float16, the",
-            "others' float32. Q4_K_M needs a multiple of 256 columns; weights of 576 have Q5_0 and larger types instead.",
+            "others' float32. Q4_K_M needs a multiple of 256 columns; weights of 576 have Q5_0 or larger types.",
             *lines,
             "\n| | file, MB |",
             "| --- | --- |",
