@@ -9,10 +9,17 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 """Installed first, and named in every step, so that no other build is pulled in."""
 
+WHEELS = "build/wheels"
+"""Packages that are built here once, because the index has none for this platform."""
+
 Steps = tuple[tuple[str, ...], ...]
 
 ENVIRONMENTS: dict[str, Steps] = {
     "genai": (("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1"),),
+    "llama.cpp": (
+        ("gguf==0.19.0", "diskcache==5.6.3", "jinja2", "safetensors", "typing-extensions"),
+        ("--no-deps", "--no-index", "--find-links", WHEELS, "llama-cpp-python==0.3.36"),
+    ),
     "optimum": (
         (
             *("optimum-onnx==0.1.0", "transformers==4.57.6", "onnxruntime==1.31.1", "onnxscript==0.7.2"),
@@ -44,7 +51,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"genai"}
+WITHOUT_TORCH = {"genai", "llama.cpp"}
 
 NODE = {"transformersjs": ("@huggingface/transformers@4.3.1",)}
 """Name to the packages of each environment of Node; its `npm` must be installed (Node 20 or later)."""

@@ -38,11 +38,11 @@ CONFIG = {
 }
 
 
-def sparse() -> Path:
+def sparse(layers: int = LAYERS) -> Path:
     """The folder: a shard per layer, and one for the rest."""
-    folder = FOLDER / "sparse-405b"
+    folder = FOLDER / ("sparse-405b" if layers == LAYERS else f"sparse-405b-{layers}")
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [_layer(number) for number in range(LAYERS)]
+    shards = [_layer(number) for number in range(layers)]
     rest = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -57,7 +57,7 @@ def sparse() -> Path:
             file.truncate(len(header) + 2 * sum(map(prod, shapes.values())))
         weight_map |= dict.fromkeys(shapes, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     return folder
 
 

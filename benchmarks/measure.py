@@ -39,8 +39,12 @@ class Measurement:
     peak_mb: float
 
 
-def run(command: Sequence[str]) -> Measurement:
+def run(command: Sequence[str], accepted: Sequence[int] = (0,)) -> Measurement:
     """Runs a command to its end.
+
+    Args:
+        command: to run.
+        accepted: exit codes; others than 0 for what is measured until it is refused.
 
     Raises:
         SystemExit: the command failed; a benchmark of something that fails is worth nothing.
@@ -52,7 +56,7 @@ def run(command: Sequence[str]) -> Measurement:
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode not in accepted:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{talk.decode()}")
     return Measurement(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
 

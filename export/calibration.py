@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
@@ -14,6 +14,7 @@ from llmconv.export.output import file_tensors
 from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.measured_ranges import measure_ranges
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.export.quantization.smoothing_groups import Graphs, smoothing_groups
@@ -82,6 +83,13 @@ class Calibration:
             return Smoothing()
         matches = match_weights(self.traced, self.tensors)
         return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
+
+    def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
+        """Weights in columns with the ranges of what they are multiplied with, and all others as they are."""
+        names = {name for name, weight in quantized.items() if isinstance(weight.form, ColumnFormat)}
+        matches = match_weights(self.traced, self.tensors)
+        found = measure_ranges(self.traced, matches, self.tensors, self.texts, names, smoothing)
+        return {name: replace(weight, activation=found.get(name)) for name, weight in quantized.items()}
 
     def cache_scales(self) -> dict[str, Array]:
         """Scales of an int8 cache, by name of the cache input."""

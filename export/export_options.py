@@ -48,6 +48,8 @@ class ExportOptions(TypedDict, total=False):
             that of llmconv).
         calibrate: text file, or `default` for the text that ships with llmconv; columns of a weight count as much as
             what they are multiplied with on this text. For `a8w8`, norms are divided by factors from the ranges on it.
+        static_activations: with `a8w8` and `calibrate`: round activations in the ranges measured on the text, with
+            `QuantizeLinear` and `DequantizeLinear`, as toolchains for NPUs read them.
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.
@@ -82,6 +84,7 @@ class ExportOptions(TypedDict, total=False):
     quant_bits: Sequence[str]
     kv_cache: str | None
     calibrate: str | Path | None
+    static_activations: bool
     method: str | None
     max_shard_size: str | int
     overwrite: bool
@@ -117,6 +120,7 @@ DEFAULTS: ExportOptions = {
     "quant_bits": (),
     "kv_cache": None,
     "calibrate": None,
+    "static_activations": False,
     "method": None,
     "max_shard_size": DEFAULT_SIZE,
     "overwrite": False,

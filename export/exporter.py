@@ -24,6 +24,7 @@ from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
+from llmconv.export.quantization.product_groups import grouped
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
@@ -172,10 +173,13 @@ def _make(
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
         pairs = [(distinct[key], matched) for key, matched in matches.items()]
-        quantized = select(pairs, formats)
+        quantized = grouped(pairs, select(pairs, formats))
         text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
         importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
-        folder = folder.quantized(quantized, importance, text.smoothing(pairs, quantized) if text else Smoothing())
+        smoothing = text.smoothing(pairs, quantized) if text else Smoothing()
+        if text and given["static_activations"]:
+            quantized = text.with_ranges(quantized, smoothing)
+        folder = folder.quantized(quantized, importance, smoothing)
         folder.check(plan)
         weights = folder.weights()
     scales = calibration.cache_scales() if calibration and given["kv_cache"] else None

@@ -17,6 +17,7 @@ from llmconv.export.clients import FileContent
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.joined_products import side_by_side
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.safe_folder import Folder, Link, WritableContent
@@ -238,7 +239,8 @@ class NewFolder:
                 tensors |= made
             else:
                 tensors[name] = tensor
-        return replace(self, checkpoint=replace(self.checkpoint, tensors=tensors), codes=codes)
+        ordered = side_by_side(tensors, [weight.group for weight in weights.values()])
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes)
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the shards that `write` writes."""

@@ -179,9 +179,9 @@ def examine(
             if precision != "float32":
                 cast_weights(folder, precision)
             if quant:
-                blocks = {"quant": quant, "quant_block": SMALLEST_BLOCK}
-                exported = export(folder, Path(name) / "out", prefill=True, incremental=True, **blocks)
-                report = verify(Path(name) / "out", suite=suite, reference=folder)
+                out, block = Path(name) / "out", SMALLEST_BLOCK
+                exported = export(folder, out, prefill=True, incremental=True, quant=quant, quant_block=block)
+                report = verify(out, suite=suite, reference=folder)
             else:
                 exported = export(folder, prefill=True, incremental=True, precision=precision)
                 report = verify(folder, suite=suite)

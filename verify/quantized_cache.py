@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
-from llmconv.output.manifest import read_manifest
 from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
@@ -32,9 +31,11 @@ from llmconv.verify.comparison.cache_ranges import check_scales, ranges, rotated
 from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.other_exporters.quantized.accuracy_cost import measure_costs
 from llmconv.verify.other_exporters.quantized.accuracy_gates import CACHE, CHECK, GATES, check_gate, check_limits
+from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized.token_sample import token_sample
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_entries.logits_output import with_logits
+from llmconv.verify.recorded_text import recorded_text
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
@@ -78,9 +79,10 @@ class CodedFolder:
         """
         coded = [has_codes(verified.models[entry.name]) for entry in verified.entries]
         if not any(coded):
-            if calibrate:
+            if calibrate and not any(map(rounds_activations, verified.models.values())):
                 raise UsageProblem(
-                    "`--calibrate` applies to graphs of `export --kv-cache int8`", hint="leave out `--calibrate`"
+                    "`--calibrate` applies to graphs of `export --kv-cache int8` or `--static-activations`",
+                    hint="leave out `--calibrate`",
                 )
             return None
         if not all(coded) or any(len(entry.files) > 1 for entry in verified.entries):
@@ -88,7 +90,7 @@ class CodedFolder:
                 "only graphs in one file, of which each has integer keys and values, can be compared",
                 hint="export them together with `llmconv export --kv-cache int8`",
             )
-        return cls(verified, _text(verified.path, calibrate), cost, prepack)
+        return cls(verified, recorded_text(verified.path, calibrate), cost, prepack)
 
     def structure(self) -> list[Check]:
         """A check of the codes' types and scales for each graph."""
@@ -185,22 +187,3 @@ def _in_turn(changes: Sequence[GraphTransform], path: Path, model: onnx.ModelPro
 
 def _to_floats(path: Path, model: onnx.ModelProto) -> None:
     to_floats(model)
-
-
-def _text(folder: Path, given: Path | None) -> CalibrationText:
-    """The text of the export, which is compared with the recorded sha256."""
-    recorded = {entry.get("calibrate") for entry in read_manifest(folder).graphs.values() if isinstance(entry, dict)}
-    if given is None and recorded - {None} <= {CalibrationText.shipped().sha256}:
-        return CalibrationText.shipped()
-    if given is None:
-        raise UsageProblem(
-            "the scales of integer keys and values are compared with their range on the text of the export",
-            hint="give it: `--calibrate FILE`, as for `llmconv export --kv-cache int8`",
-        )
-    text = CalibrationText.read(given)
-    if recorded - {None} and recorded != {text.sha256}:
-        raise UsageProblem(
-            f"`{given}` is not the text on which the scales were measured (its sha256 differs)",
-            hint="give the file that `llmconv export --kv-cache int8 --calibrate` read",
-        )
-    return text

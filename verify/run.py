@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -32,12 +33,14 @@ from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
 from llmconv.verify.folder_comparison import Compared, compare_half_precision
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.run import require_numbers
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
+from llmconv.verify.recorded_text import recorded_text
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
@@ -92,7 +95,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence of quantized weights, in nats per token (default: by preset).
         min_agreement: minimum share of tokens with the same most likely next token.
-        calibrate: the text file on which `export` measured the scales of an int8 cache.
+        calibrate: the text file on which `export` measured the ranges of an int8 cache or of activations.
 
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
@@ -111,6 +114,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.reference = reference.name
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
     cost = _cost_options(verified, text, max_divergence, min_agreement, reference if trust_remote_code else None)
+    if any(map(rounds_activations, verified.models.values())):
+        cost = replace(cost, ranges=recorded_text(folder, Path(calibrate) if calibrate else None))
     prepack = is_quantized(verified.models)
     coded = CodedFolder.of(verified, Path(calibrate) if calibrate else None, cost, prepack=prepack)
     if coded and low_memory:

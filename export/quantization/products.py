@@ -1,7 +1,7 @@
 """Replaces products and lookups of quantized weights by onnxruntime's operators, which read the codes.
 
 Source: onnxruntime docs/ContribOperators.md, `com.microsoft.MatMulNBits`, `com.microsoft.GatherBlockQuantized` and
-`com.microsoft.DynamicQuantizeMatMul`.
+`com.microsoft.DynamicQuantizeMatMul`. Where the range of an activation is known, by standard operators instead.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import MICROSOFT, NodeEditor, producer, rank, remove_unused, replace_value
+from llmconv.export.node_editor import MICROSOFT, NodeEditor, remove_unused, replace_value
+from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.joined_products import join_products
+from llmconv.export.quantization.product_groups import activation, reshapes
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
 from llmconv.export.traced_graph import TracedGraph, static_shape
@@ -61,6 +64,9 @@ class QuantizedProducts:
             left = editor.one("Gather", [left, order], {"axis": -1})
         codes = values.stored(_part(rows, CODES, values))
         scales = values.value(_part(rows, SCALES, values), weight.dtype)
+        if weight.activation:
+            product = _rounded_product(editor, left, codes, scales, weight.activation, rows.label)
+            return product if bias is None else editor.one("Add", [product, bias])
         if isinstance(weight.form, ColumnFormat):
             return editor.one("DynamicQuantizeMatMul", _given(left, codes, scales, None, bias), domain=MICROSOFT)
         count, blocks, _ = static_shape(codes)
@@ -89,15 +95,13 @@ class QuantizedProducts:
                     parts = [part for part, _ in output_parts(match, layout)]
                     if all(part in self for part in parts):
                         self._replace(traced.model.graph, node, parts, values)
+        join_products(traced.model.graph)
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
 
     def _replace(self, graph: ir.Graph, node: ir.Node, parts: list[WeightSource], values: StoredValues) -> None:
         """Replaces a product; reshapes that only make its factor a matrix go, too."""
-        before, after = _reshapes(node)
-        left = before.inputs[0] if before and after else node.inputs[0]
-        last = after if before and after else node
-        assert left is not None
+        left, last = activation(node), reshapes(node)[1] or node
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         editor = NodeEditor(graph, last, (node.name or "").rpartition("/")[0], module_of=node)
         inner = bias if len(parts) == 1 else None
@@ -122,6 +126,14 @@ class QuantizedProducts:
         replace_value(node.outputs[0], editor.one("GatherBlockQuantized", inputs, axes, domain=MICROSOFT))
 
 
+def _rounded_product(
+    editor: NodeEditor, left: ir.Value, codes: ir.Value, scales: ir.Value, activation: ActivationRange, name: str
+) -> ir.Value:
+    """A product of two dequantized factors, which runtimes fuse."""
+    factor = activation.rounded(editor, left, name)
+    return editor.one("MatMul", [factor, editor.one("DequantizeLinear", [codes, scales], {"axis": 1})])
+
+
 def _given(*inputs: ir.Value | None) -> list[ir.Value | None]:
     """The inputs of a node without optional ones at the end."""
     count = max(at for at, value in enumerate(inputs) if value is not None)
@@ -132,13 +144,3 @@ def _part(rows: StoredRows, suffix: str, values: StoredValues) -> StoredRows:
     """The same rows of the codes, scales or zero points of a tensor."""
     name = rows.name + suffix
     return replace(rows, name=name, stored=values.shape(name))
-
-
-def _reshapes(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
-    """The `Reshape` of the left factor to a matrix, and that of the result back, if there are both."""
-    before, uses = producer(node.inputs[0], "Reshape"), list(node.outputs[0].uses())
-    if before is None or len(uses) != 1 or uses[0].node.op_type != "Reshape" or node.op_type != "Gemm":
-        return None, None
-    after = uses[0].node
-    same = rank(before.inputs[0]) == rank(after.outputs[0]) != 0
-    return (before, after) if same else (None, None)

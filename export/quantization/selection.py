@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from llmconv.errors import InputRefused
 from llmconv.export.node_editor import MICROSOFT
+from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
@@ -42,12 +43,16 @@ class QuantizedWeight:
         transposed: its matrices are stored as [K, N].
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
+        activation: range of what it is multiplied with; None if that is found at run time.
+        group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
 
     form: WeightFormat
     transposed: bool
     dtype: ir.DataType
     kept: RepackedWeight | None = None
+    activation: ActivationRange | None = None
+    group: tuple[str, ...] = ()
 
     @property
     def is_searched(self) -> bool:

@@ -27,7 +27,7 @@ SENSITIVE = re.compile(
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
 
-DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate")
+DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
 """Options of `export` that need `quant`."""
 
 
@@ -70,6 +70,7 @@ class QuantizationSettings:
         bits: bits by regular expressions for names of weights; the last that matches counts.
         search: False to take scales from extreme values alone (`--method rtn`).
         text: sha256 of the text on which activations are measured; empty without one.
+        static: activations are rounded in ranges that are measured on the text.
 
     Raises:
         UsageProblem: an unknown preset or block size, an invalid expression, or other bits than 4 or 8.
@@ -82,6 +83,7 @@ class QuantizationSettings:
     bits: tuple[tuple[str, int], ...] = ()
     search: bool = True
     text: str = ""
+    static: bool = False
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -101,12 +103,12 @@ class QuantizationSettings:
         """The settings of the options of `export`; None if nothing is quantized.
 
         Args:
-            options: `quant`, `quant_block`, `symmetric`, `quant_exclude`, `quant_bits`, `method`, `calibrate` and
-                `kv_cache`, which also uses `calibrate`.
+            options: `quant`, those of `DEPENDENT`, and `kv_cache`, which also uses `calibrate`.
 
         Raises:
-            UsageProblem: as the class; or options that need `quant`.
+            UsageProblem: as the class; or options that need `quant` or `calibrate`.
         """
+        _check_static(options)
         given = {name: options[name] for name in DEPENDENT}
         if options["quant"] is None:
             cache = {"calibrate"} if options["kv_cache"] else set()
@@ -123,7 +125,7 @@ class QuantizationSettings:
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
-        rest = exclude, bits, given["method"] != "rtn", text
+        rest = exclude, bits, given["method"] != "rtn", text, given["static_activations"]
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
@@ -172,8 +174,25 @@ class QuantizationSettings:
             "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
             "method": "" if self.search else "rtn",
             "calibrate": self.text,
+            "static_activations": self.static,
         }
         return {name: value for name, value in fields.items() if value}
+
+
+def _check_static(options: Mapping[str, Any]) -> None:
+    """Refuses `static_activations` without the preset and the text that it needs."""
+    if not options["static_activations"]:
+        return
+    if options["quant"] != "a8w8":
+        raise UsageProblem(
+            "`--static-activations` applies to `--quant a8w8` only, which rounds activations with one scale",
+            hint="add `--quant a8w8`, or leave it out",
+        )
+    if options["calibrate"] is None:
+        raise UsageProblem(
+            "`--static-activations` needs a text on which ranges are measured",
+            hint="add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv",
+        )
 
 
 def _blocks(preset: Preset, bits: int, form: WeightFormat) -> BlockFormat:

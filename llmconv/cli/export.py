@@ -96,6 +96,11 @@ if TYPE_CHECKING:
     "`default`: llmconv's own.",
 )
 @click.option(
+    "--static-activations",
+    is_flag=True,
+    help="With --quant a8w8 and --calibrate: round activations in ranges of the text (QDQ), as NPUs need.",
+)
+@click.option(
     "--method",
     type=click.Choice(["rtn", "search"]),
     help="search: the scales with the least squared error; rtn: from the extreme values.  [default: search]",

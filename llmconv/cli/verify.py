@@ -52,7 +52,7 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
     "--calibrate",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The text that was given to `export --kv-cache int8`, which needs it.",
+    help="The text that was given to `export` with --kv-cache or --static-activations, which need it.",
 )
 @click.option(
     "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."

@@ -19,7 +19,7 @@ from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
-PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul"}
+PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul", "QuantizeLinear"}
 """Operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
 from llmconv.tensors import Array
@@ -162,6 +163,45 @@ def _codes_exchanged(model: onnx.ModelProto) -> bool:
     return False
 
 
+def _joined(model: onnx.ModelProto) -> tuple[onnx.NodeProto, onnx.TensorProto] | None:
+    """The first `Split` of a joined product, and its sizes."""
+    products = {node.output[0] for node in model.graph.node if node.op_type == "MatMulNBits"}
+    sizes = {tensor.name: tensor for tensor in model.graph.initializer}
+    splits = [node for node in model.graph.node if node.op_type == "Split" and node.input[0] in products]
+    return next(((node, sizes[node.input[1]]) for node in splits if len(node.input) > 1), None)
+
+
+def _parts_exchanged(model: onnx.ModelProto) -> bool:
+    """The last two parts of a joined product, such as keys and values, are taken for each other."""
+    if (found := _joined(model)) is None:
+        return False
+    outputs = found[0].output
+    outputs[-2], outputs[-1] = outputs[-1], outputs[-2]
+    return True
+
+
+def _other_sizes(model: onnx.ModelProto) -> bool:
+    """The sizes of the first and the last part of a joined product are exchanged."""
+    if (found := _joined(model)) is None:
+        return False
+    node, tensor = found
+    sizes = numpy_helper.to_array(tensor)[::-1].copy()
+    changed = not np.array_equal(sizes, sizes[::-1])
+    model.graph.initializer.append(numpy_helper.from_array(sizes, "other_sizes"))
+    node.input[1] = "other_sizes"
+    return changed
+
+
+def _scales_of_a_neighbor(tensors: Tensors) -> bool:
+    """The scales of values are those of keys."""
+    name = next((name for name in sorted(tensors) if name.endswith("k_proj.weight.scales")), "")
+    other = name.replace("k_proj", "v_proj")
+    if not name or tensors[name].shape != tensors[other].shape:
+        return False
+    tensors[other] = tensors[name]
+    return True
+
+
 FOLDER_MUTANTS = [
     FolderMutant("zero points of two blocks exchanged", _change(".zeros", _one_pair)),
     FolderMutant("nibbles exchanged", _change(".codes", _nibbles)),
@@ -174,4 +214,7 @@ FOLDER_MUTANTS = [
     FolderMutant("a bias dropped", graph=_without_bias),
     FolderMutant("a product without its last column", graph=_fewer_columns),
     FolderMutant("two products read each other's codes", graph=_codes_exchanged),
+    FolderMutant("parts of a joined product exchanged", graph=_parts_exchanged),
+    FolderMutant("a joined product cut elsewhere", graph=_other_sizes),
+    FolderMutant("scales of another part of a joined product", _scales_of_a_neighbor),
 ]

@@ -52,6 +52,7 @@ def test_a_bias_outside_of_the_product_gives_the_same_result(tmp_path: Path) -> 
 
 def test_prompts_and_steps_of_a_shared_cache_are_one_graph_for_one_session_that_packs_the_codes(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "llama")
-    choice = {"quant": "int4", "target": "ort-cpu", "cache": "shared-buffer", "prefill": True, "incremental": True}
-    out = export(folder, tmp_path / "out", **choice).folder
+    out = export(
+        folder, tmp_path / "out", quant="int4", target="ort-cpu", cache="shared-buffer", prefill=True, incremental=True
+    ).folder
     assert (out / "prefill.onnx").read_bytes() == (out / "decode.onnx").read_bytes()

@@ -6,7 +6,7 @@ have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,23 +128,35 @@ def _parts(
 ) -> list[TensorMatch]:
     """Tensors that are concatenated in a matrix, or the tensor that it is a part of."""
     values = stored.read()
-    found: list[TensorMatch] = []
-    for by_columns in (False, True):
-        lines = _normalized(values.T if by_columns else values)
-        at = _sample_indices(len(lines))
-        for sample in samples:
-            if sample.shape[1] != lines.shape[1]:
-                continue
-            if sample.shape[0] <= len(lines):
-                first = _offset(sample.rows, sample.at, lines)
-                rows, start = range(first, first + sample.shape[0]), 0
-            else:
-                whole = reference[sample.name].read()
-                start = _offset(lines[at], at, _normalized(whole.T if sample.transposed else whole))
-                rows, first = range(len(lines)), start
+    lines = {by_columns: _normalized(values.T if by_columns else values) for by_columns in (False, True)}
+    inside = _disjoint([match for by_columns in lines for match in _inside(lines[by_columns], samples, by_columns)])
+    if MatchedMatrix(stored, inside).whole:  # larger tensors, which would have to be read, add nothing
+        return inside
+    around = [match for by_columns in lines for match in _around(lines[by_columns], samples, by_columns, reference)]
+    return _disjoint([*inside, *around])
+
+
+def _inside(lines: Array, samples: list[_SampledRows], by_columns: bool) -> Iterator[TensorMatch]:
+    """Tensors that are a part of the matrix."""
+    for sample in samples:
+        if sample.shape[1] == lines.shape[1] and sample.shape[0] <= len(lines):
+            first = _offset(sample.rows, sample.at, lines)
             if first >= 0:
-                found.append(_as_match(sample, by_columns, rows, range(lines.shape[1]), start))
-    return _disjoint(found)
+                rows = range(first, first + sample.shape[0])
+                yield _as_match(sample, by_columns, rows, range(lines.shape[1]), 0)
+
+
+def _around(
+    lines: Array, samples: list[_SampledRows], by_columns: bool, reference: Mapping[str, LazyTensor]
+) -> Iterator[TensorMatch]:
+    """Tensors that the matrix is a part of."""
+    at = _sample_indices(len(lines))
+    for sample in samples:
+        if sample.shape[1] == lines.shape[1] and sample.shape[0] > len(lines):
+            whole = reference[sample.name].read()
+            start = _offset(lines[at], at, _normalized(whole.T if sample.transposed else whole))
+            if start >= 0:
+                yield _as_match(sample, by_columns, range(len(lines)), range(lines.shape[1]), start)
 
 
 def _as_match(sample: _SampledRows, by_columns: bool, lines: range, across: range, start: int) -> TensorMatch:

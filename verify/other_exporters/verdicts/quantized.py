@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.runtime.calibration_text import CalibrationText
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.runner import Runner
 from llmconv.verify.other_exporters.candidates import external_candidates
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
+from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
 from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     CHECK,
@@ -26,6 +29,8 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     check_limits,
     gate_of,
 )
+from llmconv.verify.other_exporters.quantized.activation_ranges import check_ranges, measured_extremes
+from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
@@ -50,6 +55,7 @@ class QuantizationOptions:
         code: the model's folder if its custom code is trusted.
         codes: what the codes of the weights must be.
         smoothing: factors of norms and of matrices in the graphs.
+        ranges: text on which ranges of activations were measured; None if the graphs contain none of llmconv.
     """
 
     text: Path | None = None
@@ -58,6 +64,7 @@ class QuantizationOptions:
     code: Path | None = None
     codes: ExpectedCodes = ExpectedCodes()
     smoothing: StoredSmoothing = StoredSmoothing()
+    ranges: CalibrationText | None = None
 
 
 def compare_quantized(
@@ -89,6 +96,7 @@ def compare_quantized(
     yield from measure_cost(
         (candidate.name, candidate.runner), plain, eager, options, report, comparison.selection.suite
     )
+    yield from _range_checks(files, eager, comparison, options)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
         report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
@@ -149,6 +157,20 @@ def measure_cost(
     section.excess = difference(*costs) if others else None
     section.rounding = others[0] if others else None
     yield _judged(options, gate, section, sample, report.notes)
+
+
+def _range_checks(
+    files: Sequence[GraphFile], eager: Eager, comparison: ExternalComparison, options: QuantizationOptions
+) -> Checks:
+    """A check of the ranges of activations in each graph, if they were measured on a text."""
+    if options.ranges is None:
+        return
+    trusted = options.code is not None
+    texts = options.ranges.tokens(eager.folder, context_length(eager.folder), trust_remote_code=trusted)
+    extremes = measured_extremes(eager.models[1], eager.runners[1], comparison.tensors, texts)
+    for file in files:
+        graph = file.name, file.model, Constants(file.model, file.path.parent), file.quantized_weights
+        yield [check_ranges(*graph, extremes, options.smoothing.factors)]
 
 
 def _plain_rounding(verified: ExternalGraphs, comparison: ExternalComparison, stack: ExitStack) -> Runner | None:

@@ -6,6 +6,7 @@ may be the table of a `Gather`, whose rows are dequantized. After a `QuantizeLin
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 
 from llmconv.tensors import Array
@@ -48,6 +49,8 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         scales=constants.initializer(scale),
         looked_up=lookup or bool(used & LOOKUPS),
         multiplied=not lookup and bool(used - LOOKUPS),
+        largest=int(np.iinfo(data.dtype).max),
+        smallest=int(np.iinfo(data.dtype).min),
     )
 
 
