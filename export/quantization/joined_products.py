@@ -61,7 +61,12 @@ def _tensors(node: ir.Node) -> list[ir.ExternalTensor]:
 
 
 def _bias(node: ir.Node) -> ir.Value | None:
-    return node.inputs[BIAS] if len(node.inputs) > BIAS else None
+    return _input(node, BIAS)
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    """None for an optional input that is left out, at the end of the list as within it."""
+    return node.inputs[index] if len(node.inputs) > index else None
 
 
 def _adjacent_runs(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
@@ -85,7 +90,7 @@ def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     first = next(node for node in graph if node in run)
     editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0], module_of=run[0])
     counts = [node.attributes.get_int("N", 0) for node in run]
-    inputs = [run[0].inputs[LEFT], *(_joined(graph, [node.inputs[at] for node in run]) for at in (1, 2, 3))]
+    inputs = [run[0].inputs[LEFT], *(_joined(graph, [_input(node, at) for node in run]) for at in (1, 2, 3))]
     biases = [bias for node in run if (bias := _bias(node)) is not None]
     if biases:
         inputs += [None, editor.one("Concat", biases, {"axis": 0})]
