@@ -88,7 +88,7 @@ def _follows(one: ir.Node, other: ir.Node) -> bool:
 def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     """One product for the rows of all, and a `Split` of its result."""
     first = next(node for node in graph if node in run)
-    editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0], module_of=run[0])
+    editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0] + "/joined", module_of=run[0])
     counts = [node.attributes.get_int("N", 0) for node in run]
     inputs = [run[0].inputs[LEFT], *(_joined(graph, [_input(node, at) for node in run]) for at in (1, 2, 3))]
     biases = [bias for node in run if (bias := _bias(node)) is not None]
