@@ -65,8 +65,8 @@ RUNNING = (
     click.option(
         "--packed-cache",
         is_flag=True,
-        help="Like `--prepack`, but write the copy to ~/.cache/llmconv once, and map it from then on: later runs "
-        "start sooner and share its memory.",
+        help="Like `--prepack`, but write the copy to ~/.cache/llmconv once, and map it from then on: several "
+        "processes share its memory.",
     ),
 )
 
