@@ -109,6 +109,8 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value | No
     if not mapped:
         return None
     name = "+".join(str(tensor.name) for tensor in mapped)
+    if name in graph.initializers:  # of a module that several layers share
+        return graph.initializers[name]
     rows = sum(tensor.shape.numpy()[0] for tensor in mapped)
     shape = ir.Shape((rows, *mapped[0].shape[1:]))
     place = mapped[0].location, mapped[0].offset, sum(tensor.nbytes for tensor in mapped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +26,16 @@ TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True)
 class TiedHead:
-    """The names, in the checkpoint, of an embedding and of the head that shares its weights."""
+    """The names, in the checkpoint, of an embedding and of the head that shares its weights.
+
+    Attributes:
+        embedding, head: names of the weights.
+        shared: other parameters of the head that the checkpoint has under the name of another module, such as a bias.
+    """
 
     embedding: str
     head: str
+    shared: Mapping[str, str] = field(default_factory=dict)
 
 
 def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | None:
@@ -38,7 +44,21 @@ def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | Non
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: f"{name}.weight" for name, module in model.named_modules() if module in (head, embedding)}
-    return TiedHead(reference_name(names[embedding], reference) or names[embedding], names[head])
+    shared = _shared(model, names[head], reference)
+    return TiedHead(reference_name(names[embedding], reference) or names[embedding], names[head], shared)
+
+
+def _shared(model: Any, weight: str, reference: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """The parameters of the head that are not in the checkpoint under their own name, and the names that they have."""
+    every = list(model.named_parameters(remove_duplicate=False))
+    own = {name: one for name, one in every if name.startswith(weight.rpartition(".")[0] + ".") and name != weight}
+    return {
+        name: stored
+        for name, one in own.items()
+        if not reference_name(name, reference)
+        for other, same in every
+        if same is one and (stored := reference_name(other, reference))
+    }
 
 
 Replacements = dict[str, list[tuple[MatchedMatrix, TensorMatch]]]
@@ -81,6 +101,7 @@ def dequantized_reference(
     tensors = dict(reference)
     if tie and {tie.embedding, tie.head} & replacements.keys():
         tensors[tie.head] = tensors[tie.embedding]
+        tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
     for name, windows in replacements.items():
         tensors[name] = _replaced(tensors[name], windows)
     tensors = smoothing.undone(tensors)
