@@ -30,7 +30,8 @@ class TiedHead:
 
     Attributes:
         embedding, head: names of the weights.
-        shared: other parameters of the head that the checkpoint has under the name of another module, such as a bias.
+        shared: other parameters that the checkpoint has under the name of another module, such as the head's bias;
+            transformers shares them only in a model with a tied head.
     """
 
     embedding: str
@@ -49,16 +50,11 @@ def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | Non
 
 
 def _shared(model: Any, weight: str, reference: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """The parameters of the head that are not in the checkpoint under their own name, and the names that they have."""
+    """The parameters, except `weight`, that the checkpoint has under the name of another one, by their own names."""
     every = list(model.named_parameters(remove_duplicate=False))
-    own = {name: one for name, one in every if name.startswith(weight.rpartition(".")[0] + ".") and name != weight}
-    return {
-        name: stored
-        for name, one in own.items()
-        if not reference_name(name, reference)
-        for other, same in every
-        if same is one and (stored := reference_name(other, reference))
-    }
+    names = {name: reference_name(name, reference) for name, _ in every}
+    stored = {id(one): names[name] for name, one in every if names[name]}
+    return {name: stored[id(one)] for name, one in every if name != weight and not names[name] and id(one) in stored}
 
 
 Replacements = dict[str, list[tuple[MatchedMatrix, TensorMatch]]]
@@ -101,9 +97,10 @@ def dequantized_reference(
     tensors = dict(reference)
     if tie and {tie.embedding, tie.head} & replacements.keys():
         tensors[tie.head] = tensors[tie.embedding]
-        tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
     for name, windows in replacements.items():
         tensors[name] = _replaced(tensors[name], windows)
+    if tie and tie.head in tensors:
+        tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
     tensors = smoothing.undone(tensors)
     with TemporaryDirectory(prefix="llmconv-dequantized-") as name:
         copy = Path(name)
