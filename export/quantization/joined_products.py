@@ -54,10 +54,11 @@ def _format(node: ir.Node) -> tuple[object, ...]:
 
 
 def _tensors(node: ir.Node) -> list[ir.ExternalTensor]:
-    """Codes, scales and zero points; empty if one is not mapped from a file."""
-    found = [value.const_value for value in node.inputs[LEFT + 1 : BIAS] if value is not None]
+    """Codes, scales and zero points; empty if one is not mapped from a file, or is of a module that layers share."""
+    values = [value for value in node.inputs[LEFT + 1 : BIAS] if value is not None]
+    found = [value.const_value for value in values if len(value.uses()) == 1]
     mapped = [tensor for tensor in found if isinstance(tensor, ir.ExternalTensor)]
-    return mapped if len(mapped) == len(found) else []
+    return mapped if len(mapped) == len(values) else []
 
 
 def _bias(node: ir.Node) -> ir.Value | None:
@@ -109,8 +110,6 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value | No
     if not mapped:
         return None
     name = "+".join(str(tensor.name) for tensor in mapped)
-    if name in graph.initializers:  # of a module that several layers share
-        return graph.initializers[name]
     rows = sum(tensor.shape.numpy()[0] for tensor in mapped)
     shape = ir.Shape((rows, *mapped[0].shape[1:]))
     place = mapped[0].location, mapped[0].offset, sum(tensor.nbytes for tensor in mapped)
