@@ -16,9 +16,9 @@ from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.export.targets.presets import TARGETS
-from llmconv.runtime.cache_names import is_recurrent
+from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 CACHE_RANK = 4
 SHAPES, CACHES = ("dynamic", "static"), ("growing", "shared-buffer")

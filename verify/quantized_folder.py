@@ -10,12 +10,14 @@ from pathlib import Path
 import onnx
 
 from llmconv.checkpoint import open_weights
+from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
 from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
+from llmconv.verify.other_exporters.maps.llmconv import MAP
 from llmconv.verify.other_exporters.quantized.plain_model import plain_model
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.other_exporters.quantized.stacked_matrices import unstacked
@@ -27,7 +29,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report
 from llmconv.verify.verification import Checking, Session
 
-INPUT_MAP, OWN_INPUTS = "llmconv", {WRITE_INDICES, INPUTS_EMBEDS}
+OWN_INPUTS = {WRITE_INDICES, INPUTS_EMBEDS}
 
 
 def is_quantized(models: Mapping[str, onnx.ModelProto]) -> bool:
@@ -61,7 +63,7 @@ def compare_quantized_folder(
             return (yield from compare_entries(compared, plain.folder, report, session, eager, options, stack))
         for start in range(0, len(compared.entries), MAX_GRAPHS):
             paths = [compared.path / entry.files[0] for entry in compared.entries[start : start + MAX_GRAPHS]]
-            files = read_graphs(paths, INPUT_MAP)
+            files = read_graphs(paths, MAP.name)
             verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(plain.folder)))
             result = yield from compare_graph_files(verified, plain.folder, report, session, eager, options, stack)
     return result
@@ -70,4 +72,5 @@ def compare_quantized_folder(
 def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
     """Whether only llmconv's own runner runs a graph."""
     inputs = {port.name for port in compared.models[entry.name].graph.input}
-    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or inputs & OWN_INPUTS)
+    states = {name for name in inputs if is_past(name) and not MAP.fits(MAP.past, name)}  # of convolutions, recurrences
+    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or inputs & OWN_INPUTS)

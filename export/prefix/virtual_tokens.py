@@ -47,6 +47,11 @@ def keys_and_values(
     model, ports = traced.model, past_ports(traced.model.graph)
     _replace_embedding(model.graph, embeddings.shape[1])
     for name in {leaf.name for source in matches.values() for leaf in leaves(source)}:
+        if name not in sources:
+            raise UnsupportedInput(
+                f"`--prefix`: keys and values of a soft prompt cannot be computed, because `{name}` is quantized",
+                hint="give the model before it was quantized, with `--quant`; or an adapter of prefix tuning",
+            )
         require_dtype(name, sources[name])
     folder, files = _in_one_folder(sources)
     bind(traced, matches, files, weights)

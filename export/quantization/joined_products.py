@@ -54,10 +54,11 @@ def _format(node: ir.Node) -> tuple[object, ...]:
 
 
 def _tensors(node: ir.Node) -> list[ir.ExternalTensor]:
-    """Codes, scales and zero points; empty if one is not mapped from a file."""
-    found = [value.const_value for value in node.inputs[LEFT + 1 : BIAS] if value is not None]
+    """Codes, scales and zero points; empty if one is not mapped from a file, or is of a module that layers share."""
+    values = [value for value in node.inputs[LEFT + 1 : BIAS] if value is not None]
+    found = [value.const_value for value in values if len(value.uses()) == 1]
     mapped = [tensor for tensor in found if isinstance(tensor, ir.ExternalTensor)]
-    return mapped if len(mapped) == len(found) else []
+    return mapped if len(mapped) == len(values) else []
 
 
 def _bias(node: ir.Node) -> ir.Value | None:
@@ -88,7 +89,7 @@ def _follows(one: ir.Node, other: ir.Node) -> bool:
 def _join(graph: ir.Graph, run: Sequence[ir.Node]) -> None:
     """One product for the rows of all, and a `Split` of its result."""
     first = next(node for node in graph if node in run)
-    editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0], module_of=run[0])
+    editor = NodeEditor(graph, first, (run[0].name or "").rpartition("/")[0] + "/joined", module_of=run[0])
     counts = [node.attributes.get_int("N", 0) for node in run]
     inputs = [run[0].inputs[LEFT], *(_joined(graph, [_input(node, at) for node in run]) for at in (1, 2, 3))]
     biases = [bias for node in run if (bias := _bias(node)) is not None]

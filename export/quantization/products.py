@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 
 from llmconv.export.node_editor import MICROSOFT, NodeEditor, remove_unused, replace_value
 from llmconv.export.quantization.activation_range import ActivationRange
@@ -98,6 +99,7 @@ class QuantizedProducts:
         join_products(traced.model.graph)
         traced.model.opset_imports[MICROSOFT] = 1
         remove_unused(traced.model)
+        NameFixPass()(traced.model)  # a module that is called twice has two products of one name
 
     def _replace(self, graph: ir.Graph, node: ir.Node, parts: list[WeightSource], values: StoredValues) -> None:
         """Replaces a product; reshapes that only make its factor a matrix go, too."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.export import Dim
 
 from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
-from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
+from llmconv.runtime.cache_names import MAX_LENGTH
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
 """Example sizes of dynamic axes; none is 0 or 1, for which torch.export would specialize the axis."""

@@ -62,6 +62,12 @@ RUNNING = (
         help="Time limit for a run of a small graph; larger models and prompts get more. Default: 60.",
     ),
     click.option("--prepack", is_flag=True, help="Copy weights to a faster layout in memory. Default: map the files."),
+    click.option(
+        "--packed-cache",
+        is_flag=True,
+        help="Like `--prepack`, but write the copy to ~/.cache/llmconv once, and map it from then on: several "
+        "processes share its memory.",
+    ),
 )
 
 
@@ -105,10 +111,13 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
         model: a folder, a graph, or a name in the Hub's cache.
         given: values of the options of `running` and `--trust-remote-code`; others are ignored.
     """
+    from llmconv.runtime.onnxruntime.packed_cache import default_folder
+
     if given["backend"] == "torch":
         _refuse_session(given)
+    packed_cache = default_folder() if given["packed_cache"] else None
     settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
-    settings = replace(settings, timeout=given["timeout"])
+    settings = replace(settings, timeout=given["timeout"], packed_cache=packed_cache)
 
     def opened() -> TextModel:
         from llmconv.generation import TextModel
@@ -120,7 +129,7 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
 
 def _refuse_session(given: Mapping[str, Any]) -> None:
     """Refuses options of onnxruntime, which the eager model does not use."""
-    odd = next((name for name in ("provider", "session_config", "prepack") if given[name]), None)
+    odd = next((name for name in ("provider", "session_config", "prepack", "packed_cache") if given[name]), None)
     if odd:
         raise UsageProblem(
             f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use",
@@ -131,7 +140,7 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
 OPENING = ("backend", "adapter", "trust_remote_code", "device", "dtype")
 """Options that are passed to `TextModel.open` unchanged."""
 
-OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "timeout")
+OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "packed_cache", "timeout")
 """All options that `opener` uses."""
 
 

@@ -27,6 +27,9 @@ _PREFIXES = {
 }
 _ORDER = ["present", "present_conv", "present_recurrent"]
 
+MAX_LENGTH = "max_sequence_length"
+"""Symbol of the length of a shared buffer, in past and present; the caller chooses it."""
+
 
 def is_past(name: str) -> bool:
     """Whether the name is a cache input."""

@@ -16,7 +16,9 @@ from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import verify
+from llmconv.verify.other_exporters.quantized.accuracy_cost import TokenCosts
 from tests.builders.safetensors import change_tensor
+from tools.tiny_models import depth, save_tiny
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 Edit = Callable[[Array], Array]
@@ -141,3 +143,31 @@ def test_without_a_tokenizer_the_cost_is_not_judged(model: Path, four: Path) -> 
     assert not any(check.name == "cost of quantization" for check in report.checks)
     assert any("the cost of `int4` was not judged" in note for note in report.notes)
     assert report.quantization and report.quantization.cost and report.quantization.cost.source == "random tokens"
+
+
+ODD = {
+    "mamba": "states of convolutions and recurrences beside no keys and values",
+    "jamba": "both kinds of layers",
+    "bert": "a head whose bias is another module's",
+    "gemma3": "a graph that takes embeddings",
+    "gemma3n_text": "a module that is called twice",
+    "qwen2_moe": "a matrix of one row",
+    "zamba2": "matrices that several layers share",
+    "moshi": "a token without a logit",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ODD, ids=lambda kind: f"{kind}: {ODD[kind]}")
+def test_graphs_of_every_kind_equal_the_model_of_their_codes(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, tmp_path / "model", depth(kind))
+    export(tmp_path / "model", tmp_path / "out", prefill=True, incremental=True, quant="int4", quant_block=16)
+    report = verify(tmp_path / "out", reference=tmp_path / "model", suite="quick")
+    assert report.verdict == "pass", report.closing_lines()
+
+
+def test_a_token_without_a_logit_does_not_count_as_a_loss() -> None:
+    logs = np.log(np.full((3, 4), 0.25))
+    cost = TokenCosts("graph", "a text")
+    cost.add(logs, logs, np.array([[0, 4, 1]]))
+    assert [len(losses) for losses in cost.losses[0]] == [1, 1]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import onnx
 
-from llmconv.runtime.cache_names import is_recurrent, is_state, past_of
+from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent, is_state, past_of
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtGraph
-from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.results.report import Check
 
 AXES: dict[str, list[str | int | None]] = {

@@ -131,15 +131,18 @@ class FolderComparison:
             yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, scaler.why_not)
             self.report.unseen += [scaling.bug for scaling in SCALINGS]
             return
+        layers = len(self.eager.cache_shapes()) // 2  # before the model is scaled: afterwards it would be read again
         for scaling in scalings(self.eager):
-            yield from self._compare_one_scaling(scaling, entries, scaler)
+            yield from self._compare_one_scaling(scaling, entries, scaler, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
 
-    def _compare_one_scaling(self, scaling: WeightScaling, entries: list[GraphEntry], scaler: Scaler) -> Checks:
+    def _compare_one_scaling(
+        self, scaling: WeightScaling, entries: list[GraphEntry], scaler: Scaler, layers: int
+    ) -> Checks:
         """Graphs and eager model with one scaling of the weights; one graph is open at a time."""
-        scaled, layers = self.eager.scaled(scaling), len(self.eager.cache_shapes()) // 2
+        scaled = self.eager.scaled(scaling)
         settings = scaler.scaled(self.settings, scaling)
         for prefix in dict.fromkeys(entry.prefix for entry in entries):
             truth = (

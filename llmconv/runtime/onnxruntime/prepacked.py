@@ -25,15 +25,11 @@ def open_packed(
 
     Args:
         path: file of the graph; its weights are in the same folder.
-        model: content of the file without the weights; changed in place.
+        model: the graph to run, without the weights.
         options: session options.
         providers: execution providers, preferred first.
         limit: time limit of opening and running.
     """
-    if (
-        options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    ):  # the joined matrices must be folded
-        join_projections(model.graph)
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
     with huge_pages(size):
         return open_changed(path, model, options, providers, limit)

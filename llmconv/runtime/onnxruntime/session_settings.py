@@ -60,6 +60,8 @@ class SessionSettings:
         timeout: minimum seconds allowed for opening a graph and for each run (more for larger models and longer
             prompts, see `time_limit`); None for 60.
         widened: shares float32 copies of half-precision weights with other sessions; not with `prepack`.
+        packed_cache: folder where packed weights are kept for later sessions, which map them, see `packed_cache`; None
+            to pack them in memory.
     """
 
     threads: int = 0
@@ -78,6 +80,7 @@ class SessionSettings:
     change: GraphTransform | None = None
     timeout: float | None = None
     widened: WidenedWeights | None = field(default=None, compare=False, repr=False)
+    packed_cache: Path | None = None
 
     def options(self) -> ort.SessionOptions:
         """The settings as `onnxruntime.SessionOptions`.

@@ -24,9 +24,6 @@ from llmconv.tensors import Array
 WRITE_INDICES = "write_indices"
 """Input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`."""
 
-MAX_LENGTH = "max_sequence_length"
-"""Symbol of the length of a shared buffer, in past and present; the caller chooses it."""
-
 GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more

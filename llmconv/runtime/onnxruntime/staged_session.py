@@ -10,12 +10,13 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from llmconv.errors import MalformedInput, UsageProblem, first_line
+from llmconv.errors import LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
 from llmconv.runtime.onnxruntime.device import HOST
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
-from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
+from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
+from llmconv.runtime.onnxruntime.prepacked import join_projections, open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
@@ -98,18 +99,13 @@ class SessionChain:
 def _open(
     path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
 ) -> LimitedSession:
-    joined = settings.prepack and joins
-    if PACKED_ONLY & {node.op_type for node in nodes(model)}:
+    joins = joins and (settings.prepack or settings.packed_cache is not None)
+    if settings.packed_cache or PACKED_ONLY & {node.op_type for node in nodes(model)}:
         settings = replace(settings, prepack=True)
-    options, providers = settings.options(), settings.providers()
     try:
-        changed = settings.prepare(path, model, options)
-        if joined:
-            session = open_packed(path, model, options, providers, limit)
-        elif changed:
-            session = open_changed(path, model, options, providers, limit)
-        else:
-            session = LimitedSession(path, options, providers, limit)
+        session = _session(path, model, settings, limit, joins)
+    except LlmconvError:
+        raise
     except TimeoutError as error:
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
@@ -119,6 +115,25 @@ def _open(
         ) from error
     _require_provider(session, provider_name(settings.provider))
     return session
+
+
+def _session(
+    path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
+) -> LimitedSession:
+    options, providers = settings.options(), settings.providers()
+    changed = settings.prepare(path, model, options)
+    if joins and options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
+        join_projections(model.graph)  # onnxruntime joins the matrices when it folds constants
+    if settings.packed_cache and (packed := packed_graph(path, model, settings, limit)):
+        try:
+            return open_kept(packed, settings, limit)
+        except Exception:  # a damaged file; onnxruntime's exceptions share no base class of their own
+            discard(packed)
+    if joins:
+        return open_packed(path, model, options, providers, limit)
+    if changed:
+        return open_changed(path, model, options, providers, limit)
+    return LimitedSession(path, options, providers, limit)
 
 
 def _require_provider(session: LimitedSession, provider: str) -> None:

@@ -47,7 +47,7 @@ class WeightMemory:
         weights = [_weights(path, model) for path, model in models]
         distinct = {place: tensor for found in weights for place, tensor in found.items()}
         mapped = sum(length for _, _, length in distinct)
-        if provider_name(settings.provider) != CPU:
+        if provider_name(settings.provider) != CPU or settings.packed_cache:
             return cls(mapped, 0)
         if settings.prepack:  # a copy per session
             return cls(mapped, sum(4 * prod(tensor.dims) for found in weights for tensor in found.values()))

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.repacked_weight import repacked
@@ -24,6 +24,7 @@ from llmconv.quantized_weights.packed_weight import PackedWeight
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.tensors import Array
 from llmconv.verify import verify
+from tests.builders.prefix_models import save_adapter
 from tests.builders.quantized_models import BASES, FOLDER, changed, stored
 from tests.builders.safetensors import change_tensor
 from tools.tiny_models import depth, save_tiny
@@ -230,3 +231,11 @@ def test_mxfp4_experts_are_integers_of_8_bits_without_a_change_of_values(tmp_pat
             assert np.array_equal(read_back(one, name, found.form, integers.shape[-1]), plain.T)
     export(tmp_path / "model", tmp_path / "out", incremental=True)
     assert verify(tmp_path / "out", reference=tmp_path / "model").verdict == "pass"
+
+
+def test_a_soft_prompt_is_refused_because_its_keys_need_float_weights(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PromptTuning")
+    with pytest.raises(UnsupportedInput, match="soft prompt cannot be computed, because .* is quantized"):
+        export(FOLDER / "gptq_4bit_sym", tmp_path / "out", prefix=adapter)

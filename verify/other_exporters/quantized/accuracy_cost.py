@@ -48,8 +48,9 @@ class TokenCosts:
         """
         self.nats.append(divergence_of(wanted, found))
         self.agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
-        following = ids[0, 1:, None]
-        model, graph = (-np.take_along_axis(one[:-1], following, -1)[:, 0] for one in (wanted, found))
+        following = ids[0, 1:]
+        named = np.flatnonzero(following < wanted.shape[1])  # an embedding may have rows for tokens without a logit
+        model, graph = (-one[named, following[named]] for one in (wanted, found))
         self.losses.append((model, graph))
 
     def summary(self, *, is_text: bool) -> AccuracyCost:

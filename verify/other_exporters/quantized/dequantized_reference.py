@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +26,17 @@ TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True)
 class TiedHead:
-    """The names, in the checkpoint, of an embedding and of the head that shares its weights."""
+    """The names, in the checkpoint, of an embedding and of the head that shares its weights.
+
+    Attributes:
+        embedding, head: names of the weights.
+        shared: other parameters that the checkpoint has under the name of another module, such as the head's bias;
+            transformers shares them only in a model with a tied head.
+    """
 
     embedding: str
     head: str
+    shared: Mapping[str, str] = field(default_factory=dict)
 
 
 def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | None:
@@ -38,7 +45,16 @@ def tied_head(model: Any, reference: Mapping[str, LazyTensor]) -> TiedHead | Non
     if head is None or head.weight is not embedding.weight:
         return None
     names = {module: f"{name}.weight" for name, module in model.named_modules() if module in (head, embedding)}
-    return TiedHead(reference_name(names[embedding], reference) or names[embedding], names[head])
+    shared = _shared(model, names[head], reference)
+    return TiedHead(reference_name(names[embedding], reference) or names[embedding], names[head], shared)
+
+
+def _shared(model: Any, weight: str, reference: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """The parameters, except `weight`, that the checkpoint has under the name of another one, by their own names."""
+    every = list(model.named_parameters(remove_duplicate=False))
+    names = {name: reference_name(name, reference) for name, _ in every}
+    stored = {id(one): names[name] for name, one in every if names[name]}
+    return {name: stored[id(one)] for name, one in every if name != weight and not names[name] and id(one) in stored}
 
 
 Replacements = dict[str, list[tuple[MatchedMatrix, TensorMatch]]]
@@ -83,6 +99,8 @@ def dequantized_reference(
         tensors[tie.head] = tensors[tie.embedding]
     for name, windows in replacements.items():
         tensors[name] = _replaced(tensors[name], windows)
+    if tie and tie.head in tensors:
+        tensors |= {name: tensors[stored] for name, stored in tie.shared.items()}
     tensors = smoothing.undone(tensors)
     with TemporaryDirectory(prefix="llmconv-dequantized-") as name:
         copy = Path(name)

@@ -197,7 +197,7 @@ def _growth(steps: Array, codes: Array, along: int) -> Array:
     )
     explained = products**2 / np.maximum(squares, 1e-9)
     found: Array = explained * sizes / np.maximum(errors - explained, 1e-3 * sizes)
-    return found.ravel()
+    return found[:, sizes >= LEAST].ravel()  # fewer errors, as of a matrix of one row, are always near some line
 
 
 def _stretch(far: Array, share: float, steps: Array, first: int) -> str:

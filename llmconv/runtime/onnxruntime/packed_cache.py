@@ -1,0 +1,165 @@
+"""Packed weights in files: the first session of a graph on a machine writes them, later ones map them.
+
+onnxruntime copies weights into the layout of its kernels whenever it opens a graph. Here it saves that layout with the
+optimized graph (`session.save_external_prepacked_constant_initializers`), in a folder named after all that it depends
+on: the graph, the weights' files, the session's options, onnxruntime and the processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+
+from llmconv.errors import UsageProblem, first_line
+from llmconv.memory import raise_if_out_of_memory
+from llmconv.progress import warn
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.packed_check import is_split, outputs_are_equal
+from llmconv.runtime.onnxruntime.prepacked import open_changed
+from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
+
+GRAPH, WEIGHTS = "graph.onnx", "weights.data"
+
+LEAST = "256"
+"""Minimum bytes of a tensor in the weights' file: more than a shape, which onnxruntime must read in the graph, and less
+than the scales of a matrix, which it must find with the codes."""
+
+UNFINISHED = "unfinished-"
+"""Prefix of folders that are being written; a killed process leaves one."""
+
+ABANDONED = 24 * 3600
+"""Seconds after which an unfinished folder is removed."""
+
+
+def default_folder() -> Path:
+    """The user's folder for packed weights."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmconv" / "packed"
+
+
+def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> Path | None:
+    """The file of the same graph with packed weights, which is written if it is missing; None if it cannot be.
+
+    Args:
+        path: file of the graph; its weights are in the same folder.
+        model: the graph to run, without the weights.
+        settings: of its session; `packed_cache` is the folder of the packed weights.
+        limit: time limit of opening the graph.
+
+    Raises:
+        UsageProblem: the folder belongs to another user, or the provider is not the CPU.
+        OutOfMemory: memory ran out.
+    """
+    cache = settings.packed_cache
+    assert cache is not None
+    if provider_name(settings.provider) != CPU:
+        raise UsageProblem(
+            "packed weights are kept for the CPU's kernels only", hint="leave out the provider or `--packed-cache`"
+        )
+    entry = cache / _digest(str(path.resolve())) / _key(path, model, settings)
+    try:
+        _make_private(cache)
+        if not (entry / GRAPH).is_file():
+            with _replacing(entry, cache) as folder:
+                _save(folder, path, model, settings, limit)
+    except UsageProblem:
+        raise
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise_if_out_of_memory(error, f"while the weights of `{path.name}` were packed")
+        warn(f"packed weights cannot be kept in `{cache}`: {first_line(error)}")
+        return None
+    return entry / GRAPH
+
+
+def open_kept(graph: Path, settings: SessionSettings, limit: TimeLimit) -> LimitedSession:
+    """A session of a graph that `packed_graph` returned.
+
+    Args:
+        graph: its file; it is optimized already.
+        settings: of its session.
+        limit: time limit of opening and running.
+    """
+    return LimitedSession(graph, replace(settings, optimization="disable").options(), settings.providers(), limit)
+
+
+def discard(graph: Path) -> None:
+    """Removes a graph that `packed_graph` returned and onnxruntime cannot open."""
+    shutil.rmtree(graph.parent, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder that only its owner can change: graphs in it are run unseen."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise UsageProblem(
+            f"other users can change `{folder}`", hint=f"give another XDG_CACHE_HOME, or `chmod 700 {folder}`"
+        )
+
+
+@contextmanager
+def _replacing(entry: Path, cache: Path) -> Iterator[Path]:
+    """A new folder that becomes `entry`; entries of earlier contents of the same graph are removed."""
+    _remove_abandoned(cache)
+    made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=cache))
+    try:
+        yield made
+        entry.parent.mkdir(exist_ok=True)
+        for old in entry.parent.iterdir():
+            shutil.rmtree(old, ignore_errors=True)
+        if not entry.exists():  # another process may have been faster
+            made.rename(entry)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    for folder in cache.glob(UNFINISHED + "*"):
+        if time.time() - folder.stat().st_mtime > ABANDONED:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save(folder: Path, path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> None:
+    options = settings.options()
+    options.optimized_model_filepath = str(folder / GRAPH)
+    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS)
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", LEAST)
+    packed = open_changed(path, model, options, settings.providers(), limit)
+    written = onnx.load(folder / GRAPH, load_external_data=False)
+    if is_split(written) or not outputs_are_equal(packed, open_kept(folder / GRAPH, settings, limit)):
+        raise ValueError("onnxruntime does not read them back as it wrote them")
+
+
+def _key(path: Path, model: onnx.ModelProto, settings: SessionSettings) -> str:
+    """A digest of all that the packed weights depend on; files by their identity and time of change, as in `make`."""
+    names = sorted({external_fields(tensor)["location"] for tensor in external_tensors(model)})
+    found = [(path.parent / name).stat() for name in names]
+    files = [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
+    chosen = replace(settings, change=None, threads=0, timeout=None, garbage=False, yields=False, packed_cache=None)
+    known = repr((names, files, chosen, ort.__version__, _processor()))
+    return _digest(known, model.SerializeToString(deterministic=True))
+
+
+def _processor() -> str:
+    """What distinguishes processors with different kernels."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.startswith(("model", "flags", "Features", "CPU ")))
+
+
+def _digest(text: str, content: bytes = b"") -> str:
+    return hashlib.sha256(text.encode() + content).hexdigest()[:32]
