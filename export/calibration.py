@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
@@ -15,7 +16,9 @@ from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.column_format import ColumnFormat
 from llmconv.export.quantization.measured_ranges import measure_ranges
+from llmconv.export.quantization.rounded_codes import Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.export.quantization.smoothing_groups import Graphs, smoothing_groups
 from llmconv.export.rewrite.key_rotation import key_rotations
@@ -23,7 +26,7 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import match_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
-from llmconv.runtime.calibration_text import CalibrationText
+from llmconv.runtime.calibration_text import LONG, TOKENS, CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.tensors import Array
 
@@ -63,7 +66,9 @@ class Calibration:
                 hint="leave out `--calibrate` and `--kv-cache`",
             )
         limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted)
+        texts = text.tokens(
+            checkpoint.path, limit, trust_remote_code=trusted, most=LONG if given["method"] == "gptq" else TOKENS
+        )
         traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
         if traced is None:
             traced = language_model.trace({"unified": GROWING})[0]["unified"]
@@ -83,6 +88,13 @@ class Calibration:
             return Smoothing()
         matches = match_weights(self.traced, self.tensors)
         return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
+
+    def with_feedback(self, quantized: Mapping[str, QuantizedWeight], output: Path) -> dict[str, QuantizedWeight]:
+        """Weights with the codes of GPTQ where they have 4 bits, and all others as they are; kept beside `output`."""
+        matches = match_weights(self.traced, self.tensors)
+        with Scratch.beside(output) as scratch:  # the codes stay mapped after the file is closed
+            found = round_sequentially(self.traced, matches, self.tensors, self.texts, quantized, scratch)
+        return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
 
     def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
         """Weights in columns with the ranges of what they are multiplied with, and all others as they are."""

@@ -179,6 +179,8 @@ def _make(
         smoothing = text.smoothing(pairs, quantized) if text else Smoothing()
         if text and given["static_activations"]:
             quantized = text.with_ranges(quantized, smoothing)
+        if text and given["method"] == "gptq" and not given["dry_run"]:
+            quantized = text.with_feedback(quantized, folder.folder)
         folder = folder.quantized(quantized, importance, smoothing)
         folder.check(plan)
         weights = folder.weights()

@@ -284,15 +284,17 @@ def _cost_options(
             hint="leave them out",
         )
     own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
-    preset = recorded_preset(verified.path)
+    preset = recorded(verified.path, "quant")
     smoothing = StoredSmoothing.of(verified.path)
-    return QuantizationOptions(
-        Path(text) if text else None, limits, preset, code, ExpectedCodes(nearest=own), smoothing=smoothing
-    )
+    codes = ExpectedCodes(nearest=own, feedback=recorded(verified.path, "method") == "gptq")
+    return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing)
 
 
-def recorded_preset(folder: Path) -> str:
-    """The value of `--quant` in the folder's manifest, or the model's method of quantization; empty without one."""
+def recorded(folder: Path, option: str) -> str:
+    """The latest value of an option in the folder's manifest; empty without one.
+
+    `quant` is that of `--quant`, or the method of a model that was quantized before.
+    """
     options = [step.get("options") for step in read_manifest(folder).steps]
-    presets = [found.get("quant") for found in options if isinstance(found, dict)]
-    return next((preset for preset in reversed(presets) if isinstance(preset, str)), "")
+    values = [found.get(option) for found in options if isinstance(found, dict)]
+    return next((value for value in reversed(values) if isinstance(value, str)), "")

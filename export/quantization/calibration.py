@@ -22,7 +22,7 @@ from llmconv.export.weights.bind import bind
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
+from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph
 from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -100,12 +100,12 @@ def _observing(model: ir.Model, reduction: Reduction, wanted: Container[str] | N
     for node in list(graph):
         if product_layout(node) is None or node.inputs[0] is None:
             continue
-        label = _label(node.inputs[1])
+        label = label_of(node.inputs[1])
         if label and PREFIX + label not in outputs and (wanted is None or label in wanted):
             left = node.inputs[0]
             if left not in reduced:
                 editor = NodeEditor(graph, node, f"columns/{len(reduced)}")
-                reduced[left] = reduction(editor, _as_matrix(editor, left))
+                reduced[left] = reduction(editor, as_matrix(editor, left))
             copy = NodeEditor(graph, node, f"columns/{label}").one("Identity", [reduced[left]])
             copy.name = PREFIX + label
             outputs[copy.name] = copy
@@ -116,7 +116,7 @@ def _observing(model: ir.Model, reduction: Reduction, wanted: Container[str] | N
     return ir.to_proto(model)
 
 
-def _as_matrix(editor: NodeEditor, values: ir.Value) -> ir.Value:
+def as_matrix(editor: NodeEditor, values: ir.Value) -> ir.Value:
     """Values [..., K] as [tokens, K]."""
     width = editor.one("Shape", [values], {"start": -1})
     shape = editor.one("Concat", [integers(editor.graph, -1), width], {"axis": 0})
@@ -127,7 +127,7 @@ def _sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
     return editor.one("ReduceSumSquare", [values, integers(editor.graph, 0)], {"keepdims": 0})
 
 
-def _label(value: ir.Value | None) -> str:
+def label_of(value: ir.Value | None) -> str:
     """The label of the stored rows that a factor is, or is cast or transposed from; empty for others."""
     while value is not None and (node := producer(value, "Cast", "Transpose")):
         value = node.inputs[0]
@@ -148,17 +148,11 @@ def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array
         OutOfMemory: memory ran out.
     """
     wanted = {info.name for info in model.graph.output}
-    values = [_inputs(model, text) for text in texts]
-    types: ValueTypes = {}
-    for info in model.graph.input:
-        axes = [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim]
-        types[info.name] = (
-            "tensor(int64)" if info.type.tensor_type.elem_type == onnx.TensorProto.INT64 else "tensor(float)",
-            axes,
-        )
+    values = [start_values(model, text) for text in texts]
+    types = input_types(model)
     pieces = cut_graph(model, PIECE_BYTES)
     for at, piece in enumerate(pieces):
-        session = _open(piece, types, folder)
+        session = open_piece(piece.build(types), folder)
         types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
         later = {name for one in pieces[at + 1 :] for name in one.inputs}
         for mine in values:
@@ -174,10 +168,30 @@ def outputs_on_texts(model: onnx.ModelProto, folder: Path, texts: Sequence[Array
             mine.update(kept)
 
 
-def _open(piece: GraphPiece, types: ValueTypes, folder: Path) -> ort.InferenceSession:
+def input_types(model: onnx.ModelProto) -> ValueTypes:
+    """Types and shapes of the inputs of a graph."""
+    types: ValueTypes = {}
+    for info in model.graph.input:
+        axes = [axis.dim_param or axis.dim_value for axis in info.type.tensor_type.shape.dim]
+        is_integer = info.type.tensor_type.elem_type == onnx.TensorProto.INT64
+        types[info.name] = ("tensor(int64)" if is_integer else "tensor(float)", axes)
+    return types
+
+
+def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
+    """A session of a part of the graph.
+
+    Args:
+        piece: the part.
+        folder: of the weights that it maps.
+
+    Raises:
+        UnsupportedInput: onnxruntime cannot map the weights.
+        OutOfMemory: memory ran out.
+    """
     options = SessionSettings(arena=False).options()
     options.add_session_config_entry(WEIGHTS_FOLDER, str(folder.resolve()))
-    content = piece.build(types).SerializeToString()
+    content = piece.SerializeToString()
     try:
         return ort.InferenceSession(content, options, ["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
@@ -188,7 +202,7 @@ def _open(piece: GraphPiece, types: ValueTypes, folder: Path) -> ort.InferenceSe
         ) from error
 
 
-def _inputs(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
+def start_values(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
     """The inputs for a text with an empty past."""
     tokens = {
         "input_ids": text,

@@ -7,7 +7,7 @@ point of a block are chosen from the weights as they are when its first column i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -40,7 +40,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
 
 
 def rounded_with_feedback(
-    weights: Array, factor: Array, importance: Array, form: BlockFormat
+    weights: Array, factor: Array, importance: Array, form: BlockFormat, stored: Callable[[Array], Array] = np.asarray
 ) -> tuple[Array, Array, Array]:
     """Codes uint8 [N, K], scales float32 [N, blocks] and zero points uint8 [N, blocks].
 
@@ -49,6 +49,7 @@ def rounded_with_feedback(
         factor: [K, K], see `inverse_factor`.
         importance: float32 [K] for the choice of scales, see `block_scales`.
         form: bits, block size, symmetry, search.
+        stored: rounds scales float32 [N] to the values that a file can hold.
     """
     rows, columns = weights.shape
     blocks = form.blocks(columns)
@@ -58,7 +59,8 @@ def rounded_with_feedback(
     for at in range(blocks):
         block = slice(at * form.size, (at + 1) * form.size)
         values = np.ascontiguousarray(left[block].T)
-        scales[:, at], zeros[:, at] = block_scales(values, form, importance[block])
+        chosen, zeros[:, at] = block_scales(values, form, importance[block])
+        scales[:, at] = stored(chosen)
         codes[block], errors = _round_block(left[block], factor[block, block], scales[:, at], zeros[:, at], form)
         left[block.stop :] -= _product(factor[block, block.stop :], errors)
     return np.ascontiguousarray(codes.T), scales, zeros

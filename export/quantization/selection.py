@@ -18,6 +18,7 @@ from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
 from llmconv.export.quantization.column_tensor import ColumnTensor
 from llmconv.export.quantization.quantized_tensor import SCALES, QuantizedTensor
 from llmconv.export.quantization.repacked_weight import RepackedWeight
+from llmconv.export.quantization.rounded_codes import RoundedCodes
 from llmconv.export.quantization.settings import INT8, QuantizationSettings
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.traced_graph import TracedGraph
@@ -25,7 +26,7 @@ from llmconv.export.weights.experts import DOMAIN, GROUPED, output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, element, leaves
 from llmconv.export.weights.stored_values import NAMES, ONNX_TYPES
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.tensors import BY_NAME, Array, LazyTensor
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 POINTWISE = {
     *("Softmax", "Sigmoid", "Tanh", "Softplus", "Exp", "Log", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose"),
@@ -44,6 +45,7 @@ class QuantizedWeight:
         dtype: element type that the graphs multiply it in.
         kept: the codes that the checkpoint stores; None if they are rounded now, with scales of this `dtype`.
         activation: range of what it is multiplied with; None if that is found at run time.
+        rounded: the codes, if they were chosen beforehand.
         group: all tensors that are multiplied with the same activation and stored in this format; empty for one alone.
     """
 
@@ -52,7 +54,13 @@ class QuantizedWeight:
     dtype: ir.DataType
     kept: RepackedWeight | None = None
     activation: ActivationRange | None = None
+    rounded: RoundedCodes | None = None
     group: tuple[str, ...] = ()
+
+    @property
+    def scale_dtype(self) -> DType:
+        """Element type of scales that are chosen now."""
+        return BY_NAME[NAMES[self.dtype]]
 
     @property
     def is_searched(self) -> bool:
@@ -75,7 +83,9 @@ class QuantizedWeight:
             importance: of its columns, see `QuantizedTensor`.
             factors: of its columns, see `ColumnTensor`.
         """
-        scales, turned = BY_NAME[NAMES[self.dtype]], self.transposed
+        if self.rounded:
+            return self.rounded.tensors(name)
+        scales, turned = self.scale_dtype, self.transposed
         if self.kept:  # float32 holds the scales of any dtype
             return self.kept.tensors(name, None if self.dtype == ir.DataType.FLOAT else scales)
         if isinstance(self.form, ColumnFormat):

@@ -27,6 +27,8 @@ SENSITIVE = re.compile(
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
 
+METHODS = ("rtn", "search", "gptq")
+
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
 """Options of `export` that need `quant`."""
 
@@ -70,6 +72,7 @@ class QuantizationSettings:
         bits: bits by regular expressions for names of weights; the last that matches counts.
         search: False to take scales from extreme values alone (`--method rtn`).
         text: sha256 of the text on which activations are measured; empty without one.
+        feedback: the columns after a rounded one make up for its error (`--method gptq`).
         static: activations are rounded in ranges that are measured on the text.
 
     Raises:
@@ -84,6 +87,7 @@ class QuantizationSettings:
     search: bool = True
     text: str = ""
     static: bool = False
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -109,7 +113,7 @@ class QuantizationSettings:
             UsageProblem: as the class; or options that need `quant` or `calibrate`.
         """
         _check_static(options)
-        given = {name: options[name] for name in DEPENDENT}
+        given = {name: options[name] for name in ("quant", *DEPENDENT)}
         if options["quant"] is None:
             cache = {"calibrate"} if options["kv_cache"] else set()
             if unused := next((name for name, value in given.items() if value and name not in cache), None):
@@ -117,15 +121,14 @@ class QuantizationSettings:
                     f"`--{unused.replace('_', '-')}` has no effect without `--quant`", hint="add `--quant int4`"
                 )
             return None
-        if given["method"] not in (None, "rtn", "search"):
-            raise UsageProblem(f"`method` is {given['method']!r}", hint="give one of: rtn, search")
+        _check_method(given)
         rounds = options["kv_cache"] or options["quant"] == "a8w8"
         if given["calibrate"] is not None and given["method"] == "rtn" and not rounds:
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
-        rest = exclude, bits, given["method"] != "rtn", text, given["static_activations"]
+        rest = exclude, bits, given["method"] != "rtn", text, given["static_activations"], given["method"] == "gptq"
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
@@ -172,11 +175,27 @@ class QuantizationSettings:
             "symmetric": self.symmetric,
             "quant_exclude": list(self.exclude),
             "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
-            "method": "" if self.search else "rtn",
+            "method": "gptq" if self.feedback else "" if self.search else "rtn",
             "calibrate": self.text,
             "static_activations": self.static,
         }
         return {name: value for name, value in fields.items() if value}
+
+
+def _check_method(given: Mapping[str, Any]) -> None:
+    """Refuses an unknown method, and one that has nothing to work on."""
+    if given["method"] not in (None, *METHODS):
+        raise UsageProblem(f"`method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
+    if given["method"] != "gptq":
+        return
+    if given["calibrate"] is None:
+        raise UsageProblem("`--method gptq` needs a text of many pages", hint="add `--calibrate FILE`")
+    layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
+    if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
+        raise UsageProblem(
+            f"`--method gptq` is for weights of 4 bits, which `--quant {given['quant']}` does not have",
+            hint="leave out `--method`: the error of 8 bits is below that of activations",
+        )
 
 
 def _check_static(options: Mapping[str, Any]) -> None:

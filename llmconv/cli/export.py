@@ -102,8 +102,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--method",
-    type=click.Choice(["rtn", "search"]),
-    help="search: the scales with the least squared error; rtn: from the extreme values.  [default: search]",
+    type=click.Choice(["rtn", "search", "gptq"]),
+    help="search: the scales with the least squared error; rtn: from the extreme values; gptq: as search, and later "
+    "columns make up for the errors of earlier ones on the text of --calibrate.  [default: search]",
 )
 @options.max_shard_size
 @options.overwrite

@@ -17,6 +17,9 @@ from llmconv.tensors import Array
 TOKENS, PIECE, LEAST = 4096, 512, 256
 """Tokens of the text that are used, per call, and at least. More than 4,096 tokens gain little."""
 
+LONG, TEXT_BYTES = 1 << 20, 64 << 20
+"""Tokens that are used where every token counts, and maximum size of a text file."""
+
 
 @dataclass(frozen=True)
 class CalibrationText:
@@ -41,7 +44,7 @@ class CalibrationText:
         if is_default(path):
             return cls.shipped()
         try:
-            return cls(Path(path).name, read_small(Path(path)).decode())
+            return cls(Path(path).name, read_small(Path(path), TEXT_BYTES).decode())
         except OSError as error:
             raise InputRefused(f"cannot read `{path}`: {error.strerror}", hint="`--calibrate` takes a file") from error
         except UnicodeDecodeError as error:
@@ -57,23 +60,26 @@ class CalibrationText:
         """Of the text."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
-    def tokens(self, folder: Path, context: int | None, *, trust_remote_code: bool = False) -> list[Array]:
+    def tokens(
+        self, folder: Path, context: int | None, *, trust_remote_code: bool = False, most: int = TOKENS
+    ) -> list[Array]:
         """Its beginning as token ids, int64 [1, tokens] each.
 
         Args:
             folder: has the tokenizer.
             context: maximum number of tokens per call that the model was made for; None if unknown.
             trust_remote_code: run the code of the tokenizer.
+            most: number of tokens that are used.
 
         Raises:
             InputRefused: the folder has no tokenizer, or the text is too short.
         """
         tokenizer = load_tokenizer(folder, trust_remote_code)
-        ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:TOKENS], dtype=np.int64)
+        ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:most], dtype=np.int64)
         if len(ids) < LEAST:
             raise InputRefused(
                 f"`{self.name}` has {len(ids)} tokens, too few to measure anything",
-                hint=f"give a text of some pages: {LEAST} tokens at least, {TOKENS:,} are used",
+                hint=f"give a text of some pages: {LEAST} tokens at least, {most:,} are used",
             )
         size = min(PIECE, context or PIECE)
         pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]

@@ -21,10 +21,12 @@ class ExpectedCodes:
 
     Attributes:
         nearest: every code is the nearest one, given its scale and zero point.
+        feedback: codes of 4 bits are those of GPTQ, which are the nearest to other values.
         kept: weights whose values are those of the reference, with the dtype of its scales; by name.
     """
 
     nearest: bool = False
+    feedback: bool = False
     kept: Mapping[str, DType] = field(default_factory=dict)
 
     def scales_of(self, name: str) -> DType | None:

@@ -29,6 +29,8 @@ GROWING = 12.0
 """Maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent."""
 IMPLAUSIBLE = 0.5
 """Maximum relative error of a matrix to its tensor."""
+FOUR_BITS = 15
+"""The largest code of 4 bits."""
 HALF_STEP = 0.5 + 1e-3
 """Maximum distance from the nearest code in steps, which are rounded to float32."""
 STRETCH, LEAST = 64, 16
@@ -108,7 +110,8 @@ def _rounding_error(
     found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
 ) -> RoundingError:
     tally, kept = _Tally(), expected.scales_of(match.name)
-    nearest = expected.nearest and found.stored.largest is not None
+    is_exact = not (expected.feedback and found.stored.largest == FOUR_BITS)
+    nearest = expected.nearest and found.stored.largest is not None and is_exact
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in original_rows(match, tensor):
         stop = start + len(original)

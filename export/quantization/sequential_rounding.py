@@ -1,0 +1,292 @@
+"""Codes with error feedback (GPTQ), piece by piece of the graph: each piece reads what rounded ones before it make.
+
+The model's float32 graph runs on a text in pieces, as for `calibration`. A piece runs twice: with its own weights, for
+the products X^T X of the inputs of its matrices, then with the rounded ones, for the values that later pieces read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from llmconv.errors import InputRefused
+from llmconv.export.node_editor import NodeEditor, producer, remove_unused
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.calibration import as_matrix, input_types, label_of, open_piece, start_values
+from llmconv.export.quantization.error_feedback import inverse_factor, rounded_with_feedback
+from llmconv.export.quantization.quantized_tensor import stored_scales
+from llmconv.export.quantization.rounded_codes import RoundedCodes, Scratch
+from llmconv.export.quantization.selection import QuantizedWeight, product_layout
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.bind import bind
+from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.runtime.low_memory.graph_pieces import GraphPiece, ValueTypes, cut_graph
+from llmconv.tensors import Array
+
+LEAST = 16
+"""Tokens of the text per column of the largest matrix; with fewer, later columns fit the text instead of the model."""
+
+SQUARES, COUNT = "squares:", "tokens:"
+"""Prefixes of outputs: X^T X [K, K], and the number of rows of X [1]; the rest is the number of the input."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix that is rounded with feedback.
+
+    Attributes:
+        rows: its place in the checkpoint.
+        weight: how it is quantized.
+        source: number of what it is multiplied with.
+    """
+
+    rows: StoredRows
+    weight: QuantizedWeight
+    source: int
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.rows.shape[0 if self.weight.transposed else 1]
+
+
+@dataclass
+class _Squares:
+    """X^T X and the number of rows of X, summed over texts."""
+
+    total: Array | float = 0.0
+    count: int = 0
+    found: dict[str, Array] = field(default_factory=dict)
+
+
+def round_sequentially(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+    quantized: Mapping[str, QuantizedWeight],
+    scratch: Scratch,
+) -> dict[str, RoundedCodes]:
+    """The codes of all 4-bit matrices that one product reads, by name of the stored tensor.
+
+    Args:
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+        quantized: the tensors to quantize, by name.
+        scratch: holds the codes.
+
+    Raises:
+        InputRefused: the text is too short, or its activations are not finite.
+        UnsupportedInput: onnxruntime cannot map the weights.
+        OutOfMemory: memory ran out.
+    """
+    observed = traced.copy()
+    bind(observed, matches, tensors)
+    rows = {leaf.label: leaf for match in matches.values() for leaf in leaves(match)}
+    products = _observe(observed.model, rows, quantized)
+    _require_tokens(sum(text.size for text in texts), products)
+    run = _SequentialRun(ir.to_proto(observed.model), products, tensors, scratch)
+    run.all_pieces(texts)
+    return run.codes
+
+
+def _observe(
+    model: ir.Model, rows: Mapping[str, StoredRows], quantized: Mapping[str, QuantizedWeight]
+) -> dict[str, Product]:
+    """The products by label of their matrix; the squares of their inputs become the only outputs, in place."""
+    graph, products, sources = model.graph, dict[str, Product](), dict[ir.Value, int]()
+    outputs: list[ir.Value] = []
+    for node in list(graph):
+        label = label_of(node.inputs[1]) if product_layout(node) is not None else ""
+        weight = quantized.get(rows[label].name) if label in rows else None
+        left = node.inputs[0]
+        if weight is None or left is None or not _is_rounded(weight, rows[label]) or not _is_alone(node):
+            continue
+        if left not in sources:
+            sources[left] = len(sources)
+            outputs += _squares(graph, node, left, sources[left])
+        products[label] = Product(rows[label], weight, sources[left])
+    graph.outputs[:] = outputs
+    remove_unused(model)
+    return products
+
+
+def _is_rounded(weight: QuantizedWeight, rows: StoredRows) -> bool:
+    """Whether a weight has 4 bits, and the product reads a whole matrix of it."""
+    four = isinstance(weight.form, BlockFormat) and weight.form.bits == 4 and weight.kept is None
+    return four and len(rows.shape) == 2 and (rows.single or rows.is_whole)
+
+
+def _is_alone(node: ir.Node) -> bool:
+    """Whether no other node reads the matrix, as of a tied embedding or of layers that share a module."""
+    value = node.inputs[1]
+    while value is not None:
+        if len(value.uses()) > 1:
+            return False
+        before = producer(value, "Cast", "Transpose")
+        value = before.inputs[0] if before else None
+    return True
+
+
+def _squares(graph: ir.Graph, node: ir.Node, left: ir.Value, number: int) -> list[ir.Value]:
+    editor = NodeEditor(graph, node, f"squares/{number}")
+    matrix = as_matrix(editor, left)
+    squares = editor.one("MatMul", [editor.one("Transpose", [matrix], {"perm": [1, 0]}), matrix])
+    count = editor.one("Shape", [matrix], {"start": 0, "end": 1})
+    for value, prefix, dtype, rank in (
+        (squares, SQUARES, ir.DataType.FLOAT, 2),
+        (count, COUNT, ir.DataType.INT64, 1),
+    ):
+        value.name, value.type, value.shape = f"{prefix}{number}", ir.TensorType(dtype), ir.Shape([None] * rank)
+    return [squares, count]
+
+
+def _require_tokens(found: int, products: Mapping[str, Product]) -> None:
+    least = LEAST * max((one.columns for one in products.values() if not one.rows.single), default=0)
+    if found < least:
+        raise InputRefused(
+            f"the text has {found:,} tokens; `--method gptq` needs {least:,} for matrices of {least // LEAST:,} columns",
+            hint="give a longer text to `--calibrate`, or leave out `--method gptq`",
+        )
+
+
+class _SequentialRun:
+    """The state between pieces.
+
+    Attributes:
+        codes: what was rounded so far, by name of the tensor.
+
+    Args:
+        model: the graph with squares as outputs.
+        products: from `_observe`.
+        tensors: the checkpoint's tensors.
+        scratch: holds the codes.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        products: Mapping[str, Product],
+        tensors: Mapping[str, FileTensor],
+        scratch: Scratch,
+    ) -> None:
+        self.codes: dict[str, RoundedCodes] = {}
+        self._model, self._products, self._tensors, self._scratch = model, products, tensors, scratch
+        self._folder: Path = next(iter(tensors.values())).path.parent
+        self._values: dict[str, Array] = {}
+        self._squares = {one.source: _Squares() for one in products.values()}
+
+    def all_pieces(self, texts: Sequence[Array]) -> None:
+        """Rounds all products on token ids int64 [1, tokens]."""
+        states = [start_values(self._model, text) for text in texts]
+        types = input_types(self._model)
+        pieces = cut_graph(self._model, max(4 * prod(one.rows.shape) for one in self._products.values()))
+        for at, piece in enumerate(pieces):
+            later = {name for one in pieces[at + 1 :] for name in one.inputs}
+            seen = [name for name in piece.outputs if name.startswith((SQUARES, COUNT))]
+            if seen:
+                for made in self._run(piece, types, states, seen):
+                    self._add(made)
+                self._round({int(name.partition(":")[2]) for name in seen})
+            passed = [name for name in piece.outputs if name in later]
+            results = self._run(piece, types, states, passed) if passed else iter([{}] * len(states))
+            for state, made in zip(states, results, strict=True):
+                kept = {name: value for name, value in {**state, **made}.items() if name in later}
+                state.clear()
+                state.update(kept)
+            for name in {tensor.name for tensor in piece.build(types).graph.initializer} & self._values.keys():
+                del self._values[name]
+
+    def _run(
+        self, piece: GraphPiece, types: ValueTypes, states: Sequence[Mapping[str, ort.OrtValue]], names: list[str]
+    ) -> Iterator[dict[str, ort.OrtValue]]:
+        """The named outputs for every text, with rounded values of the matrices that are rounded already."""
+        built = piece.build(types)
+        rounded = [tensor for tensor in built.graph.initializer if tensor.name in self._values]
+        given = {one.name: ort.OrtValue.ortvalue_from_numpy(self._values[one.name]) for one in rounded}
+        for tensor in rounded:
+            built.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, onnx.TensorProto.FLOAT, tensor.dims)
+            )
+            built.graph.initializer.remove(tensor)
+        kept = [output for output in built.graph.output if output.name in names]
+        del built.graph.output[:]
+        built.graph.output.extend(kept)
+        session = open_piece(built, self._folder)
+        types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+        wanted = {arg.name for arg in session.get_inputs()}
+        for state in states:
+            feeds = {name: value for name, value in {**state, **given}.items() if name in wanted}
+            yield dict(zip(names, session.run_with_ort_values(names, feeds), strict=True))
+
+    def _add(self, made: Mapping[str, ort.OrtValue]) -> None:
+        for name, value in made.items():
+            prefix, _, number = name.partition(":")
+            squares = self._squares[int(number)]
+            if prefix + ":" == COUNT:
+                squares.count += int(value.numpy()[0])
+            else:
+                squares.total = squares.total + value.numpy().astype(np.float64)
+
+    def _round(self, sources: set[int]) -> None:
+        """Rounds the matrices that are multiplied with these inputs."""
+        for source in sorted(sources):
+            squares = self._squares.pop(source)
+            products = {label: one for label, one in self._products.items() if one.source == source}
+            columns = next(iter(products.values())).columns
+            hessian = np.asarray(squares.total, np.float64)
+            if not np.isfinite(hessian).all():
+                raise InputRefused(
+                    f"`{next(iter(products))}` is multiplied with values that are not finite on the text",
+                    hint="check the model, or leave out `--calibrate`",
+                )
+            form = next(iter(products.values())).weight.form
+            assert isinstance(form, BlockFormat)
+            padding = -columns % form.size
+            hessian = np.pad(hessian, (0, padding)) if hessian.ndim else np.zeros((columns + padding,) * 2)
+            factor = inverse_factor(hessian) if squares.count >= LEAST * columns else np.eye(len(hessian), dtype="f4")
+            for label, product in products.items():
+                self._values[label] = self._rounded(product, factor, _importance(hessian))
+
+    def _rounded(self, product: Product, factor: Array, importance: Array) -> Array:
+        """Keeps the codes of a matrix, and returns its values as the checkpoint has them, [N, K] or [K, N]."""
+        name, form, weight = product.rows.name, product.weight.form, product.weight
+        assert isinstance(form, BlockFormat)
+        matrix = self._matrix(product)
+        padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % form.size)))
+        dtype = weight.scale_dtype
+        codes, scales, zeros = rounded_with_feedback(
+            padded, factor, importance, form, lambda chosen: stored_scales(chosen, dtype, name).astype(np.float32)
+        )
+        if name not in self.codes:
+            stack = product.rows.stored[:1] if product.rows.single else ()
+            self.codes[name] = self._scratch.codes((*stack, len(matrix)), matrix.shape[1], form, dtype)
+        self.codes[name].put(product.rows.first if product.rows.single else None, form, codes, scales, zeros)
+        wide = (codes - zeros.repeat(form.size, 1).astype(np.float32)) * scales.repeat(form.size, 1)
+        values = wide[:, : matrix.shape[1]]
+        return np.ascontiguousarray(values.T if weight.transposed else values)
+
+    def _matrix(self, product: Product) -> Array:
+        """Float32 [N, K]."""
+        rows, tensor = product.rows, self._tensors[product.rows.name]
+        values = tensor.rows(rows.first, rows.first + 1)[0] if rows.single else tensor.read()
+        wide = values.astype(np.float32)
+        return np.ascontiguousarray(wide.T) if product.weight.transposed else wide
+
+
+def _importance(hessian: Array) -> Array:
+    """The mean square of every column, around 1 on average; all 1 if no token was seen."""
+    squares = hessian.diagonal()
+    mean = squares.mean()
+    scaled: Array = (squares / mean if mean > 0 else np.ones_like(squares)).astype(np.float32)
+    return scaled
