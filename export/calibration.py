@@ -66,9 +66,8 @@ class Calibration:
                 hint="leave out `--calibrate` and `--kv-cache`",
             )
         limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-        texts = text.tokens(
-            checkpoint.path, limit, trust_remote_code=trusted, most=LONG if given["method"] == "gptq" else TOKENS
-        )
+        most = LONG if given["method"] == "gptq" else TOKENS
+        texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted, most=most)
         traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
         if traced is None:
             traced = language_model.trace({"unified": GROWING})[0]["unified"]

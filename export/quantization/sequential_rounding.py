@@ -155,7 +155,7 @@ def _require_tokens(found: int, products: Mapping[str, Product]) -> None:
     least = LEAST * max((one.columns for one in products.values() if not one.rows.single), default=0)
     if found < least:
         raise InputRefused(
-            f"the text has {found:,} tokens; `--method gptq` needs {least:,} for matrices of {least // LEAST:,} columns",
+            f"the text has {found:,} tokens; `--method gptq` needs {least:,} for {least // LEAST:,} columns",
             hint="give a longer text to `--calibrate`, or leave out `--method gptq`",
         )
 

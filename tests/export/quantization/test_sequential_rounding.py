@@ -133,7 +133,7 @@ def test_nothing_is_left_beside_the_output(model: Callable[[str], Path], text: P
 def test_a_short_text_is_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("abcdefgh " * 60)
-    with pytest.raises(InputRefused, match=r"the text has 540 tokens; `--method gptq` needs 1,536 for matrices of 96 columns"):
+    with pytest.raises(InputRefused, match=r"the text has 540 tokens; `--method gptq` needs 1,536 for 96 columns"):
         export(model("llama"), tmp_path / "out", quant="int4", calibrate=short, method="gptq")
     assert not (tmp_path / "out").exists()
 

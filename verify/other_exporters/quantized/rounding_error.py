@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.other_exporters.quantized.error_feedback import beyond_feedback
 from llmconv.verify.other_exporters.quantized.expected_codes import ANY_ROUNDING, ExpectedCodes, other_values
 from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
@@ -110,8 +111,8 @@ def _rounding_error(
     found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
 ) -> RoundingError:
     tally, kept = _Tally(), expected.scales_of(match.name)
-    is_exact = not (expected.feedback and found.stored.largest == FOUR_BITS)
-    nearest = expected.nearest and found.stored.largest is not None and is_exact
+    feedback = expected.feedback and found.stored.largest == FOUR_BITS
+    nearest = expected.nearest and found.stored.largest is not None and not feedback
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in original_rows(match, tensor):
         stop = start + len(original)
@@ -120,13 +121,15 @@ def _rounding_error(
         tally.error += float((error.astype(np.float64) ** 2).sum())
         tally.size += float((original.astype(np.float64) ** 2).sum())
         off = error / steps
-        if nearest:
+        if nearest or feedback:
             off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest)
         tally.add(off, values / steps, start)
         if kept and not tally.other:
             tally.other = other_values(values, original, values / steps, found.stored.scale.dtype, kept, start)
         elif nearest and not tally.other:
             tally.other = _not_nearest(found.stored, original, columns, start)
+        elif feedback and not tally.other:
+            tally.other = beyond_feedback(off, found.stored.repeat[1], start)
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
     return RoundingError(match.name, relative, _problem(tally, relative))
 
