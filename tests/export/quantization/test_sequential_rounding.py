@@ -63,6 +63,7 @@ def codes(folder: Path) -> dict[str, Array]:
     return load_file(folder / "quantized.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 def test_graphs_equal_the_model_of_their_codes(
     model_type: str, model: Callable[[str], Path], made: Callable[..., Path]
@@ -83,10 +84,10 @@ def test_all_other_tensors_are_those_of_the_search(made: Callable[..., Path]) ->
     assert all(np.array_equal(one[name], other[name]) for name in one if ".layers." not in name or "norm" in name)
 
 
+@pytest.mark.slow
 def test_later_layers_see_what_rounded_layers_make(
     model: Callable[[str], Path], made: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequential_rounding._SequentialRun, "_values", _Forgetful(), raising=False)
     init = sequential_rounding._SequentialRun.__init__
 
     def forgetful(self: Any, *arguments: Any) -> None:
@@ -108,6 +109,7 @@ class _Forgetful(dict[str, Array]):
         pass
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads(
     model: Callable[[str], Path], made: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
