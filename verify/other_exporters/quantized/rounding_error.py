@@ -30,6 +30,8 @@ GROWING = 12.0
 """Maximum median t squared of errors regressed on codes per stretch: 0.5 if they are independent."""
 IMPLAUSIBLE = 0.5
 """Maximum relative error of a matrix to its tensor."""
+FEEDBACK_LINES = 0.5
+"""With error feedback, single stretches of a real model are off by several steps; in a wrong row most of them are."""
 FOUR_BITS = 15
 """The largest code of 4 bits."""
 HALF_STEP = 0.5 + 1e-3
@@ -66,6 +68,7 @@ class _Tally:
         odd: description of the first stretch that exceeds the limit of `NEAR` or `FAR`.
         other: description of the first element with another code or scale than expected.
         growth: t squared of stretches, along rows and along columns.
+        lines: see `_stretch`.
     """
 
     error: float = 0.0
@@ -75,6 +78,7 @@ class _Tally:
     odd: dict[float, str] = field(default_factory=dict)
     other: str = ""
     growth: dict[int, list[Array]] = field(default_factory=lambda: {1: [], 0: []})
+    lines: float = 0.0
 
     def add(self, steps: Array, codes: Array, first: int) -> None:
         """Adds the errors in steps, and the codes minus their zero point, of rows from `first` on."""
@@ -82,7 +86,7 @@ class _Tally:
         self.beyond += [(far > NEAR).sum(), (far > SHIFTED).sum()]
         self.count += far.size
         for limit, share in ((NEAR, NEAR_SHARE), (FAR, FAR_SHARE)):
-            if limit not in self.odd and (problem := _stretch(far > limit, share, steps, first)):
+            if limit not in self.odd and (problem := _stretch(far > limit, share, steps, first, self.lines)):
                 self.odd[limit] = problem
         for along, kept in self.growth.items():
             kept.append(_growth(steps, codes, along))
@@ -110,8 +114,8 @@ def rounding_errors(
 def _rounding_error(
     found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
 ) -> RoundingError:
-    tally, kept = _Tally(), expected.scales_of(match.name)
     feedback = expected.feedback and found.stored.largest == FOUR_BITS
+    tally, kept = _Tally(lines=FEEDBACK_LINES if feedback else 0.0), expected.scales_of(match.name)
     nearest = expected.nearest and found.stored.largest is not None and not feedback
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in original_rows(match, tensor):
@@ -169,7 +173,7 @@ def _gross_problem(tally: _Tally, relative: float) -> str:
         return tally.odd.get(NEAR) or f"{shifted:.0%} of its elements have errors beyond rounding"
     if not relative <= IMPLAUSIBLE:
         return f"its relative error is {relative:.2f}"
-    if near <= NEAREST and tally.odd.get(NEAR):
+    if near <= NEAREST and tally.odd.get(NEAR) and not tally.lines:
         return tally.odd[NEAR]
     if tally.grows:
         return "its errors grow with its codes, so its scales are wrong"
@@ -206,17 +210,21 @@ def _growth(steps: Array, codes: Array, along: int) -> Array:
     return found[:, sizes >= LEAST].ravel()  # fewer errors, as of a matrix of one row, are always near some line
 
 
-def _stretch(far: Array, share: float, steps: Array, first: int) -> str:
-    """Describes the first stretch of a row or column with too many large errors; empty if there is none."""
+def _stretch(far: Array, share: float, steps: Array, first: int, lines: float) -> str:
+    """Describes the first stretch of a row or column with too many large errors; empty if there is none.
+
+    In a row or column with such stretches, they must be more than the share `lines` of all.
+    """
     for along in (1, 0):
         counts, edges, sizes = _sums(far.astype(np.int32), along)
         odd = counts > share * sizes
+        odd &= odd.mean(axis=1, keepdims=True) > lines
         if odd.any():
             line, at = (int(x) for x in np.argwhere(odd)[0])
             part = slice(int(edges[at]), int(edges[at]) + int(sizes[at]))
             off = steps[line, part] if along else steps[part, line]
-            lines = int(odd.any(axis=1).sum())
-            return _description("row" if along else "column", line + (first if along else 0), lines, off)
+            count = int(odd.any(axis=1).sum())
+            return _description("row" if along else "column", line + (first if along else 0), count, off)
     return ""
 
 
