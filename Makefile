@@ -59,7 +59,8 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 		echo "python -m $$module"; $(BIN)/python -m $$module --write docs/benchmarks.md || status=1; \
 	done; exit $$status
 
-families: $(READY) ## export and verify a tiny model of every family, an hour; kept in docs/families.md
+families: $(READY) ## export and verify a tiny model of every family, also quantized, hours; kept in docs/families.md
+	for bits in int4 int8; do $(BIN)/python -m tools.families --suite quick --quant $$bits; done
 	$(BIN)/python -m tools.families --suite full --write docs/families.md
 
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md
