@@ -12,9 +12,11 @@ from llmconv.export.export_options import ExportOptions
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import LanguageModel
 from llmconv.export.output import file_tensors
+from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
-from llmconv.export.quantization.column_format import ColumnFormat
+from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
 from llmconv.export.quantization.measured_ranges import measure_ranges
 from llmconv.export.quantization.rounded_codes import Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
@@ -80,13 +82,25 @@ class Calibration:
 
     def smoothing(self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> Smoothing:
         """Factors of weights whose activations are rounded with one scale, and of the norms before them."""
-        if not any(isinstance(weight.form, ColumnFormat) for weight in quantized.values()):
+        if not (coded := _names(quantized, ColumnFormat)):
             return Smoothing()
-        if not (groups := smoothing_groups(graphs, quantized)):
+        if not (groups := smoothing_groups(graphs, coded)):
             warn("no norm of this model can be divided by factors: its codes for `a8w8` do not depend on `--calibrate`")
             return Smoothing()
         matches = match_weights(self.traced, self.tensors)
         return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
+
+    def activation_aware(
+        self, graphs: Graphs, quantized: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]
+    ) -> Smoothing:
+        """Factors of weights with which blocks of 4 bits lose less, and of the norms before them."""
+        every = smoothing_groups(graphs, _names(quantized, BlockFormat))
+        groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
+        if not groups:
+            warn("no norm of this model can be divided by factors: its codes are those of `--method search`")
+            return Smoothing()
+        given = self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts
+        return measure_activation_aware(groups, quantized, importance, *given)
 
     def with_feedback(self, quantized: Mapping[str, QuantizedWeight], output: Path) -> dict[str, QuantizedWeight]:
         """Weights with the codes of GPTQ where they have 4 bits, and all others as they are; kept beside `output`."""
@@ -106,6 +120,11 @@ class Calibration:
         """Scales of an int8 cache, by name of the cache input."""
         matches, rotations = match_weights(self.traced, self.tensors), key_rotations(self.traced)
         return measure_cache_scales(self.traced, matches, self.tensors, self.texts, rotations)
+
+
+def _names(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:
+    """The weights that are rounded now to a format."""
+    return {name for name, weight in quantized.items() if isinstance(weight.form, form) and weight.kept is None}
 
 
 def text_of(given: ExportOptions) -> CalibrationText | None:

@@ -50,7 +50,8 @@ class ExportOptions(TypedDict, total=False):
             what they are multiplied with on this text. For `a8w8`, norms are divided by factors from the ranges on it.
         static_activations: with `a8w8` and `calibrate`: round activations in the ranges measured on the text, with
             `QuantizeLinear` and `DequantizeLinear`, as toolchains for NPUs read them.
-        method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime.
+        method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime; with
+            `calibrate` and 4 bits also `gptq` (error feedback) and `awq` (scaled norms and columns).
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         overwrite: replace existing graphs, or an existing `output`.
         resume: continue an interrupted export.

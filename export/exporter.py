@@ -176,7 +176,11 @@ def _make(
         quantized = grouped(pairs, select(pairs, formats))
         text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
         importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
-        smoothing = text.smoothing(pairs, quantized) if text else Smoothing()
+        smoothing = Smoothing()
+        if text and given["method"] == "awq":
+            smoothing = text.activation_aware(pairs, quantized, importance)
+        elif text:
+            smoothing = text.smoothing(pairs, quantized)
         if text and given["static_activations"]:
             quantized = text.with_ranges(quantized, smoothing)
         if text and given["method"] == "gptq" and not given["dry_run"]:

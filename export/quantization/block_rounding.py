@@ -68,6 +68,15 @@ def block_codes(weights: Array, scales: Array, zeros: Array, form: BlockFormat) 
     return pack(whole, form.bits)
 
 
+def block_values(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Array:
+    """The values float32 [blocks, form.size] that the codes of weights stand for; arguments as in `block_codes`."""
+    packed = block_codes(weights, scales, zeros, form)
+    codes = packed if form.bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1)
+    steps = codes.reshape(len(weights), -1)[:, : form.size].astype(np.float32) - zeros[:, None]
+    values: Array = steps * scales[:, None]
+    return values
+
+
 def pack(codes: Array, bits: int) -> Array:
     """Codes uint8 [rows, n] as bytes [rows, ceil(n * bits / 8)], the first in the low bits."""
     if bits == 8:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import threading
 
-import ml_dtypes
 import numpy as np
 
 from llmconv.errors import InputRefused
-from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.column_format import LARGEST
-from llmconv.export.quantization.quantized_tensor import CODES, SCALES
-from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
+from llmconv.export.quantization.quantized_tensor import CODES, SCALES, widened
+from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.transpose import transposed
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT8, FLOAT32 = BY_NAME["int8"], BY_NAME["float32"]
-SMOOTHING = ".smoothing"
-"""Suffix of the names of factors, see `quantization.smoothing`."""
 
 
 class ColumnTensor:
@@ -27,26 +22,23 @@ class ColumnTensor:
         name: of the weight, for messages.
         weight: [N, K], or a stack [experts, N, K].
         transposed: its matrices are stored as [K, N].
-        factors: float32 [K], or [K, 1] if `transposed`: the weight is multiplied with them first; empty for none, as
-            for every stack.
     """
 
-    def __init__(self, name: str, weight: LazyTensor, *, transposed: bool = False, factors: Array = NONE) -> None:
-        self._name, self._weight, self._transposed, self._factors = name, weight, transposed, factors
+    def __init__(self, name: str, weight: LazyTensor, *, transposed: bool = False) -> None:
+        self._name, self._weight, self._transposed = name, weight, transposed
         *self._stack, rows, columns = weight.shape
         self._inputs, self._outputs = (rows, columns) if transposed else (columns, rows)
         self._lock = threading.Lock()
         self._kept: Array | None = None
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Codes int8 [K, N], scales float32 [N] and factors, by name; a stack has the axis of its experts in front."""
+        """Codes int8 [K, N], scales float32 [N], by name; a stack has the axis of its experts in front."""
         stack = self._stack
         codes = LazyTensor(INT8, (*stack, self._inputs, self._outputs), self._stacked if stack else self._rows)
         if not stack and not self._transposed:
             codes = transposed(LazyTensor(INT8, self._weight.shape, self._columns))
         scales = LazyTensor(FLOAT32, (*stack, self._outputs), lambda start, stop: self._scales()[start:stop])
-        factors = {self._name + SMOOTHING: in_memory(self._factors, FLOAT32)} if self._factors.size else {}
-        return {self._name + CODES: codes, self._name + SCALES: scales, **factors}
+        return {self._name + CODES: codes, self._name + SCALES: scales}
 
     def _rows(self, start: int, stop: int) -> Array:
         """Codes of rows of a matrix that is stored as [K, N]."""
@@ -78,17 +70,12 @@ class ColumnTensor:
         return found
 
     def _read(self, start: int, stop: int) -> Array:
-        rows = self._weight.rows(start, stop)
-        if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
-            rows = (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        wide: Array = rows.astype(np.float32, copy=False)
+        wide = widened(self._weight.rows(start, stop))
         if not np.isfinite(wide.sum(dtype=np.float64)) and not np.isfinite(wide).all():
             raise InputRefused(
                 f"`{self._name}` contains infinite or NaN values, which have no code",
                 hint="look at the model with `llmconv inspect`; `--quant-exclude` leaves a weight as it is",
             )
-        if self._factors.size:
-            return wide * (self._factors[start:stop] if self._transposed else self._factors)
         return wide
 
 

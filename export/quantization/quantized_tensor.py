@@ -10,7 +10,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, pack
+from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, block_values, pack
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"
@@ -72,6 +72,13 @@ class QuantizedTensor:
         made[SCALES] = LazyTensor(self._scale_dtype, (*outer, blocks), self._scales)
         return {self._name + suffix: tensor for suffix, tensor in made.items()}
 
+    def values(self) -> Array:
+        """What the codes of a matrix stand for, float32 [N, K], whole in memory."""
+        weights = self._blocks(0, self._outer[0])
+        scales, zeros = self._chosen(0, self._outer[0], weights)
+        found = block_values(weights, scales.astype(np.float32), zeros, self.form)
+        return found.reshape(self._outer[0], -1)[:, : self._columns]
+
     def _codes(self, start: int, stop: int) -> Array:
         blocks = prod(self._outer[1:]) * self.form.blocks(self._columns)
         codes = np.empty((stop - start, blocks, self.form.block_bytes), np.uint8)
@@ -104,7 +111,7 @@ class QuantizedTensor:
         else:
             rows = self._weight.rows(start, stop)
             rows = rows.swapaxes(-1, -2) if self.transposed else rows
-        wide = _widened(np.ascontiguousarray(rows)).reshape(-1, self._columns)
+        wide = widened(np.ascontiguousarray(rows)).reshape(-1, self._columns)
         if not np.isfinite(wide.sum(dtype=np.float64)):
             self._require_finite(wide)
         padding = -self._columns % self.form.size
@@ -164,8 +171,8 @@ def stored_scales(scales: Array, dtype: DType, name: str) -> Array:
     return stored
 
 
-def _widened(rows: Array) -> Array:
-    """Rows in float32."""
+def widened(rows: Array) -> Array:
+    """Contiguous rows in float32."""
     if rows.dtype == BFLOAT16:  # a shift of the bits; `ml_dtypes` holds the interpreter lock
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)

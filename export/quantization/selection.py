@@ -14,6 +14,7 @@ from llmconv.export.node_editor import MICROSOFT
 from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.column_factors import multiplied, stored_factors
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
 from llmconv.export.quantization.column_tensor import ColumnTensor
 from llmconv.export.quantization.quantized_tensor import SCALES, QuantizedTensor
@@ -81,15 +82,18 @@ class QuantizedWeight:
             name: of the tensor.
             tensor: its values.
             importance: of its columns, see `QuantizedTensor`.
-            factors: of its columns, see `ColumnTensor`.
+            factors: that its columns are multiplied with first, see `column_factors.multiplied`; empty for none.
         """
         if self.rounded:
             return self.rounded.tensors(name)
+        if factors.size:
+            smaller = importance / factors.ravel() ** 2 if importance.size else NONE  # of what is divided by factors
+            return {**self.stored(name, multiplied(tensor, factors), smaller), **stored_factors(name, factors)}
         scales, turned = self.scale_dtype, self.transposed
         if self.kept:  # float32 holds the scales of any dtype
             return self.kept.tensors(name, None if self.dtype == ir.DataType.FLOAT else scales)
         if isinstance(self.form, ColumnFormat):
-            return ColumnTensor(name, tensor, transposed=turned, factors=factors).tensors()
+            return ColumnTensor(name, tensor, transposed=turned).tensors()
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
         return made.tensors()
 

@@ -27,7 +27,10 @@ SENSITIVE = re.compile(
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
 
-METHODS = ("rtn", "search", "gptq")
+METHODS = ("rtn", "search", "gptq", "awq")
+
+MEASURING = {"gptq": "a text of many pages", "awq": "a text on which activations are measured"}
+"""What the methods for 4 bits need that measure activations."""
 
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
 """Options of `export` that need `quant`."""
@@ -70,9 +73,8 @@ class QuantizationSettings:
         symmetric: store no zero points.
         exclude: regular expressions for the names of weights that stay as they are.
         bits: bits by regular expressions for names of weights; the last that matches counts.
-        search: False to take scales from extreme values alone (`--method rtn`).
+        method: how codes are chosen, one of `METHODS`.
         text: sha256 of the text on which activations are measured; empty without one.
-        feedback: the columns after a rounded one make up for its error (`--method gptq`).
         static: activations are rounded in ranges that are measured on the text.
 
     Raises:
@@ -84,10 +86,9 @@ class QuantizationSettings:
     symmetric: bool = False
     exclude: tuple[str, ...] = ()
     bits: tuple[tuple[str, int], ...] = ()
-    search: bool = True
+    method: str = "search"
     text: str = ""
     static: bool = False
-    feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -128,7 +129,7 @@ class QuantizationSettings:
         bits = tuple(map(_pattern_bits, _texts(given["quant_bits"])))
         text = CalibrationText.read(given["calibrate"]).sha256 if given["calibrate"] is not None else ""
         exclude = _texts(given["quant_exclude"])
-        rest = exclude, bits, given["method"] != "rtn", text, given["static_activations"], given["method"] == "gptq"
+        rest = exclude, bits, given["method"] or "search", text, given["static_activations"]
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
     def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
@@ -153,7 +154,7 @@ class QuantizationSettings:
                 form = _blocks(preset, bits, form)
         if isinstance(form, ColumnFormat):
             return form
-        search = form.search and self.search
+        search = form.search and self.method != "rtn"
         return replace(form, size=self.block or form.size, symmetric=self.symmetric or form.symmetric, search=search)
 
     def stored(self, name: str) -> None:
@@ -175,7 +176,7 @@ class QuantizationSettings:
             "symmetric": self.symmetric,
             "quant_exclude": list(self.exclude),
             "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
-            "method": "gptq" if self.feedback else "" if self.search else "rtn",
+            "method": "" if self.method == "search" else self.method,
             "calibrate": self.text,
             "static_activations": self.static,
         }
@@ -186,14 +187,14 @@ def _check_method(given: Mapping[str, Any]) -> None:
     """Refuses an unknown method, and one that has nothing to work on."""
     if given["method"] not in (None, *METHODS):
         raise UsageProblem(f"`method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
-    if given["method"] != "gptq":
+    if (method := given["method"]) not in MEASURING:
         return
     if given["calibrate"] is None:
-        raise UsageProblem("`--method gptq` needs a text of many pages", hint="add `--calibrate FILE`")
+        raise UsageProblem(f"`--method {method}` needs {MEASURING[method]}", hint="add `--calibrate FILE`")
     layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
     if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
         raise UsageProblem(
-            f"`--method gptq` is for weights of 4 bits, which `--quant {given['quant']}` does not have",
+            f"`--method {method}` is for weights of 4 bits, which `--quant {given['quant']}` does not have",
             hint="leave out `--method`: the error of 8 bits is below that of activations",
         )
 

@@ -8,7 +8,7 @@ power of two, so that both are exact in floating point and the model stays the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,14 +17,13 @@ import onnx_ir as ir
 from llmconv.errors import InputRefused
 from llmconv.export.node_editor import NodeEditor, integers
 from llmconv.export.quantization.calibration import reduced_inputs
-from llmconv.export.quantization.column_tensor import SMOOTHING
+from llmconv.export.quantization.column_factors import FLOAT32, stored_factors
 from llmconv.export.quantization.smoothing_groups import SmoothingGroup
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
+from llmconv.tensors import Array, DType, LazyTensor, in_memory
 
-FLOAT32 = BY_NAME["float32"]
 LARGEST = 24
 """The largest exponent of a factor, positive or negative."""
 
@@ -41,11 +40,21 @@ class Smoothing:
     matrices: Mapping[str, Array] = field(default_factory=dict)
     norms: Mapping[str, Array] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, found: Iterable[tuple[SmoothingGroup, Array]]) -> Smoothing:
+        """The factors [K] of groups."""
+        matrices: dict[str, Array] = {}
+        norms: dict[str, Array] = {}
+        for group, factors in found:
+            matrices |= {name: factors[:, None] if turned else factors for name, turned in group.matrices}
+            norms |= dict.fromkeys(group.norms, factors)
+        return cls(matrices, norms)
+
     def norm(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """The quotient of a vector and its factors in float32, and the factors, by name."""
         factors = self.norms[name]
         quotient = (tensor.read().astype(np.float32) / factors).astype(np.float32)
-        return {name: in_memory(quotient, FLOAT32), name + SMOOTHING: in_memory(factors, FLOAT32)}
+        return {name: in_memory(quotient, FLOAT32), **stored_factors(name, factors)}
 
 
 def measure_smoothing(
@@ -73,22 +82,24 @@ def measure_smoothing(
     largest: dict[str, Array] = {}
     for name, found in reduced_inputs(traced, matches, tensors, texts, _largest, wanted):
         largest[name] = np.maximum(largest[name], found) if name in largest else found
-    smoothing: tuple[dict[str, Array], dict[str, Array]] = {}, {}
-    for group in groups:
-        name = group.matrices[0][0]
-        if name in largest:
-            _require_finite(name, largest[name])
-            factors = _factors(largest[name], group, tensors)
-            smoothing[0].update({one: factors[:, None] if turned else factors for one, turned in group.matrices})
-            smoothing[1].update(dict.fromkeys(group.norms, factors))
-    return Smoothing(*smoothing)
+    measured = [(group, group.matrices[0][0]) for group in groups if group.matrices[0][0] in largest]
+    return Smoothing.of((group, _factors(largest[name], group, tensors)) for group, name in measured)
 
 
 def _largest(editor: NodeEditor, values: ir.Value) -> ir.Value:
     return editor.one("ReduceMax", [editor.one("Abs", [values]), integers(editor.graph, 0)], {"keepdims": 0})
 
 
-def _require_finite(name: str, values: Array) -> None:
+def require_finite(name: str, values: Array) -> None:
+    """Refuses activations that are not finite.
+
+    Args:
+        name: of the matrix that is multiplied with them.
+        values: computed from them.
+
+    Raises:
+        InputRefused: a value is infinite or NaN.
+    """
     if not np.isfinite(values).all():
         raise InputRefused(
             f"`{name}` is multiplied with values that are not finite on the text",
@@ -98,6 +109,7 @@ def _require_finite(name: str, values: Array) -> None:
 
 def _factors(inputs: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor]) -> Array:
     """Powers of two float32 [K]; 1 where a channel is zero, or the norm's quotient would be rounded."""
+    require_finite(group.matrices[0][0], inputs)
     weights = np.zeros(inputs.shape, np.float32)
     for name, turned in group.matrices:
         tensor = tensors[name]
@@ -106,11 +118,26 @@ def _factors(inputs: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTen
             part = weights[start:stop] if turned else weights
             np.maximum(part, rows.max(axis=1 if turned else 0), out=part)
     with np.errstate(divide="ignore", invalid="ignore"):
-        exponents = np.rint((np.log2(inputs) - np.log2(weights)) / 2)
-    exponents = np.where(np.isfinite(exponents), np.clip(exponents, -LARGEST, LARGEST), 0).astype(np.int32)
-    factors = np.ldexp(np.float32(1), exponents)
+        exponents = (np.log2(inputs) - np.log2(weights)) / 2
+    return exact_factors(exponents, group, tensors, FLOAT32)
+
+
+def exact_factors(exponents: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor], dtype: DType) -> Array:
+    """Powers of two float32 [K]; 1 where the exponent is not finite, or the norm's quotient would be rounded.
+
+    Args:
+        exponents: of two, rounded to the nearest integers; [K].
+        group: has the norm.
+        tensors: the checkpoint's tensors.
+        dtype: in which the graphs have the norm.
+    """
+    whole = np.clip(np.rint(exponents), -LARGEST, LARGEST)
+    factors = np.ldexp(np.float32(1), np.where(np.isfinite(whole), whole, 0).astype(np.int32))
     for name in group.norms:
         values = tensors[name].read().astype(np.float32)
-        with np.errstate(all="ignore"):
-            factors = np.where(values / factors * factors == values, factors, np.float32(1))
+        for kind in (FLOAT32, dtype):
+            with np.errstate(all="ignore"):
+                quotients = (values / factors).astype(kind.numpy).astype(np.float32)
+                is_exact = quotients * factors == values.astype(kind.numpy).astype(np.float32)
+            factors = np.where(is_exact, factors, np.float32(1))
     return factors.astype(np.float32)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from llmconv.export.node_editor import MICROSOFT
-from llmconv.export.quantization.column_format import ColumnFormat
-from llmconv.export.quantization.selection import QuantizedWeight, product_layout
+from llmconv.export.quantization.selection import product_layout
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
@@ -40,17 +39,17 @@ class SmoothingGroup:
         return {*self.norms, *(name for name, _ in self.matrices)}
 
 
-def smoothing_groups(graphs: Graphs, quantized: Mapping[str, QuantizedWeight]) -> list[SmoothingGroup]:
-    """The norms whose result has no other use than products with quantized `[K, N]` codes.
+def smoothing_groups(graphs: Graphs, coded: Container[str]) -> list[SmoothingGroup]:
+    """The norms whose result has no other use than products with such matrices.
 
     A norm that adds 1 to its weight (Gemma) is not among them: the quotient minus 1 would be rounded.
 
     Args:
         graphs: all graphs of an export.
-        quantized: the quantized tensors by name.
+        coded: names of the matrices that can be multiplied with factors before they are rounded.
     """
-    found = [(set(_groups(traced, matches, quantized)), _names(matches)) for traced, matches in graphs]
-    every = dict.fromkeys(group for traced, matches in graphs for group in _groups(traced, matches, quantized))
+    found = [(set(_groups(traced, matches, coded)), _names(matches)) for traced, matches in graphs]
+    every = dict.fromkeys(group for traced, matches in graphs for group in _groups(traced, matches, coded))
     return [group for group in every if all(group in own or not group.names & names.keys() for own, names in found)]
 
 
@@ -59,22 +58,18 @@ def _names(matches: Mapping[str, WeightSource]) -> Counter[str]:
     return Counter(name for match in matches.values() for name in {leaf.name for leaf in leaves(match)})
 
 
-def _groups(
-    traced: TracedGraph, matches: Mapping[str, WeightSource], quantized: Mapping[str, QuantizedWeight]
-) -> list[SmoothingGroup]:
+def _groups(traced: TracedGraph, matches: Mapping[str, WeightSource], coded: Container[str]) -> list[SmoothingGroup]:
     sources = {traced.weights[parameter]: match for parameter, match in matches.items()}
     counts = _names(matches)
     found = []
     for node in traced.model.graph:
-        group = _group(node, sources, quantized) if node.op_type in NORMS and not node.domain else None
+        group = _group(node, sources, coded) if node.op_type in NORMS and not node.domain else None
         if group and all(counts[name] == 1 for name in group.names):
             found.append(group)
     return found
 
 
-def _group(
-    node: ir.Node, sources: Mapping[ir.Value, WeightSource], quantized: Mapping[str, QuantizedWeight]
-) -> SmoothingGroup | None:
+def _group(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Container[str]) -> SmoothingGroup | None:
     vectors = [value for value in node.inputs[1:] if value is not None]
     stored = [_only_use(value, sources) for value in vectors]
     products = _products(node.outputs[0])
@@ -87,7 +82,7 @@ def _group(
         if match is None or layout is None:
             return None
         for rows, transB in output_parts(match, layout):
-            if not _is_coded(rows, quantized) or [rows.shape[-1 if transB else 0]] != list(norms[0].shape):
+            if not _is_coded(rows, coded) or [rows.shape[-1 if transB else 0]] != list(norms[0].shape):
                 return None
             matrices.append((next(leaves(rows)).name, not transB))
     return SmoothingGroup(tuple(one.name for one in norms), tuple(matrices))
@@ -98,12 +93,9 @@ def _only_use(value: ir.Value | None, sources: Mapping[ir.Value, WeightSource]) 
     return sources.get(value) if value is not None and len(value.uses()) == 1 else None
 
 
-def _is_coded(rows: WeightSource, quantized: Mapping[str, QuantizedWeight]) -> bool:
-    """Whether a matrix is stored as whole columns of codes that are rounded now."""
-    if not isinstance(rows, StoredRows) or not rows.is_whole or len(rows.shape) != 2:
-        return False
-    weight = quantized.get(rows.name)
-    return weight is not None and isinstance(weight.form, ColumnFormat) and weight.kept is None
+def _is_coded(rows: WeightSource, coded: Container[str]) -> bool:
+    """Whether a product reads a whole matrix that can be multiplied with factors."""
+    return isinstance(rows, StoredRows) and rows.is_whole and len(rows.shape) == 2 and rows.name in coded
 
 
 def _products(value: ir.Value) -> list[ir.Node]:

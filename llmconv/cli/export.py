@@ -102,9 +102,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--method",
-    type=click.Choice(["rtn", "search", "gptq"]),
+    type=click.Choice(["rtn", "search", "gptq", "awq"]),
     help="search: the scales with the least squared error; rtn: from the extreme values; gptq: as search, and later "
-    "columns make up for the errors of earlier ones on the text of --calibrate.  [default: search]",
+    "columns make up for the errors of earlier ones on the text of --calibrate; awq: as search, with norms and the "
+    "matrices behind them scaled so that this text loses least.  [default: search]",
 )
 @options.max_shard_size
 @options.overwrite

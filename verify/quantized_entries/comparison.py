@@ -114,7 +114,7 @@ class QuantizedEntries:
         name, runner = shipped_runner(self.verified)
         prefix = next((entry.prefix for entry in self.verified.entries if entry.prefix), None)
         eager = self.eager.with_prefix(prefix, trained_start(self.verified.path, prefix)) if prefix else self.eager
-        plain = partial(plainly_rounded_runner, self.verified, self.graphs)
+        plain = partial(plainly_rounded_runner, self.verified, self.graphs, self.options.smoothing)
         suite = self.session.selection.suite
         if any(entry.postprocess for entry in self.verified.entries):
             self.report.notes.append("the cost is that of the logits from which the graphs choose tokens")

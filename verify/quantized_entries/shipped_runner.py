@@ -11,6 +11,7 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner, open_graph
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
+from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.quantized_entries.logits_output import with_logits
 
@@ -32,17 +33,20 @@ def _pair(verified: VerifiedFolder) -> list[GraphEntry]:
     return pair if len(pair) > 1 else [verified.entries[-1]]
 
 
-def plainly_rounded_runner(verified: VerifiedFolder, graphs: ExternalGraphs, stack: ExitStack) -> OrtRunner | None:
+def plainly_rounded_runner(
+    verified: VerifiedFolder, graphs: ExternalGraphs, smoothing: StoredSmoothing, stack: ExitStack
+) -> OrtRunner | None:
     """The graph of prompts with plainly rounded codes; None if all its codes are such already.
 
     Args:
         verified: the folder.
-        graphs: its audited files, and the tensors of the model.
+        graphs: its audited files, and the tensors of the model with factors applied.
+        smoothing: the factors.
         stack: keeps the copy.
     """
     entry = _pair(verified)[0]
     file = next(file for file in graphs.files if file.name == entry.name)
-    rounded = plainly_rounded(file.path, file.model, file.quantized_weights, graphs.tensors)
+    rounded = plainly_rounded(file.path, file.model, file.quantized_weights, graphs.tensors, smoothing)
     if (copy := stack.enter_context(rounded)) is None:
         return None
     for path in [*entry.paths(verified.path), verified.path / EMBEDDINGS]:

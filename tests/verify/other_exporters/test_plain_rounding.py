@@ -13,6 +13,7 @@ from llmconv.export import export
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
 from tests.conftest import save_tiny
 
@@ -24,7 +25,7 @@ def rounded(model: Path, folder: Path, target: Path) -> bool:
     path = folder / "decode.onnx"
     graph, tensors = onnx.load(path, load_external_data=False), open_weights(model)
     found = match_matrices(quantized_matrices(graph, Constants(graph, folder)), tensors)
-    with plainly_rounded(path, graph, found, tensors) as copy:
+    with plainly_rounded(path, graph, found, tensors, StoredSmoothing()) as copy:
         if copy:
             target.write_bytes((copy.parent / STORED).read_bytes())
         return copy is not None

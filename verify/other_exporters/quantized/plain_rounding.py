@@ -2,6 +2,7 @@
 
 Symmetric, as onnxruntime's `MatMulNBitsQuantizer` by default: the scale is the value of largest magnitude divided by
 `-2 ** (bits - 1)`, the zero point `2 ** (bits - 1)`. Bits, blocks and the choice of matrices are those of the graph.
+Factors of columns are left out: codes are those of the model's own matrices, and norms are the model's own.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import onnx
 
+from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, nodes
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.other_exporters.quantized.quantized_matrix import attributes, input_name
 from llmconv.verify.other_exporters.quantized.rounding_error import original_rows
+from llmconv.verify.other_exporters.quantized.smoothing import FILES, StoredSmoothing
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 
 OPERATOR, BITS = "MatMulNBits", 4
-"""Matrices that are rounded anew; those of 8 bits are plainly rounded by `llmconv export` already."""
+"""Matrices that are rounded anew; those of 8 bits are plainly rounded by `llmconv export` already, but for factors."""
+
+MIDDLE = {4: 0x88, 8: 0x80}
+"""Bytes of zero points."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,11 @@ class _Bytes:
 
 @contextmanager
 def plainly_rounded(
-    path: Path, model: onnx.ModelProto, matched: Sequence[MatchedMatrix], tensors: Mapping[str, LazyTensor]
+    path: Path,
+    model: onnx.ModelProto,
+    matched: Sequence[MatchedMatrix],
+    tensors: Mapping[str, LazyTensor],
+    smoothing: StoredSmoothing,
 ) -> Iterator[Path | None]:
     """Context with a temporary copy of a graph and its external data; None if no code of it would change.
 
@@ -62,15 +72,19 @@ def plainly_rounded(
         path: the graph.
         model: the graph without its weights.
         matched: its quantized matrices and the matching tensors.
-        tensors: the model's tensors by name.
+        tensors: the model's tensors by name, with factors applied.
+        smoothing: the factors.
     """
     found = {one.stored.name: one for one in matched if _is_of_whole_rows(one)}
-    rounded = [node for node in nodes(model) if _bits(node) == BITS and node.input[1] in found]
+    with_factors = {key for key, one in found.items() if any(match.name in smoothing.factors for match in one.matches)}
     initializers = {tensor.name: tensor for tensor in external_tensors(model)}
-    rounded = [node for node in rounded if all(name in initializers for name in node.input[1:4] if name)]
-    if not rounded:
+    products = [node for node in nodes(model) if node.op_type == OPERATOR and node.input[1] in found]
+    products = [node for node in products if all(name in initializers for name in node.input[1:4] if name)]
+    rounded = [node for node in products if _bits(node) == BITS or node.input[1] in with_factors]
+    if all(_bits(node) != BITS for node in rounded):
         yield None
         return
+    original = smoothing.undone(tensors)
     with TemporaryDirectory(prefix="llmconv-rounded-") as name:
         folder = Path(name)
         for location in {external_fields(tensor)["location"] for tensor in initializers.values()}:
@@ -78,12 +92,14 @@ def plainly_rounded(
         shutil.copyfile(path, folder / path.name)
         for codes, node in {node.input[1]: node for node in rounded}.items():
             inputs = [initializers.get(input_name(node, at)) for at in (1, 2, 3)]
-            _round(node, found[codes], inputs, tensors, folder)
+            _round(node, found[codes], inputs, original, folder)
+        _restore_norms(folder, smoothing, original)
         yield folder / path.name
 
 
 def _bits(node: onnx.NodeProto) -> int:
-    return attributes(node).get("bits", 4) if node.op_type == OPERATOR else 0
+    bits: int = attributes(node).get("bits", BITS)
+    return bits
 
 
 def _is_of_whole_rows(one: MatchedMatrix) -> bool:
@@ -98,17 +114,17 @@ def _round(
     folder: Path,
 ) -> None:
     """Overwrites codes, scales and zero points of a matrix."""
-    count, size = found.stored.shape[0], attributes(node)["block_size"]
+    count, size, bits = found.stored.shape[0], attributes(node)["block_size"], _bits(node)
     codes, scales, zeros = (_bytes(tensor, count, folder) if tensor else None for tensor in inputs)
     assert codes and scales and inputs[1]
     dtype = onnx.helper.tensor_dtype_to_np_dtype(inputs[1].data_type)
     for match in found.matches:
         for first, rows in original_rows(match, tensors[match.name]):
-            chosen = nearest_scales(rows, size).astype(dtype)
-            codes.write(first, nearest_codes(rows, chosen.astype(np.float32), size))
+            chosen = nearest_scales(rows, size, bits).astype(dtype)
+            codes.write(first, nearest_codes(rows, chosen.astype(np.float32), size, bits))
             scales.write(first, chosen)
             if zeros:
-                zeros.write(first, np.full((len(rows), zeros.row), 0x88, np.uint8))
+                zeros.write(first, np.full((len(rows), zeros.row), MIDDLE[bits], np.uint8))
 
 
 def _bytes(tensor: onnx.TensorProto, rows: int, folder: Path) -> _Bytes:
@@ -118,26 +134,36 @@ def _bytes(tensor: onnx.TensorProto, rows: int, folder: Path) -> _Bytes:
     return _Bytes(folder / fields["location"], int(fields.get("offset", 0)), length // rows)
 
 
-def nearest_scales(rows: Array, size: int) -> Array:
-    """Scales of 4 bits, float32 `[N, blocks]`, of rows `[N, K]` in blocks of `size`."""
+def _restore_norms(folder: Path, smoothing: StoredSmoothing, original: Mapping[str, LazyTensor]) -> None:
+    """Overwrites norms that were divided by factors with those of the model."""
+    for path in folder.glob(FILES):
+        for name, tensor in read_header(path).tensors.items():
+            if name in smoothing.factors and len(tensor.shape) == 1:
+                values = original[name].read().astype(tensor.dtype.numpy)
+                _Bytes(path, tensor.offset, tensor.dtype.itemsize).write(0, values)
+
+
+def nearest_scales(rows: Array, size: int, bits: int) -> Array:
+    """Scales, float32 `[N, blocks]`, of rows `[N, K]` in blocks of `size`."""
     blocks = _blocks(rows, size)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], -1)[..., 0]
-    scales: Array = extreme / np.float32(-8)
+    scales: Array = extreme / np.float32(-(1 << bits - 1))
     return scales
 
 
-def nearest_codes(rows: Array, scales: Array, size: int) -> Array:
-    """Codes of 4 bits, two in a byte, the first in the low bits: uint8 `[N, blocks * size / 2]`.
+def nearest_codes(rows: Array, scales: Array, size: int, bits: int) -> Array:
+    """Codes uint8 `[N, blocks * size]`; of 4 bits two in a byte, the first in the low bits.
 
     Args:
         rows: float32 `[N, K]`.
         scales: float32 `[N, blocks]`.
         size: of a block.
+        bits: 4 or 8.
     """
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = np.clip(np.rint(_blocks(rows, size) * inverse[..., None]) + 8, 0, 15).astype(np.uint8)
-    flat = codes.reshape(len(rows), -1)
-    packed: Array = flat[:, 0::2] | flat[:, 1::2] << 4
+    nearest = np.rint(_blocks(rows, size) * inverse[..., None]) + (1 << bits - 1)
+    flat: Array = np.clip(nearest, 0, (1 << bits) - 1).astype(np.uint8).reshape(len(rows), -1)
+    packed: Array = flat[:, 0::2] | flat[:, 1::2] << 4 if bits == BITS else flat
     return packed
 
 

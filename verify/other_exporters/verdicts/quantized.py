@@ -92,7 +92,7 @@ def compare_quantized(
     section = report.quantization
     assert section is not None
     candidate = external_candidates(graphs)[-1]
-    plain = partial(_plain_rounding, verified, comparison)
+    plain = partial(_plain_rounding, verified, comparison, options.smoothing)
     yield from measure_cost(
         (candidate.name, candidate.runner), plain, eager, options, report, comparison.selection.suite
     )
@@ -173,10 +173,13 @@ def _range_checks(
         yield [check_ranges(*graph, extremes, options.smoothing.factors)]
 
 
-def _plain_rounding(verified: ExternalGraphs, comparison: ExternalComparison, stack: ExitStack) -> Runner | None:
+def _plain_rounding(
+    verified: ExternalGraphs, comparison: ExternalComparison, smoothing: StoredSmoothing, stack: ExitStack
+) -> Runner | None:
     """The first graph with plainly rounded codes; None if all its codes are such already."""
     first = verified.files[0]
-    copy = stack.enter_context(plainly_rounded(first.path, first.model, first.quantized_weights, verified.tensors))
+    rounded = plainly_rounded(first.path, first.model, first.quantized_weights, verified.tensors, smoothing)
+    copy = stack.enter_context(rounded)
     graph = replace(first, path=copy).open(comparison.sizes, comparison.settings) if copy else None
     return external_candidates([graph])[0].runner if isinstance(graph, ExternalGraph) else None
 

@@ -1,0 +1,177 @@
+"""Factors with which blocks of 4 bits lose least on a text: activation-aware weight quantization (`--method awq`).
+
+Columns that are multiplied with large values are made larger before they are rounded, and the norm before them is
+divided by the same factors: `s = mean|x| ** alpha / sqrt(max * min)` of these powers (AWQ, Lin et al.,
+arXiv:2306.00978, equation 4), rounded to powers of two, so that the model stays the same function. Of a grid of alphas,
+each group takes the one with the least error of its products on the text, `tr(D H D^T)` with `H = X^T X` and the
+rounding errors `D`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from llmconv.background import prefetch
+from llmconv.export.node_editor import NodeEditor, integers
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.calibration import reduced_inputs
+from llmconv.export.quantization.column_factors import FLOAT32, multiplied
+from llmconv.export.quantization.quantized_tensor import QuantizedTensor, widened
+from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.smoothing import Smoothing, exact_factors, require_finite
+from llmconv.export.quantization.smoothing_groups import SmoothingGroup
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.parameter_sources import WeightSource
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.tensors import Array, DType, LazyTensor, in_memory
+
+ALPHAS = 20
+"""Number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code."""
+
+LEAST = 1e-4
+"""A channel whose mean is a smaller share of the largest one counts as if it had this share."""
+
+ROWS = 128
+"""Rows of a matrix on which alpha is chosen, evenly spaced; the choice hardly depends on the number."""
+
+
+@dataclass(frozen=True)
+class SampledMatrix:
+    """Rows of a matrix, and how it is rounded.
+
+    Attributes:
+        rows: float32 [rows, K].
+        share: how many rows of the matrix each of them stands for.
+        form: how codes are laid out.
+        scale_dtype: element type of the scales.
+        importance: of its columns, float32 [K]; empty if all count alike.
+    """
+
+    rows: Array
+    share: float
+    form: BlockFormat
+    scale_dtype: DType
+    importance: Array
+
+    def error(self, factors: Array, products: Array) -> float:
+        """The squared error of the products, if columns are multiplied with factors before they are rounded.
+
+        Args:
+            factors: float32 [K].
+            products: X^T X of the activations, float32 [K, K].
+        """
+        weight = multiplied(in_memory(self.rows, FLOAT32), factors)
+        importance = self.importance / factors**2 if self.importance.size else NONE
+        made = QuantizedTensor("", weight, self.form, scale_dtype=self.scale_dtype, importance=importance)
+        lost = made.values() / factors - self.rows
+        return self.share * float(np.sum((lost @ products) * lost, dtype=np.float64))
+
+
+def measure_activation_aware(
+    groups: Sequence[SmoothingGroup],
+    quantized: Mapping[str, QuantizedWeight],
+    importance: Mapping[str, Array],
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+) -> Smoothing:
+    """The factors of all groups that lose less with factors; reads their weights once.
+
+    Args:
+        groups: norms and matrices.
+        quantized: how each matrix is rounded, in blocks.
+        importance: of the columns of matrices, by name.
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+
+    Raises:
+        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
+        InputRefused: activations are not finite.
+        OutOfMemory: memory ran out.
+    """
+    by_name = {group.matrices[0][0]: group for group in groups}
+    inputs = reduced_inputs(traced, matches, tensors, texts, _moments, by_name)
+    found: list[tuple[SmoothingGroup, Array]] = []
+    for name, moments in _sums(inputs, len(texts)):
+        group = by_name[name]
+        require_finite(name, moments)
+        candidates = _candidates(moments[-1], group, tensors, quantized[name].scale_dtype)
+        sampled = [sampled_matrix(tensors[one], quantized[one], importance.get(one, NONE)) for one, _ in group.matrices]
+        found.append((group, least_error(candidates, sampled, moments[:-1])))
+    return Smoothing.of((group, factors) for group, factors in found if (factors != 1).any())
+
+
+def _moments(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    """X^T X, and below it the sums of magnitudes: [(K + 1) * K]."""
+    products = editor.one("MatMul", [editor.one("Transpose", [values], {"perm": [1, 0]}), values])
+    magnitudes = editor.one("ReduceSum", [editor.one("Abs", [values]), integers(editor.graph, 0)], {"keepdims": 1})
+    both = editor.one("Concat", [products, magnitudes], {"axis": 0})
+    return editor.one("Reshape", [both, integers(editor.graph, -1)])
+
+
+def _sums(inputs: Iterator[tuple[str, Array]], texts: int) -> Iterator[tuple[str, Array]]:
+    """The moments [K + 1, K] of each input, summed over all texts, as soon as the last one is known."""
+    sums: dict[str, tuple[int, Array]] = {}
+    for name, moments in inputs:
+        count, total = sums.pop(name, (0, np.zeros((), np.float32)))
+        sums[name] = count + 1, total + moments
+        if count + 1 == texts:
+            flat = sums.pop(name)[1]
+            width = int(flat.size**0.5)
+            yield name, flat.reshape(width + 1, width)
+
+
+def _candidates(
+    magnitudes: Array, group: SmoothingGroup, tensors: Mapping[str, LazyTensor], dtype: DType
+) -> list[Array]:
+    """Distinct factors float32 [K]; the first are all 1."""
+    levels = np.log2(
+        np.maximum(magnitudes, LEAST * magnitudes.max()), where=magnitudes.max() > 0, out=np.zeros(magnitudes.shape)
+    )
+    centered = levels - (levels.max() + levels.min()) / 2
+    made = [exact_factors(alpha / ALPHAS * centered, group, tensors, dtype) for alpha in range(ALPHAS)]
+    return list({factors.tobytes(): factors for factors in made}.values())
+
+
+def sampled_matrix(tensor: LazyTensor, weight: QuantizedWeight, importance: Array) -> SampledMatrix:
+    """Up to `ROWS` evenly spaced rows [K] of a matrix.
+
+    Args:
+        tensor: [N, K], or [K, N] if `weight` is transposed.
+        weight: how it is rounded, in blocks.
+        importance: of its columns; empty if all count alike.
+    """
+    assert isinstance(weight.form, BlockFormat)
+    count = tensor.shape[1 if weight.transposed else 0]
+    chosen = np.unique(np.linspace(0, count - 1, min(count, ROWS)).astype(np.int64))
+    if weight.transposed:
+        rows = np.concatenate([tensor.rows(*block)[:, chosen] for block in tensor.blocks()]).T
+    else:
+        rows = np.concatenate([tensor.rows(int(row), int(row) + 1) for row in chosen])
+    wide = np.ascontiguousarray(widened(np.ascontiguousarray(rows)))
+    return SampledMatrix(wide, count / len(chosen), weight.form, weight.scale_dtype, importance)
+
+
+def least_error(candidates: Sequence[Array], matrices: Sequence[SampledMatrix], products: Array) -> Array:
+    """The factors with the least error of all products; of equal ones the first.
+
+    Args:
+        candidates: float32 [K] each.
+        matrices: what is multiplied with the same activations.
+        products: X^T X of the activations, float32 [K, K].
+    """
+    jobs = (partial(_error, factors, matrices, products) for factors in candidates)
+    return candidates[int(np.argmin(list(prefetch(jobs, depth=1))))]
+
+
+def _error(factors: Array, matrices: Sequence[SampledMatrix], products: Array) -> float:
+    return sum(matrix.error(factors, products) for matrix in matrices)

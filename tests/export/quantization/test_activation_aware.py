@@ -1,0 +1,194 @@
+"""`--method awq`: norms divided by powers of two, so that blocks of 4 bits lose less on a text; verify finds faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from llmconv.checkpoint import open_weights
+from llmconv.errors import UsageProblem
+from llmconv.export import calibration, export
+from llmconv.export.export_options import DEFAULTS
+from llmconv.export.quantization.activation_aware import SampledMatrix, least_error, measure_activation_aware
+from llmconv.export.quantization.block_format import BlockFormat
+from llmconv.export.quantization.block_rounding import NONE
+from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.smoothing import Smoothing
+from llmconv.tensors import BY_NAME, Array
+from llmconv.verify import verify
+from tests.export.quantization.test_smoothing import (
+    FIRST,
+    GATE,
+    NORM,
+    OTHER,
+    QUERY,
+    SMOOTHING,
+    doubled,
+    failures,
+    tiny_talking,
+    uneven,
+)
+from tests.verify.test_quantized_folder import damaged
+
+FLOAT32 = BY_NAME["float32"]
+RANDOM = np.random.default_rng(0)
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi3", "bloom")]
+
+
+def exported(model: Path, folder: Path, **options: Any) -> Path:
+    export(model, folder, incremental=True, calibrate="default", method="awq", **{"quant": "int4", **options})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with outliers and a tokenizer."""
+    return uneven(talking, tmp_path_factory.mktemp("uneven") / "llama")
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The graphs of a Llama with scaled norms."""
+    return exported(model, tmp_path_factory.mktemp("aware") / "out")
+
+
+@pytest.fixture(scope="module")
+def stored(folder: Path) -> dict[str, Array]:
+    return load_file(folder / "quantized.safetensors")
+
+
+@pytest.mark.parametrize("louder", [1, 64])
+def test_the_factors_with_the_least_error_are_taken(louder: int) -> None:
+    """Columns that are multiplied with large values gain from factors; where all are alike, none are taken."""
+    inputs = RANDOM.normal(size=(256, 64)).astype(np.float32)
+    inputs[:, 5] *= louder
+    rows, products = RANDOM.normal(size=(32, 64)).astype(np.float32), inputs.T @ inputs
+    matrix = SampledMatrix(rows, 1.0, BlockFormat(search=False), FLOAT32, NONE)
+    ones, factors = np.ones(64, np.float32), np.ones(64, np.float32)
+    factors[5] = 2
+    chosen = least_error([ones, factors], [matrix], products)
+    assert matrix.error(chosen, products) == min(matrix.error(ones, products), matrix.error(factors, products))
+    assert (chosen[5] > 1) == (louder > 1)
+
+
+def test_of_equal_errors_the_first_counts() -> None:
+    matrix = SampledMatrix(np.zeros((4, 32), np.float32), 1.0, BlockFormat(), FLOAT32, NONE)
+    ones = np.ones(32, np.float32)
+    assert least_error([ones, 2 * ones], [matrix], np.eye(32, dtype=np.float32)) is ones
+
+
+def test_verify_accepts_it(model: Path, folder: Path) -> None:
+    report = verify(folder, reference=model)
+    assert report.verdict == "pass", report.closing_lines()
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
+def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:
+    source = tiny_talking(model_type, tmp_path)
+    made = exported(source, tmp_path / "out")
+    assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
+    assert verify(made, reference=source, only=FIRST).verdict == "pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "float16"}, {"quant": "int4-mixed"}, {"quant": "int4-small"}, {"symmetric": True}],
+    ids=str,
+)
+def test_other_formats_pass(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    made = exported(model, tmp_path / "out", **options)
+    assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
+    assert verify(made, reference=model, only=FIRST).verdict == "pass"
+
+
+def test_a_norm_is_stored_as_its_exact_quotient(model: Path, stored: dict[str, Array]) -> None:
+    assert np.array_equal(stored[NORM] * stored[NORM + SMOOTHING], open_weights(model)[NORM].read())
+
+
+def test_all_products_behind_a_norm_have_its_factors(stored: dict[str, Array]) -> None:
+    for norm, names in ((NORM, ("self_attn.q", "self_attn.k", "self_attn.v")), (OTHER, ("mlp.gate", "mlp.up"))):
+        for name in names:
+            assert np.array_equal(stored[f"model.layers.1.{name}_proj.weight{SMOOTHING}"], stored[norm + SMOOTHING])
+
+
+def test_two_exports_are_equal_whatever_the_number_of_threads(model: Path, folder: Path, tmp_path: Path) -> None:
+    code = f"from tests.export.quantization.test_activation_aware import exported; exported({str(model)!r}, 'out')"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    again = tmp_path / "out" / "quantized.safetensors"
+    assert again.read_bytes() == (folder / "quantized.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", [QUERY, GATE, NORM])
+def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
+    broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))
+    assert name in failures(verify(broken, reference=model, only=FIRST))
+
+
+def without_norms(found: Smoothing) -> Smoothing:
+    return replace(found, norms={})
+
+
+def of_the_other_norm(found: Smoothing) -> Smoothing:
+    return replace(found, norms={**found.norms, NORM: found.norms[OTHER]})
+
+
+def with_one_product_less(found: Smoothing) -> Smoothing:
+    return replace(found, matrices={name: factors for name, factors in found.matrices.items() if name != QUERY})
+
+
+@pytest.mark.parametrize("fault", [without_norms, of_the_other_norm, with_one_product_less])
+def test_factors_that_do_not_cancel_fail_in_the_scenarios(
+    fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is consistent in itself: codes, norms and recorded factors agree."""
+    measured = partial(measure_activation_aware)
+    monkeypatch.setattr(calibration, "measure_activation_aware", lambda *given: fault(measured(*given)))
+    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
+    assert not failures(report)
+    assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)
+
+
+def far_apart(found: Smoothing) -> Smoothing:
+    """Every second column vanishes in the steps of its neighbors."""
+
+    def worse(factors: Array) -> Array:
+        flat = np.where(np.arange(factors.size) % 2, np.float32(1), np.float32(2**6)).astype(np.float32)
+        return flat.reshape(factors.shape)
+
+    return Smoothing(*({name: worse(one) for name, one in kind.items()} for kind in (found.matrices, found.norms)))
+
+
+def test_factors_that_cancel_but_cost_more_than_plain_rounding_fail(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain rounding, by which 4 bits are judged, has no factors."""
+    measured = partial(measure_activation_aware)
+    monkeypatch.setattr(calibration, "measure_activation_aware", lambda *given: far_apart(measured(*given)))
+    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
+    assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quant": "int4"}, "`--method awq` needs a text"),
+        ({"quant": "int8", "calibrate": "default"}, "is for weights of 4 bits, which `--quant int8`"),
+        ({"quant": "a8w8", "calibrate": "default"}, "is for weights of 4 bits, which `--quant a8w8`"),
+    ],
+)
+def test_a_method_without_anything_to_work_on_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageProblem, match=message):
+        QuantizationSettings.parse({**DEFAULTS, "method": "awq", **options})
