@@ -23,20 +23,28 @@ INT4, INT4_LAST, GENAI, Q4_0, Q4_K_M = (
     "llama.cpp Q4_0",
     "llama.cpp Q4_K_M",
 )
-FLOAT32, INT8, A8W8, INT4_CALIBRATED = (
+FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ = (
     "llmconv float32",
     "llmconv `int8`",
     "llmconv `a8w8`",
+    "llmconv `a8w8`, calibrated",
     "llmconv `int4`, calibrated",
+    "llmconv `int4`, `--method awq`",
+    "llmconv `int4-mixed`, calibrated",
+    "llmconv `int4-mixed`, `--method awq`",
 )
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     FLOAT32: (),
     INT8: ("--quant", "int8"),
-    A8W8: ("--quant", "a8w8", "--calibrate", "default"),
+    A8W8: ("--quant", "a8w8"),
     INT4: ("--quant", "int4"),
     INT4_LAST: ("--quant", "int4", "--last-logits"),
+    A8W8_CALIBRATED: ("--quant", "a8w8", "--calibrate", "default"),
     INT4_CALIBRATED: ("--quant", "int4", "--calibrate", "default"),
+    INT4_AWQ: ("--quant", "int4", "--calibrate", "default", "--method", "awq"),
+    MIXED_CALIBRATED: ("--quant", "int4-mixed", "--calibrate", "default"),
+    MIXED_AWQ: ("--quant", "int4-mixed", "--calibrate", "default", "--method", "awq"),
 }
 """Candidate to the options of its export, after `FOR_CPU`."""
 

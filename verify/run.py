@@ -286,7 +286,8 @@ def _cost_options(
     own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
     preset = recorded(verified.path, "quant")
     smoothing = StoredSmoothing.of(verified.path)
-    codes = ExpectedCodes(nearest=own, feedback=recorded(verified.path, "method") == "gptq")
+    feedback, weighted = recorded(verified.path, "method") == "gptq", bool(recorded(verified.path, "calibrate"))
+    codes = ExpectedCodes(nearest=own, weighted=weighted, feedback=feedback)
     return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing)
 
 

@@ -114,7 +114,8 @@ def rounding_errors(
 def _rounding_error(
     found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
 ) -> RoundingError:
-    feedback = expected.feedback and found.stored.largest == FOUR_BITS
+    four = found.stored.largest == FOUR_BITS
+    feedback, weighted = expected.feedback and four, expected.nearest and expected.weighted and four
     tally, kept = _Tally(lines=FEEDBACK_LINES if feedback else 0.0), expected.scales_of(match.name)
     nearest = expected.nearest and found.stored.largest is not None and not feedback
     columns = slice(match.columns.start, match.columns.stop)
@@ -126,7 +127,10 @@ def _rounding_error(
         tally.size += float((original.astype(np.float64) ** 2).sum())
         off = error / steps
         if nearest or feedback:
-            off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest)
+            if weighted and not tally.other:
+                tally.other = _beyond_all_codes(off, found.stored.repeat[1], start)
+            limit = np.inf if weighted and not feedback else FAR
+            off = _without_clipping(off, found.stored.codes(start, stop)[:, columns], found.stored.largest, limit)
         tally.add(off, values / steps, start)
         if kept and not tally.other:
             tally.other = other_values(values, original, values / steps, found.stored.scale.dtype, kept, start)
@@ -138,13 +142,23 @@ def _rounding_error(
     return RoundingError(match.name, relative, _problem(tally, relative))
 
 
-def _without_clipping(off: Array, codes: Array, largest: int | None) -> Array:
-    """Errors in steps, at most half a step where a value is somewhat beyond the largest or smallest code.
+def _without_clipping(off: Array, codes: Array, largest: int | None, limit: float) -> Array:
+    """Errors in steps, at most half a step where a value is up to `limit` beyond the largest or smallest code.
 
     A search for the least squared error cuts off the values of extreme columns, and so does so in most of their rows.
     """
-    clipped = ((codes == 0) | (codes == largest)) & (np.abs(off) <= FAR)
+    clipped = ((codes == 0) | (codes == largest)) & (np.abs(off) <= limit)
     return np.where(clipped, np.clip(off, -0.5, 0.5), off)
+
+
+def _beyond_all_codes(off: Array, size: int, start: int) -> str:
+    """Describes the first block of `size` columns, from row `start` on, whose scale suits none of its columns."""
+    edges = np.arange(0, off.shape[1], size)
+    odd = np.argwhere(np.minimum.reduceat(np.abs(off), edges, axis=1) > NEAR)
+    if not len(odd):
+        return ""
+    row, block = (int(at) for at in odd[0])
+    return f"all values of row {start + row}, columns {block * size} to {block * size + size - 1}, are beyond the codes"
 
 
 def _not_nearest(stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> str:
