@@ -69,7 +69,11 @@ def block_codes(weights: Array, scales: Array, zeros: Array, form: BlockFormat) 
 
 
 def block_values(weights: Array, scales: Array, zeros: Array, form: BlockFormat) -> Array:
-    """The values float32 [blocks, form.size] that the codes of weights stand for; arguments as in `block_codes`."""
+    """The values float32 [blocks, form.size] that the codes of weights stand for.
+
+    Args:
+        weights, scales, zeros, form: as for `block_codes`.
+    """
     packed = block_codes(weights, scales, zeros, form)
     codes = packed if form.bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1)
     steps = codes.reshape(len(weights), -1)[:, : form.size].astype(np.float32) - zeros[:, None]

@@ -144,7 +144,13 @@ def _restore_norms(folder: Path, smoothing: StoredSmoothing, original: Mapping[s
 
 
 def nearest_scales(rows: Array, size: int, bits: int) -> Array:
-    """Scales, float32 `[N, blocks]`, of rows `[N, K]` in blocks of `size`."""
+    """Scales float32 `[N, blocks]`.
+
+    Args:
+        rows: float32 `[N, K]`.
+        size: of a block.
+        bits: 4 or 8.
+    """
     blocks = _blocks(rows, size)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], -1)[..., 0]
     scales: Array = extreme / np.float32(-(1 << bits - 1))
