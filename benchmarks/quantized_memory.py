@@ -32,7 +32,7 @@ def main() -> int:
             "onnxruntime packs a copy of the codes, which is private memory; the embedding is read from the mapped",
             "file.",
             "",
-            "| option | quantized file, MB | peak RSS, MB | of it private at most | of it mapped at most | private / file |",
+            "| option | file, MB | peak RSS, MB | of it private at most | of it mapped at most | private / file |",
             "| --- | --- | --- | --- | --- | --- |",
             *(
                 f"| {option} | {size:.0f} | {one.peak_mb:.0f} | {one.private_mb:.0f} | {one.mapped_mb:.0f} "
