@@ -14,8 +14,12 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.experts import output_parts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
 
-NORMS = ("RMSNormalization", "LayerNormalization")
-"""Operators whose second input, and third if there is one, is a vector that the result is proportional to."""
+NORMS = {
+    ("", "RMSNormalization"): slice(1, 2),
+    ("", "LayerNormalization"): slice(1, 3),
+    (MICROSOFT, "SkipSimplifiedLayerNormalization"): slice(2, 3),
+}
+"""Operators whose first result is proportional to vectors, and which inputs these are: weight, and bias after it."""
 
 Graphs = Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]]
 """Graphs, their weights still inputs, and the stored tensors of each weight."""
@@ -63,14 +67,14 @@ def _groups(traced: TracedGraph, matches: Mapping[str, WeightSource], coded: Con
     counts = _names(matches)
     found = []
     for node in traced.model.graph:
-        group = _group(node, sources, coded) if node.op_type in NORMS and not node.domain else None
+        group = _group(node, sources, coded) if (node.domain, node.op_type) in NORMS else None
         if group and all(counts[name] == 1 for name in group.names):
             found.append(group)
     return found
 
 
 def _group(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Container[str]) -> SmoothingGroup | None:
-    vectors = [value for value in node.inputs[1:] if value is not None]
+    vectors = [value for value in node.inputs[NORMS[node.domain, node.op_type]] if value is not None]
     stored = [_only_use(value, sources) for value in vectors]
     products = _products(node.outputs[0])
     if not products or not all(isinstance(one, StoredRows) and one.is_whole for one in stored):

@@ -124,6 +124,14 @@ def test_other_products_have_no_factors(stored: dict[str, Array]) -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
 
+def test_graphs_for_a_target_have_the_same_factors(model: Path, stored: dict[str, Array], tmp_path: Path) -> None:
+    """Their norms are other operators."""
+    export(model, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", target="ort-cpu")
+    made = load_file(tmp_path / "out" / "quantized.safetensors")
+    assert made.keys() == stored.keys() and all(np.array_equal(made[name], stored[name]) for name in stored)
+    assert verify(tmp_path / "out", reference=model, only=FIRST).verdict == "pass"
+
+
 @pytest.mark.slow
 def test_a_norm_that_a_router_reads_is_left_alone(tmp_path: Path) -> None:
     made = load_file(exported(tiny_talking("mixtral", tmp_path), tmp_path / "out") / "quantized.safetensors")
