@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from math import prod
 
 import ml_dtypes
@@ -82,11 +83,7 @@ class QuantizedTensor:
     def _codes(self, start: int, stop: int) -> Array:
         blocks = prod(self._outer[1:]) * self.form.blocks(self._columns)
         codes = np.empty((stop - start, blocks, self.form.block_bytes), np.uint8)
-        step = max(1, ELEMENTS // (prod(self._outer[1:]) * self._columns))
-        if self.transposed and len(self._outer) == 1:
-            step = stop - start  # its columns are read with the whole matrix
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
+        for first, last in self._parts(start, stop):
             weights = self._blocks(first, last)
             scales, zeros = self._chosen(first, last, weights)
             made = block_codes(weights, scales.astype(np.float32), zeros, self.form)
@@ -103,6 +100,14 @@ class QuantizedTensor:
             with self._lock:
                 self._kept = None
         return scales.reshape(stop - start, *self._outer[1:], -1)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows `start:stop` in parts of about `ELEMENTS` weights."""
+        step = max(1, ELEMENTS // (prod(self._outer[1:]) * self._columns))
+        if self.transposed and len(self._outer) == 1:
+            step = max(1, stop - start)  # its columns are read with the whole matrix
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
 
     def _blocks(self, start: int, stop: int) -> Array:
         """Rows `start:stop` of the first axis as float32 [blocks, size]."""
@@ -133,12 +138,12 @@ class QuantizedTensor:
                 scales = np.empty((size, blocks), self._scale_dtype.numpy)
                 self._kept = scales, np.empty((size, blocks), np.uint8), np.zeros(size, bool)
             scales, zeros, known = self._kept
-        if not known[start:stop].all():
-            weights = self._blocks(start, stop) if weights is None else weights
-            chosen, points = self._search(start, stop, weights)
-            scales[start:stop] = stored_scales(chosen, self._scale_dtype, self._name).reshape(-1, blocks)
-            zeros[start:stop] = points.reshape(-1, blocks)
-            known[start:stop] = True
+        for first, last in [(start, stop)] if weights is not None else self._parts(start, stop):
+            if not known[first:last].all():  # or another thread is about to choose them
+                chosen, points = self._search(first, last, self._blocks(first, last) if weights is None else weights)
+                scales[first:last] = stored_scales(chosen, self._scale_dtype, self._name).reshape(-1, blocks)
+                zeros[first:last] = points.reshape(-1, blocks)
+                known[first:last] = True
         return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
 
     def _search(self, start: int, stop: int, weights: Array) -> tuple[Array, Array]:

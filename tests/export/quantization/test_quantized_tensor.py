@@ -7,11 +7,12 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.quantized_tensor import QuantizedTensor
+from llmconv.export.quantization.quantized_tensor import ELEMENTS, QuantizedTensor
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 MATRIX = np.random.default_rng(0).standard_normal((10, 80)).astype(np.float32)
 FORM = BlockFormat()
+FLOAT32 = BY_NAME["float32"]
 
 
 def lazy(values: Array, dtype: str = "float32") -> LazyTensor:
@@ -45,6 +46,19 @@ def test_rows_can_be_read_in_any_order_and_again() -> None:
     for start, stop in ((7, 10), (0, 3), (3, 7), (0, 10)):
         for name in ("w.scales", "w.codes", "w.zeros"):
             assert np.array_equal(made[name].rows(start, stop), expected[name][start:stop])
+
+
+def test_scales_that_are_read_before_codes_hold_only_a_part_of_the_weights() -> None:
+    """As the writer does, which reads ahead: the scales of a head of several GB may come first."""
+    seen = []
+
+    def rows(start: int, stop: int) -> Array:
+        seen.append((stop - start) * 4096)
+        return np.ones((stop - start, 4096), np.float32)
+
+    made = QuantizedTensor("w", LazyTensor(FLOAT32, (1000, 4096), rows), FORM).tensors()
+    assert made["w.scales"].read().shape == (1000, 128)
+    assert sum(seen) == 1000 * 4096 and max(seen) <= ELEMENTS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
