@@ -91,7 +91,7 @@ def test_a_view_of_a_large_storage_reads_little_of_it(tmp_path: Path) -> None:
         tensor = load(save(tmp_path / "x.pt", {"a": view}), "a")
         tracemalloc.start()
         rows = tensor.rows(3, 5)
-        assert tracemalloc.get_traced_memory()[1] < 300_000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # of 8 MB; other threads allocate, too
         tracemalloc.stop()
         assert rows.tobytes() == view[3:5].contiguous().numpy().tobytes()
 
