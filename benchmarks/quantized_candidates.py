@@ -23,7 +23,7 @@ INT4, INT4_LAST, GENAI, Q4_0, Q4_K_M = (
     "llama.cpp Q4_0",
     "llama.cpp Q4_K_M",
 )
-FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ = (
+FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ, SMALL_AWQ, SMALL_LAST = (
     "llmconv float32",
     "llmconv `int8`",
     "llmconv `a8w8`",
@@ -32,7 +32,10 @@ FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATE
     "llmconv `int4`, `--method awq`",
     "llmconv `int4-mixed`, calibrated",
     "llmconv `int4-mixed`, `--method awq`",
+    "llmconv `int4-small`, blocks of 64, `--method awq`",
+    "llmconv `int4-small`, blocks of 64, `--method awq`, `--last-logits`",
 )
+SMALL = ("--quant", "int4-small", "--quant-block", "64", "--calibrate", "default", "--method", "awq")
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     FLOAT32: (),
@@ -45,6 +48,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     INT4_AWQ: ("--quant", "int4", "--calibrate", "default", "--method", "awq"),
     MIXED_CALIBRATED: ("--quant", "int4-mixed", "--calibrate", "default"),
     MIXED_AWQ: ("--quant", "int4-mixed", "--calibrate", "default", "--method", "awq"),
+    SMALL_AWQ: SMALL,
+    SMALL_LAST: (*SMALL, "--last-logits"),
 }
 """Candidate to the options of its export, after `FOR_CPU`."""
 

@@ -23,6 +23,7 @@ from benchmarks.quantized_candidates import (
     MIXED_CALIBRATED,
     Q4_0,
     Q4_K_M,
+    SMALL_AWQ,
     Candidate,
     Worker,
     candidates,
@@ -37,7 +38,7 @@ from llmconv.verify.results.sigma import log_probabilities
 
 PIECES, PIECE = 4, 512
 COMPARED = (
-    *(INT8, A8W8, A8W8_CALIBRATED, MIXED_AWQ, MIXED_CALIBRATED, INT4_AWQ, INT4_CALIBRATED, INT4),
+    *(INT8, A8W8, A8W8_CALIBRATED, MIXED_AWQ, MIXED_CALIBRATED, INT4_AWQ, INT4_CALIBRATED, SMALL_AWQ, INT4),
     *(GENAI, Q4_0, Q4_K_M),
 )
 

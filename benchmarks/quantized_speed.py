@@ -22,13 +22,14 @@ from benchmarks.quantized_candidates import (
     INT8,
     Q4_0,
     Q4_K_M,
+    SMALL_LAST,
     THREADS,
     Worker,
     candidates,
 )
 
 PASTS, PROMPT = (128, 2048), 512
-STEPPING = (INT4_LAST, GENAI, Q4_0, Q4_K_M)
+STEPPING = (INT4_LAST, SMALL_LAST, GENAI, Q4_0, Q4_K_M)
 READING = (*STEPPING, INT4, INT8, A8W8, FLOAT32)
 ROUNDS, STEPS = 7, 24
 QUICK = "--quick" in sys.argv
@@ -120,6 +121,7 @@ def targets(behind: Mapping[int, Mapping[str, Times]], prompts: Mapping[str, Tim
     """How many times as fast as the others llmconv is, as far as they are there."""
     compared = [
         *((f"step after {past} tokens", times, INT4_LAST, STEP_LIMITS) for past, times in behind.items()),
+        *((f"step after {past} tokens", times, SMALL_LAST, STEP_LIMITS) for past, times in behind.items()),
         (f"prompt of {PROMPT} tokens", prompts, INT4_LAST, PROMPT_LIMITS),
         (f"prompt of {PROMPT} tokens", prompts, A8W8, A8W8_LIMITS),
         (f"prompt of {PROMPT} tokens", prompts, INT8, INT8_LIMITS),
