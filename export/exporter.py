@@ -43,7 +43,7 @@ from llmconv.progress import warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
-from llmconv.tensors import FLOATS
+from llmconv.tensors import FLOATS, LazyTensor
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,8 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     specs = graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
+    if quantization:
+        _require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
     source = checkpoint.path if is_remote(model) else Path(model)
@@ -317,6 +319,17 @@ def _with_plain_weights(
             f"again, {bits}; `llmconv verify` measures what that costs"
         )
     return found.plain, settings or formats
+
+
+def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> None:
+    """Refuses a `--dtype` that would round weights beside codes of the weights before rounding."""
+    dtype, rounds = given["dtype"], given["dtype"] in ("float16", "bfloat16") and given["precision"] in (None, FLOAT32)
+    stored = {tensor.dtype.name for tensor in weights.values()}.intersection(FLOATS)
+    if rounds and stored != {dtype}:
+        raise UsageProblem(
+            f"`--dtype {dtype}` would round the weights that `--quant` leaves as they are, and no others",
+            hint=f"convert the model first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
+        )
 
 
 def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:

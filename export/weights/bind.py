@@ -16,7 +16,7 @@ from llmconv.errors import InputRefused
 from llmconv.export.node_editor import NodeEditor
 from llmconv.export.traced_graph import TracedGraph, static_shape
 from llmconv.export.weights.experts import dtype_of, expand_experts
-from llmconv.export.weights.parameter_sources import WeightSource, expressions, leaves
+from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
@@ -98,9 +98,18 @@ def bind(
     if quantized:
         quantized.rewrite(traced, matches, reader)
     _forget_shapes(graph)
+    multiplied = {
+        expression
+        for name, expression in matches.items()
+        if not all(_looks_up(*use) for use in traced.weights[name].uses())
+    }
     for name, expression in matches.items():
-        if traced.weights[name].uses():
-            traced.weights[name].replace_all_uses_with(reader.value(expression, dtype_of(traced.weights[name])))
+        dtype, uses = dtype_of(traced.weights[name]), tuple(traced.weights[name].uses())
+        if isinstance(expression, StoredRows) and expression not in multiplied:
+            for node, _ in uses:
+                reader.look_up(node, expression, dtype)
+        elif uses:
+            traced.weights[name].replace_all_uses_with(reader.value(expression, dtype))
     weights = set(traced.weights.values())
     graph.inputs[:] = [value for value in graph.inputs if value not in weights]
     graph.sort()
@@ -120,6 +129,11 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
         total += max(stop - start, 0)
         place, end = file, stop if file != place else max(stop, end)
     return total
+
+
+def _looks_up(node: ir.Node, index: int) -> bool:
+    """Whether a node picks from the table that is its input `index`, and nothing outside of the graph sees the result."""
+    return node.op_type == "Gather" and not node.domain and index == 0 and not node.outputs[0].is_graph_output()
 
 
 def _forget_shapes(graph: ir.Graph) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import NodeEditor, integers
+from llmconv.export.node_editor import NodeEditor, integers, replace_uses
 from llmconv.export.weights.parameter_sources import (
     AxisSlice,
     Concatenation,
@@ -74,18 +75,31 @@ class StoredValues:
             self._graph.initializers[label] = ir.val(label, dtype, shape or rows.shape, const_value=content)
         return self._graph.initializers[label]
 
+    def look_up(self, node: ir.Node, rows: StoredRows, dtype: ir.DataType) -> None:
+        """Makes a Gather read stored rows, and casts what it finds: runtimes would keep a whole table in `dtype`."""
+        uses, last = tuple(node.outputs[0].uses()), node
+        node.replace_input_with(0, self.stored(rows))
+        for kind in self._dtypes(rows, dtype):
+            cast = ir.node("Cast", [last.outputs[0]], {"to": kind}, name=f"{node.name}_{NAMES[kind]}")  # in its module
+            cast.outputs[0].name = f"{cast.name}:0"
+            cast.metadata_props.update(node.metadata_props)
+            self._graph.insert_after(last, cast)
+            last = cast
+        replace_uses(uses, last.outputs[0])
+
     def _rows(self, rows: StoredRows, wanted: ir.DataType) -> ir.Value:
         """The initializer of these rows, cast to the wanted dtype."""
         value = self.stored(rows)
-        dtype = ONNX_TYPES[self._tensors[rows.name].dtype.name]
-        rounded = ONNX_TYPES[self._rounded[rows.name].dtype.name]
-        if rounded != dtype and rounded != ir.DataType.FLOAT:
-            value = self._node("Cast", [value], {"to": rounded}, f"{rows.label}/rounded")
-            dtype = rounded
-        if dtype != wanted:
-            value = self._node("Cast", [value], {"to": wanted}, rows.label)
-            value.name = f"{rows.label}:{NAMES[wanted]}"
+        for dtype in self._dtypes(rows, wanted):
+            value = self._node("Cast", [value], {"to": dtype}, rows.label if dtype == wanted else f"{rows.label}/rounded")
+            value.name = f"{rows.label}:{NAMES[dtype]}" if dtype == wanted else value.name
         return value
+
+    def _dtypes(self, rows: StoredRows, wanted: ir.DataType) -> list[ir.DataType]:
+        """The dtypes that stored values are cast to, one after the other."""
+        stored, rounded = (ONNX_TYPES[tensors[rows.name].dtype.name] for tensors in (self._tensors, self._rounded))
+        steps = [wanted] if rounded == ir.DataType.FLOAT else [rounded, wanted]
+        return [after for before, after in pairwise([stored, *steps]) if before != after]
 
     def _computed(self, made: WeightSource, dtype: ir.DataType) -> ir.Value:
         """Nodes that a runtime evaluates once, when it loads the graph."""

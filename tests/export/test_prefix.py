@@ -18,7 +18,9 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, Usage
 from llmconv.export import export
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtRunner, default_positions
+from llmconv.verify import verify
 from tests.builders.prefix_models import LENGTH, peft_logits, random_ids, save_adapter
+from tests.export.test_precision import cast_folder
 
 PADDLE = Path(__file__).parents[1] / "fixtures/paddle/prefix_llama_bf16"
 KINDS = ("PrefixTuning", "PromptTuning", "PromptEncoder")
@@ -66,6 +68,13 @@ def test_prompt_and_steps_equal_peft(
     ids = random_ids(2, 9)
     expected = peft_logits(folder, adapter, ids)
     np.testing.assert_allclose(piecewise_logits(folder, ids, (6, 1, 2)), expected, atol=1e-5)
+
+
+def test_a_soft_prompt_comes_before_the_scale_of_half_precision_embeddings(tiny: Tiny, tmp_path: Path) -> None:
+    folder = cast_folder(Path(shutil.copytree(tiny("gemma2"), tmp_path / "gemma2")), "bfloat16")
+    adapter = save_adapter(folder, tmp_path / "adapter", "PromptTuning")
+    export(folder, prefix=adapter, overwrite=True)
+    assert verify(folder, only=["prefill, 7 tokens"]).verdict == "pass"
 
 
 def test_the_cache_is_longer_by_the_prefix(prefixed: Callable[[str, str], tuple[Path, Path]]) -> None:

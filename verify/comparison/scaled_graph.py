@@ -91,9 +91,16 @@ class _Scaling:
                 found += inner
             elif _is_product(node, at) and list(node.input).count(name) == 1 and kind in WIDE:
                 found.append((node, kind))
+            elif _is_product(node, at) and node.op_type == "Gather" and (casts := self._widened(node.output[0])):
+                found += casts
             else:
                 return None
         return found
+
+    def _widened(self, name: str) -> list[Product]:
+        """The casts of a half-precision value to wider types; none if it is used in another way."""
+        users = [(node, _cast_to(node)) for node, _ in self._users[name]]
+        return users if name not in self._hidden and all(to in WIDE for _, to in users) else []
 
     def _scale_product(self, node: onnx.NodeProto, kind: int, factor: float) -> None:
         if node.op_type in WITH_ALPHA:
@@ -116,9 +123,8 @@ class _Scaling:
     def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
         """Renames the initializer and gives its name to the product, in the type that its users read."""
         name, kind = tensor.name, tensor.data_type
-        users = [(node, _cast_to(node)) for node, _ in self._users[name]]
-        if users and name not in self._hidden and all(to in WIDE for _, to in users):
-            for node, to in users:
+        if casts := self._widened(name):
+            for node, to in casts:
                 self._scale_output(node, to, factor)
             return
         tensor.name = stored = f"{name}:unscaled"

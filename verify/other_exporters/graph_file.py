@@ -40,7 +40,7 @@ class GraphFile:
         model: the graph without its weights.
         binding: its inputs and outputs.
         contents: its initializers by name, after their audit.
-        emulated: whether it is a copy that rounds after every node.
+        emulates: the file of which `path` is a copy that rounds after every node; else None.
         quantized_weights: its quantized matrices, after their audit.
         unreadable: why the quantized matrices cannot be read; else empty.
     """
@@ -50,7 +50,7 @@ class GraphFile:
     model: onnx.ModelProto
     binding: Binding
     contents: Mapping[str, InitializerContent] = field(default_factory=dict)
-    emulated: bool = False
+    emulates: Path | None = None
     quantized_weights: list[MatchedMatrix] = field(default_factory=list)
     unreadable: str = ""
 
@@ -68,7 +68,7 @@ class GraphFile:
 
     def open(self, sizes: ModelSizes, settings: SessionSettings) -> ExternalGraph | Check:
         """The opened graph, or a failed check if onnxruntime refuses it."""
-        settings = replace(settings, reuse=not self.emulated)
+        settings = replace(settings, reuse=self.emulates is None)
         try:
             return ExternalGraph(self.path, self.model, self.binding, sizes, settings, self.name)
         except OutOfMemory:

@@ -16,12 +16,10 @@ from llmconv.runtime.cache_names import is_present
 from llmconv.runtime.onnxruntime.device import HOST
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
+from llmconv.runtime.onnxruntime.packed_operators import is_packed
 from llmconv.runtime.onnxruntime.prepacked import join_projections, open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
-
-PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul", "QuantizeLinear"}
-"""Operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened."""
 
 
 class SessionChain:
@@ -100,7 +98,7 @@ def _open(
     path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit, joins: bool
 ) -> LimitedSession:
     joins = joins and (settings.prepack or settings.packed_cache is not None)
-    if settings.packed_cache or PACKED_ONLY & {node.op_type for node in nodes(model)}:
+    if settings.packed_cache or is_packed(model):
         settings = replace(settings, prepack=True)
     try:
         session = _session(path, model, settings, limit, joins)

@@ -13,14 +13,20 @@ from llmconv.errors import InputRefused
 from llmconv.memory import available_memory
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, half_precision
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded, nodes
+from llmconv.runtime.onnxruntime.packed_operators import is_packed
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+
+FLOATS = {onnx.TensorProto.FLOAT, *HALF_PRECISION.values()}
 
 WORTH_SAYING = 256 << 20
 """Copies of fewer bytes are not mentioned."""
 
 GB = 1e9
-OTHER_WAY = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
+MAPPED_FLOATS = "`llmconv export MODEL -o OUT --dtype float32` writes weights that the graphs map without a copy"
+MAPPED_PACKED = "`--packed-cache` writes packed weights to a file once, and maps it from then on"
+LOOKUPS = {"Gather", "GatherBlockQuantized"}
+"""Operators that read rows of a table where it is."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,12 @@ class WeightMemory:
     Attributes:
         mapped: bytes of weights in files, which the system reads and discards on demand.
         copied: bytes that onnxruntime or llmconv copies to memory of the process.
+        other_way: how to do without the copies.
     """
 
     mapped: int
     copied: int
+    other_way: str = MAPPED_FLOATS
 
     @classmethod
     def of(cls, paths: Iterable[Path], settings: SessionSettings) -> WeightMemory:
@@ -49,10 +57,14 @@ class WeightMemory:
         mapped = sum(length for _, _, length in distinct)
         if provider_name(settings.provider) != CPU or settings.packed_cache:
             return cls(mapped, 0)
-        if settings.prepack:  # a copy per session
-            return cls(mapped, sum(4 * prod(tensor.dims) for found in weights for tensor in found.values()))
-        widened = {place for (_, model), found in zip(models, weights, strict=True) for place in _widened(model, found)}
-        return cls(mapped, sum(4 * prod(distinct[place].dims) for place in widened))
+        copied, shared, packs = 0, set[Place](), False
+        for (_, model), found in zip(models, weights, strict=True):
+            if settings.prepack or is_packed(model):
+                copied, packs = copied + _packed_bytes(model, found), True  # in each session
+            else:
+                shared |= set(_widened(model, found))
+        copied += sum(4 * prod(distinct[place].dims) for place in shared)
+        return cls(mapped, copied, MAPPED_PACKED if packs else MAPPED_FLOATS)
 
     def announce(self) -> None:
         """Says what copies will be held, if they are large.
@@ -64,12 +76,11 @@ class WeightMemory:
         if have is not None and self.copied > have:
             raise InputRefused(
                 f"the weights take {self.copied / GB:.1f} GB of memory, and {have / GB:.1f} GB are available",
-                hint=OTHER_WAY,
+                hint=self.other_way,
             )
         if self.copied > WORTH_SAYING:
-            say(
-                f"weights: {self.mapped / GB:.1f} GB mapped, {self.copied / GB:.1f} GB of copies in memory; {OTHER_WAY}"
-            )
+            copies = f"{self.copied / GB:.1f} GB of copies in memory"
+            say(f"weights: {self.mapped / GB:.1f} GB mapped, {copies}; {self.other_way}")
 
 
 Place = tuple[Path, int, int]
@@ -85,6 +96,18 @@ def _weights(path: Path, model: onnx.ModelProto) -> dict[Place, onnx.TensorProto
         length = int(fields.get("length") or 0) or file.stat().st_size - offset  # optional: up to the end
         found[file, offset, length] = tensor
     return found
+
+
+def _packed_bytes(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> int:
+    """Bytes of a packed copy: floats in float32, codes as stored, nothing of tables that rows are looked up in."""
+    multiplied = {
+        name for node in nodes(model) for at, name in enumerate(node.input) if at or node.op_type not in LOOKUPS
+    }
+    return sum(
+        4 * prod(tensor.dims) if tensor.data_type in FLOATS else length
+        for (_, _, length), tensor in weights.items()
+        if tensor.name in multiplied
+    )
 
 
 def _widened(model: onnx.ModelProto, weights: dict[Place, onnx.TensorProto]) -> list[Place]:

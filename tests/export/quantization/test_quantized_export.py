@@ -16,8 +16,10 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from llmconv.cli import main
+from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
+from llmconv.files.safetensors_file import read_header
 from llmconv.generation import generate
 from llmconv.verify import verify
 from tests.builders.safetensors import change_tensor
@@ -151,6 +153,18 @@ def test_the_model_folder_is_no_place_for_codes(models: Callable[[str], Path], t
     shutil.copytree(models("llama"), folder)
     with pytest.raises(UsageProblem, match="`--quant` writes new weights"):
         export(folder, folder, quant="int4", overwrite=True)
+
+
+def test_a_dtype_that_rounds_only_what_has_no_codes_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="`--dtype bfloat16` would round the weights that `--quant` leaves as they are"):
+        export(models("llama"), tmp_path / "out", quant="int4", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_dtype_that_a_model_has_is_taken(models: Callable[[str], Path], tmp_path: Path) -> None:
+    to_hf(models("llama"), tmp_path / "half", dtype="bfloat16")
+    export(tmp_path / "half", tmp_path / "out", quant="int4", dtype="bfloat16")
+    assert read_header(tmp_path / "out" / "quantized.safetensors").tensors["model.norm.weight"].dtype.name == "bfloat16"
 
 
 def test_quantizing_nothing_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:

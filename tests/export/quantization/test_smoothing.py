@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import SINGLE, open_weights
+from llmconv.convert import to_hf
 from llmconv.export import calibration, export
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.runtime.tokenizer import load_tokenizer
@@ -151,13 +152,9 @@ def test_a_norm_that_adds_one_is_left_alone(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_weights_of_half_precision_keep_exact_quotients(model: Path, tmp_path: Path) -> None:
-    export(model, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", dtype="bfloat16")
-    assert (
-        load_file(
-            tmp_path / "out" / "quantized.safetensors",
-        )[NORM].dtype
-        == np.float32
-    )
+    to_hf(model, tmp_path / "half", dtype="bfloat16")
+    export(tmp_path / "half", tmp_path / "out", incremental=True, quant="a8w8", calibrate="default")
+    assert load_file(tmp_path / "out" / "quantized.safetensors")[NORM].dtype == np.float32
 
 
 def test_two_exports_are_equal(model: Path, folder: Path, tmp_path: Path) -> None:

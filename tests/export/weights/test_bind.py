@@ -95,6 +95,19 @@ def test_half_precision_weights_are_cast_once_and_mapped(llama: Path, tmp_path: 
     np.testing.assert_allclose(outputs["logits"], eager_logits(tmp_path / dtype, inputs), atol=3e-6)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_an_embedding_are_looked_up_before_they_are_cast(
+    deep: Callable[[str], Path], tmp_path: Path, tied: bool
+) -> None:
+    """A runtime would keep the whole table in float32, which only a product with it needs."""
+    model = deep("gemma2" if tied else "llama")
+    graph = onnx.load(export(model, tmp_path / "half", dtype="bfloat16").folder / "decode.onnx", load_external_data=False)
+    table = "model.embed_tokens.weight"
+    (lookup,) = (node for node in graph.graph.node if node.op_type == "Gather" and table in node.input[0])
+    assert (lookup.input[0] == table) != tied
+    assert (f"{table}:float32" in {name for node in graph.graph.node for name in node.output}) == tied
+
+
 def test_another_dtype_cannot_be_mapped_in_place(llama: Path) -> None:
     with pytest.raises(InputRefused, match="cannot map them in place"):
         export(llama, dtype="bfloat16")

@@ -12,6 +12,7 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.export import export
+from llmconv.files.safetensors_file import read_header
 from llmconv.generation import TextModel
 from llmconv.runtime.onnxruntime import weight_memory, widened_weights
 from llmconv.runtime.onnxruntime.float32_graph import EXACT, exact_number
@@ -103,7 +104,16 @@ def test_half_precision_weights_are_copied_once_in_float32(tmp_path: Path) -> No
     folder = half(tmp_path / "model")
     export(folder, cache="shared-buffer", target="ort-cpu")
     memory = WeightMemory.of([folder / "prefill.onnx", folder / "decode.onnx"], SessionSettings())
-    assert memory.copied == 2 * memory.mapped
+    table = read_header(folder / "model.safetensors").tensors["model.embed_tokens.weight"]
+    assert memory.copied == 2 * (memory.mapped - table.nbytes)  # rows of the embedding are looked up where they are
+
+
+def test_packed_codes_are_copied_and_the_embedding_is_not(tmp_path: Path) -> None:
+    out = export(save_tiny("llama", tmp_path / "model"), tmp_path / "out", incremental=True, quant="int4").folder
+    memory = WeightMemory.of([out / "decode.onnx"], SessionSettings())
+    table = read_header(out / "quantized.safetensors").tensors["model.embed_tokens.weight"]
+    assert memory.copied == memory.mapped - table.nbytes
+    assert "--packed-cache" in memory.other_way
 
 
 def test_copies_that_exceed_the_memory_are_refused_with_the_way_out(

@@ -50,7 +50,7 @@ def rounding_copy(file: GraphFile) -> Iterator[GraphFile]:
     model = _loaded(file)
     round_every_value(model, HALF_PRECISION[file.dtype], typed=_loaded(file, weights=False))
     with _saved(file, model) as copy:
-        yield replace(copy, model=file.model, emulated=True)
+        yield replace(copy, model=file.model, emulates=file.path)
 
 
 def half_precision_notes(file: GraphFile) -> list[str]:

@@ -20,6 +20,7 @@ from llmconv.verify.other_exporters.candidates import external_candidates
 from llmconv.verify.other_exporters.comparison import ExternalComparison
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.graph_file import GraphFile
+from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
 from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
 from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     CHECK,
@@ -178,9 +179,13 @@ def _plain_rounding(
 ) -> Runner | None:
     """The first graph with plainly rounded codes; None if all its codes are such already."""
     first = verified.files[0]
-    rounded = plainly_rounded(first.path, first.model, first.quantized_weights, verified.tensors, smoothing)
-    copy = stack.enter_context(rounded)
-    graph = replace(first, path=copy).open(comparison.sizes, comparison.settings) if copy else None
+    path = first.emulates or first.path
+    rounded = plainly_rounded(path, first.model, first.quantized_weights, verified.tensors, smoothing)
+    if (copy := stack.enter_context(rounded)) is None:
+        return None
+    file = replace(first, path=copy)
+    file = stack.enter_context(rounding_copy(file)) if first.emulates else file
+    graph = file.open(comparison.sizes, comparison.settings)
     return external_candidates([graph])[0].runner if isinstance(graph, ExternalGraph) else None
 
 
