@@ -17,7 +17,7 @@ from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.cache_scales import measure_cache_scales
 from llmconv.export.quantization.calibration import column_importance
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
-from llmconv.export.quantization.measured_ranges import measure_ranges
+from llmconv.export.quantization.measured_ranges import measure_ranges, require_one_input
 from llmconv.export.quantization.rounded_codes import Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
@@ -85,7 +85,9 @@ class Calibration:
         if not (coded := _names(quantized, ColumnFormat)):
             return Smoothing()
         if not (groups := smoothing_groups(graphs, coded)):
-            warn("no norm of this model can be divided by factors: its codes for `a8w8` do not depend on `--calibrate`")
+            warn(
+                "SmoothQuant cannot be applied to this model (no norm can be divided): `--calibrate` has no effect on `a8w8`"
+            )
             return Smoothing()
         matches = match_weights(self.traced, self.tensors)
         return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
@@ -97,7 +99,9 @@ class Calibration:
         every = smoothing_groups(graphs, _names(quantized, BlockFormat))
         groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
         if not groups:
-            warn("no norm of this model can be divided by factors: its codes are those of `--method search`")
+            warn(
+                "AWQ cannot be applied to this model (no norm can be divided): its codes are those of `--calibrate` alone"
+            )
             return Smoothing()
         given = self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts
         return measure_activation_aware(groups, quantized, importance, *given)
@@ -109,9 +113,17 @@ class Calibration:
             found = round_sequentially(self.traced, matches, self.tensors, self.texts, quantized, scratch)
         return {name: replace(weight, rounded=found.get(name)) for name, weight in quantized.items()}
 
+    def require_ranges(self, quantized: Mapping[str, QuantizedWeight]) -> None:
+        """Refuses weights in columns that have no range of their own.
+
+        Raises:
+            UnsupportedInput: routed experts, or matrices that several layers share.
+        """
+        require_one_input(self.traced, match_weights(self.traced, self.tensors), _names(quantized, ColumnFormat))
+
     def with_ranges(self, quantized: Mapping[str, QuantizedWeight], smoothing: Smoothing) -> dict[str, QuantizedWeight]:
         """Weights in columns with the ranges of what they are multiplied with, and all others as they are."""
-        names = {name for name, weight in quantized.items() if isinstance(weight.form, ColumnFormat)}
+        names = _names(quantized, ColumnFormat)
         matches = match_weights(self.traced, self.tensors)
         found = measure_ranges(self.traced, matches, self.tensors, self.texts, names, smoothing)
         return {name: replace(weight, activation=found.get(name)) for name, weight in quantized.items()}

@@ -177,6 +177,8 @@ def _make(
         pairs = [(distinct[key], matched) for key, matched in matches.items()]
         quantized = grouped(pairs, select(pairs, formats))
         text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
+        if text and given["static_activations"]:
+            text.require_ranges(quantized)
         importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
         smoothing = Smoothing()
         if text and given["method"] == "awq":

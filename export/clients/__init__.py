@@ -165,7 +165,7 @@ class ClientFiles:
             cache = self.model.cache
             reason = unsupported or (f"a {cache} cache" if cache not in client.caches else "")
             if reason:
-                raise UsageProblem(f"layout `{client.name}` does not support `{reason}`", hint="leave out one of them")
+                raise UsageProblem(f"layout `{client.name}` does not support {reason}", hint="leave out one of them")
             if takes_embeddings:
                 raise UnsupportedInput(
                     f"layout `{client.name}` also needs the image encoder, which is not exported",

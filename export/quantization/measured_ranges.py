@@ -45,7 +45,7 @@ def measure_ranges(
         InputRefused: activations are not finite.
         OutOfMemory: memory ran out.
     """
-    _require_one_input(traced, matches, names)
+    require_one_input(traced, matches, names)
     found: dict[str, list[Array]] = defaultdict(list)
     for name, extremes in reduced_inputs(traced, matches, tensors, texts, _extremes, names):
         factors = smoothing.matrices.get(name)
@@ -70,14 +70,25 @@ def _range(name: str, extremes: Array) -> ActivationRange:
     return ActivationRange.of(float(extremes[:, 0].min()), float(extremes[:, 1].max()))
 
 
-def _require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
-    """Refuses matrices of experts, which some tokens reach, and those that several layers share."""
+def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
+    """Refuses matrices of routed experts, and those that several layers share.
+
+    Args:
+        traced: a graph, its weights still inputs.
+        matches: the stored tensors of each weight.
+        names: of the matrices.
+
+    Raises:
+        UnsupportedInput: a matrix has no range of its own.
+    """
     inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
     for parameter, match in matches.items():
         for name in {leaf.name for leaf in leaves(match)} & set(names):
             for node, _ in traced.weights[parameter].uses():
                 inputs[name].add(node.inputs[0])
                 if (node.domain, node.op_type) == (DOMAIN, GROUPED):
-                    raise UnsupportedInput(f"`{name}` has experts, whose inputs depend on the text", hint=HINT)
+                    raise UnsupportedInput(
+                        f"`{name}` is of routed experts, for which no fixed range of activations is known", hint=HINT
+                    )
     if shared := next((name for name, values in inputs.items() if len(values) > 1), ""):
         raise UnsupportedInput(f"several layers share `{shared}`, each with a range of its own", hint=HINT)

@@ -92,9 +92,9 @@ class QuantizationSettings:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
-            raise UsageProblem(f"`quant` is {self.preset!r}", hint=f"give one of: {', '.join(PRESETS)}")
+            raise UsageProblem(f"`--quant` is {self.preset!r}", hint=f"give one of: {', '.join(PRESETS)}")
         if self.block not in (None, *SIZES):
-            raise UsageProblem(f"`quant_block` is {self.block}", hint=f"give one of: {', '.join(map(str, SIZES))}")
+            raise UsageProblem(f"`--quant-block` is {self.block}", hint=f"give one of: {', '.join(map(str, SIZES))}")
         for pattern in (*self.exclude, *(pattern for pattern, _ in self.bits)):
             try:
                 re.compile(pattern)
@@ -186,16 +186,19 @@ class QuantizationSettings:
 def _check_method(given: Mapping[str, Any]) -> None:
     """Refuses an unknown method, and one that has nothing to work on."""
     if given["method"] not in (None, *METHODS):
-        raise UsageProblem(f"`method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
+        raise UsageProblem(f"`--method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
     if (method := given["method"]) not in MEASURING:
         return
     if given["calibrate"] is None:
-        raise UsageProblem(f"`--method {method}` needs {MEASURING[method]}", hint="add `--calibrate FILE`")
+        raise UsageProblem(
+            f"`--method {method}` needs {MEASURING[method]}",
+            hint="add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv",
+        )
     layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
     if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
         raise UsageProblem(
             f"`--method {method}` is for weights of 4 bits, which `--quant {given['quant']}` does not have",
-            hint="leave out `--method`: the error of 8 bits is below that of activations",
+            hint="leave out `--method`: weights of 8 bits gain nothing from it",
         )
 
 
@@ -234,5 +237,5 @@ def _texts(value: str | Sequence[str]) -> tuple[str, ...]:
 def _pattern_bits(text: str) -> tuple[str, int]:
     pattern, _, bits = text.rpartition("=")
     if not pattern or bits not in map(str, BITS):
-        raise UsageProblem(f"`quant_bits` is {text!r}", hint="write it as `PATTERN=8` or `PATTERN=4`")
+        raise UsageProblem(f"`--quant-bits` is {text!r}", hint="write it as `PATTERN=8` or `PATTERN=4`")
     return pattern, int(bits)

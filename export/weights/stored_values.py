@@ -91,7 +91,9 @@ class StoredValues:
         """The initializer of these rows, cast to the wanted dtype."""
         value = self.stored(rows)
         for dtype in self._dtypes(rows, wanted):
-            value = self._node("Cast", [value], {"to": dtype}, rows.label if dtype == wanted else f"{rows.label}/rounded")
+            value = self._node(
+                "Cast", [value], {"to": dtype}, rows.label if dtype == wanted else f"{rows.label}/rounded"
+            )
             value.name = f"{rows.label}:{NAMES[dtype]}" if dtype == wanted else value.name
         return value
 

@@ -26,7 +26,7 @@ BUG_EXIT_CODE = 70
 
 MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
 INTERRUPTED_HINT = "run the same command again"
-RESUME_HINT = f"{INTERRUPTED_HINT}, with `--resume` if it has written files, which that keeps"
+RESUME_HINT = f"{INTERRUPTED_HINT}; `--resume` keeps the files that this one has finished"
 
 PRINT_ONLY = ("inspect", "formats", "families")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""

@@ -20,6 +20,8 @@ TOKENS, PIECE, LEAST = 4096, 512, 256
 LONG, TEXT_BYTES = 1 << 20, 64 << 20
 """Tokens that are used where every token counts, and maximum size of a text file."""
 
+HINT = "`--calibrate` takes a plain text file, or the word `default` for the text that ships with llmconv"
+
 
 @dataclass(frozen=True)
 class CalibrationText:
@@ -43,12 +45,14 @@ class CalibrationText:
         """
         if is_default(path):
             return cls.shipped()
+        if Path(path).is_dir():
+            raise InputRefused(f"`{path}` is a folder", hint=HINT)
         try:
             return cls(Path(path).name, read_small(Path(path), TEXT_BYTES).decode())
         except OSError as error:
-            raise InputRefused(f"cannot read `{path}`: {error.strerror}", hint="`--calibrate` takes a file") from error
+            raise InputRefused(f"cannot read `{path}`: {error.strerror}", hint=HINT) from error
         except UnicodeDecodeError as error:
-            raise InputRefused(f"`{path}` is not UTF-8 text", hint="`--calibrate` takes a plain text file") from error
+            raise InputRefused(f"`{path}` is not UTF-8 text", hint=HINT) from error
 
     @classmethod
     def shipped(cls) -> CalibrationText:
@@ -75,10 +79,12 @@ class CalibrationText:
             InputRefused: the folder has no tokenizer, or the text is too short.
         """
         tokenizer = load_tokenizer(folder, trust_remote_code)
+        if not self.content.strip():
+            raise InputRefused(f"`{self.name}` is empty", hint=HINT)
         ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:most], dtype=np.int64)
         if len(ids) < LEAST:
             raise InputRefused(
-                f"`{self.name}` has {len(ids)} tokens, too few to measure anything",
+                f"`{self.name}` is too short to measure anything: {len(ids)} tokens",
                 hint=f"give a text of some pages: {LEAST} tokens at least, {most:,} are used",
             )
         size = min(PIECE, context or PIECE)

@@ -157,7 +157,12 @@ def render_markdown(report: Report, date: str = "") -> str:
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
     lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copy_lines(), *report.notes]] + [""]
     if report.quantization:
-        lines += ["**Quantization:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
+        lines += [
+            "**Quantization:**",
+            "",
+            *(f"* {_cell(line, LINE_LIMIT)}" for line in report.quantization.lines()),
+            "",
+        ]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     shown = sorted(report.highlights(), key=lambda check: check.verdict != "fail")
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]

@@ -33,6 +33,7 @@ code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-w
 """
 WORDS = {
     "pass": "The graphs equal the eager model",
+    "quantized": "The graphs equal the eager model with their quantized weights",
     "fail": "The graphs did not pass",
     "inconclusive": "Nothing was compared",
 }
@@ -67,10 +68,11 @@ def render_html(report: Report, date: str) -> str:
 def _banner(report: Report, date: str) -> str:
     where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
     notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copy_lines(), *report.notes])
+    words = WORDS["quantized" if report.quantization and report.verdict == "pass" else report.verdict]
     day, _, clock = date.removesuffix("Z").partition("T")
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
-        f"<div>{WORDS[report.verdict]}: <code>{_text(report.folder)}</code> against "
+        f"<div>{words}: <code>{_text(report.folder)}</code> against "
         f"<code>{_text(report.reference)}</code>, "
         f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
         f'<p class="small">{_text(report.summary())}</p>{notes}</div>'
@@ -88,7 +90,7 @@ def _quantization(report: Report) -> list[str]:
     section = report.quantization
     if section is None:
         return []
-    lines = "".join(f"<p>{_text(line)}</p>" for line in section.lines())
+    lines = "".join(f"<p>{_text(line, LINE_LIMIT)}</p>" for line in section.lines())
     head = '<tr><th>tensor</th><th>graph</th><th>format</th><th class="number">relative error</th></tr>'
     rows = "".join(
         f"<tr><td>{_text(one['tensor'])}</td><td>{_text(one['graph'])}</td><td>{_text(one['stored'])}</td>"

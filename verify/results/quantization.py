@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 TEXT, OWN_TEXT, RANDOM = "text", "evaluation text", "random tokens"
 """Sources of tokens: a file of the user, the text that ships with llmconv, a random generator."""
 
@@ -16,6 +18,11 @@ class Estimate:
 
     value: float
     error: float
+
+    def __str__(self) -> str:
+        """Both without exponents, such as `1018 ± 10`."""
+        value, error = float(f"{self.value:.4g}"), float(f"{self.error:.1g}")
+        return " ± ".join(np.format_float_positional(number, trim="-") for number in (value, error))
 
 
 @dataclass(frozen=True)
@@ -54,15 +61,12 @@ class AccuracyCost:
         """One line for the report."""
         nats = self.divergence
         spread = f"median {nats['median']:.3g}, p99 {nats['p99']:.3g}, max {nats['max']:.3g}"
-        kl = f"KL divergence mean {nats['mean']:.3g} ± {self.divergence_error:.1g}, {spread} nats"
+        kl = f"KL divergence mean {Estimate(nats['mean'], self.divergence_error)}, {spread} nats"
         same = f"same most likely token after {self.agreement:.1%} of {self.tokens} tokens ({self.source})"
         if self.perplexities is None:
             return f"{kl}; {same}; no perplexity for random tokens (give `--text FILE`)"
-        model, graph, ratio = (
-            f"{one.value:.4g} ± {one.error:.1g}"
-            for one in (self.perplexities.model, self.perplexities.graph, self.perplexities.ratio)
-        )
-        return f"{kl}; {same}; perplexity {model} before, {graph} after (x {ratio})"
+        found = self.perplexities
+        return f"{kl}; {same}; perplexity {found.model} before, {found.graph} after (x {found.ratio})"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
@@ -113,9 +117,9 @@ class Quantization:
         errors = sorted((one["relative_error"], one["tensor"]) for one in self.weights)
         lines = []
         if errors:
-            least, most = errors[0], errors[-1]
+            least, most, count = errors[0], errors[-1], len({tensor for _, tensor in errors})
             span = f"relative error {least[0]:.2g} to {most[0]:.2g} (`{most[1]}`)"
-            lines.append(f"{len(errors)} quantized matrices, {span}")
+            lines.append(f"{count} quantized matrices, {span}")
         lines += [self.cost.text] if self.cost else []
         return lines + ([f"plain rounding with the same bits: {self.rounding.text}"] if self.rounding else [])
 

@@ -207,7 +207,11 @@ class Report:
     def closing_lines(self) -> list[str]:
         """Notes, the location of a failure, and the summary."""
         lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copy_lines(), *self.notes]]
-        lines += [f"QUANTIZATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
+        lines += (
+            [f"QUANTIZATION | {clean(line, LINE_LIMIT)}" for line in self.quantization.lines()]
+            if self.quantization
+            else []
+        )
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]

@@ -36,7 +36,7 @@ class Selection:
         names = [scenario.name for scenario in SCENARIOS]
         if unknown := set(self.only).difference(names):
             near = get_close_matches(min(unknown), names, n=3, cutoff=0.3)
-            hint = f"one of: {', '.join(near)}" if near else f"one of: {', '.join(names)}"
+            hint = "one of: " + ", ".join(f"`{name}`" for name in near or names)
             raise UsageProblem(f"unknown scenario `{min(unknown)}`", hint=hint)
 
     def scenarios(self) -> list[Scenario]:

@@ -156,7 +156,9 @@ def test_the_model_folder_is_no_place_for_codes(models: Callable[[str], Path], t
 
 
 def test_a_dtype_that_rounds_only_what_has_no_codes_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="`--dtype bfloat16` would round the weights that `--quant` leaves as they are"):
+    with pytest.raises(
+        UsageProblem, match="`--dtype bfloat16` would round the weights that `--quant` leaves as they are"
+    ):
         export(models("llama"), tmp_path / "out", quant="int4", dtype="bfloat16")
     assert not (tmp_path / "out").exists()
 

@@ -101,7 +101,9 @@ def test_rows_of_an_embedding_are_looked_up_before_they_are_cast(
 ) -> None:
     """A runtime would keep the whole table in float32, which only a product with it needs."""
     model = deep("gemma2" if tied else "llama")
-    graph = onnx.load(export(model, tmp_path / "half", dtype="bfloat16").folder / "decode.onnx", load_external_data=False)
+    graph = onnx.load(
+        export(model, tmp_path / "half", dtype="bfloat16").folder / "decode.onnx", load_external_data=False
+    )
     table = "model.embed_tokens.weight"
     (lookup,) = (node for node in graph.graph.node if node.op_type == "Gather" and table in node.input[0])
     assert (lookup.input[0] == table) != tied

@@ -47,7 +47,8 @@ def audit_quantized(
         ]
     problems += _duplicates(quantized)
     kinds = Counter(found.stored.kind for found in quantized)
-    summary = f"{len(quantized)} quantized matrices are the model's up to rounding"
+    count = len({row["tensor"] for row in rows})
+    summary = f"{count} quantized matrices in {len(quantized)} operators are the model's up to rounding"
     detail = "; ".join(problems[:SHOWN]) or f"{summary} ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})"
     detail += f"; {CHANGED}" if problems and len(problems) >= len(quantized) else ""
     return Check("weights", graph, "", verdict="fail" if problems else "pass", detail=detail), rows
