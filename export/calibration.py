@@ -85,9 +85,7 @@ class Calibration:
         if not (coded := _names(quantized, ColumnFormat)):
             return Smoothing()
         if not (groups := smoothing_groups(graphs, coded)):
-            warn(
-                "SmoothQuant cannot be applied to this model (no norm can be divided): `--calibrate` has no effect on `a8w8`"
-            )
+            warn("SmoothQuant does not fit this model (no norm can be divided): `--calibrate` has no effect on `a8w8`")
             return Smoothing()
         matches = match_weights(self.traced, self.tensors)
         return measure_smoothing(groups, self.traced, matches, self.tensors, self.texts)
@@ -99,9 +97,7 @@ class Calibration:
         every = smoothing_groups(graphs, _names(quantized, BlockFormat))
         groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
         if not groups:
-            warn(
-                "AWQ cannot be applied to this model (no norm can be divided): its codes are those of `--calibrate` alone"
-            )
+            warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
             return Smoothing()
         given = self.traced, match_weights(self.traced, self.tensors), self.tensors, self.texts
         return measure_activation_aware(groups, quantized, importance, *given)

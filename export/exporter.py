@@ -330,7 +330,7 @@ def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> N
     if rounds and stored != {dtype}:
         raise UsageProblem(
             f"`--dtype {dtype}` would round the weights that `--quant` leaves as they are, and no others",
-            hint=f"convert the model first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
+            hint=f"convert it first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
         )
 
 

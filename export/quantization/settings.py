@@ -62,6 +62,8 @@ PRESETS = {
     "a8w8": Preset(ColumnFormat(), INT8, down=INT8),
 }
 
+ADD_TEXT = "add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv"
+
 
 @dataclass(frozen=True)
 class QuantizationSettings:
@@ -192,7 +194,7 @@ def _check_method(given: Mapping[str, Any]) -> None:
     if given["calibrate"] is None:
         raise UsageProblem(
             f"`--method {method}` needs {MEASURING[method]}",
-            hint="add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv",
+            hint=ADD_TEXT,
         )
     layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
     if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
@@ -214,7 +216,7 @@ def _check_static(options: Mapping[str, Any]) -> None:
     if options["calibrate"] is None:
         raise UsageProblem(
             "`--static-activations` needs a text on which ranges are measured",
-            hint="add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv",
+            hint=ADD_TEXT,
         )
 
 

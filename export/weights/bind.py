@@ -132,7 +132,7 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
 
 
 def _looks_up(node: ir.Node, index: int) -> bool:
-    """Whether a node picks from the table that is its input `index`, and nothing outside of the graph sees the result."""
+    """Whether a node picks rows of the table that is its input `index`; not if they are an output of the graph."""
     return node.op_type == "Gather" and not node.domain and index == 0 and not node.outputs[0].is_graph_output()
 
 

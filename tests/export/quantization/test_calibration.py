@@ -107,7 +107,7 @@ def test_a_calibrated_folder_verifies_and_has_other_codes(talking: Path, prose: 
 
 def test_a_short_text_is_refused(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("ab")
-    with pytest.raises(InputRefused, match="too few to measure anything"):
+    with pytest.raises(InputRefused, match="too short to measure anything"):
         export(talking, tmp_path / "out", quant="int4", calibrate=tmp_path / "short.txt")
     assert not (tmp_path / "out").exists()
 
