@@ -23,7 +23,7 @@ INT4, INT4_LAST, GENAI, Q4_0, Q4_K_M = (
     "llama.cpp Q4_0",
     "llama.cpp Q4_K_M",
 )
-FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ, SMALL_AWQ, SMALL_LAST = (
+FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ = (
     "llmconv float32",
     "llmconv `int8`",
     "llmconv `a8w8`",
@@ -32,10 +32,15 @@ FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATE
     "llmconv `int4`, `--method awq`",
     "llmconv `int4-mixed`, calibrated",
     "llmconv `int4-mixed`, `--method awq`",
+)
+SMALL_AWQ, SMALL_LAST, CLOSE_AWQ, CLOSE_LAST = (
     "llmconv `int4-small`, blocks of 64, `--method awq`",
     "llmconv `int4-small`, blocks of 64, `--method awq`, `--last-logits`",
+    "llmconv `int4-mixed`, attention of 8 bits, `--method awq`",
+    "llmconv `int4-mixed`, attention of 8 bits, `--method awq`, `--last-logits`",
 )
 SMALL = ("--quant", "int4-small", "--quant-block", "64", "--calibrate", "default", "--method", "awq")
+CLOSE = ("--quant", "int4-mixed", "--quant-bits", "self_attn=8", "--calibrate", "default", "--method", "awq")
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     FLOAT32: (),
@@ -50,6 +55,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     MIXED_AWQ: ("--quant", "int4-mixed", "--calibrate", "default", "--method", "awq"),
     SMALL_AWQ: SMALL,
     SMALL_LAST: (*SMALL, "--last-logits"),
+    CLOSE_AWQ: CLOSE,
+    CLOSE_LAST: (*CLOSE, "--last-logits"),
 }
 """Candidate to the options of its export, after `FOR_CPU`."""
 

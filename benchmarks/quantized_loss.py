@@ -13,6 +13,7 @@ from benchmarks.measure import FOLDER, Target, report
 from benchmarks.quantized_candidates import (
     A8W8,
     A8W8_CALIBRATED,
+    CLOSE_AWQ,
     FLOAT32,
     GENAI,
     INT4,
@@ -38,7 +39,7 @@ from llmconv.verify.results.sigma import log_probabilities
 
 PIECES, PIECE = 4, 512
 COMPARED = (
-    *(INT8, A8W8, A8W8_CALIBRATED, MIXED_AWQ, MIXED_CALIBRATED, INT4_AWQ, INT4_CALIBRATED, SMALL_AWQ, INT4),
+    *(INT8, A8W8, A8W8_CALIBRATED, CLOSE_AWQ, MIXED_AWQ, MIXED_CALIBRATED, INT4_AWQ, INT4_CALIBRATED, SMALL_AWQ, INT4),
     *(GENAI, Q4_0, Q4_K_M),
 )
 
@@ -98,7 +99,7 @@ def targets(costs: dict[str, AccuracyCost]) -> list[Target]:
     mean = {name: cost.divergence["mean"] for name, cost in costs.items()}
     return [
         Target(f"mean divergence of {ours} / of {other}", mean[ours] / mean[other], 1.0)
-        for ours, other in ((INT4, GENAI), (INT4, Q4_0), (MIXED_AWQ, Q4_K_M))
+        for ours, other in ((INT4, GENAI), (INT4, Q4_0), (MIXED_AWQ, Q4_K_M), (CLOSE_AWQ, Q4_K_M))
         if other in mean
     ]
 

@@ -288,7 +288,7 @@ def _cost_options(
     smoothing = StoredSmoothing.of(verified.path)
     feedback, weighted = recorded(verified.path, "method") == "gptq", bool(recorded(verified.path, "calibrate"))
     codes = ExpectedCodes(nearest=own, weighted=weighted, feedback=feedback)
-    return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing)
+    return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing, own=True)
 
 
 def recorded(folder: Path, option: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -130,6 +131,20 @@ def test_the_cost_is_judged_by_plain_rounding_on_a_text_of_llmconv(talking: Path
     means = section.cost.divergence["mean"], section.rounding.divergence["mean"]
     assert section.excess.value == pytest.approx(means[0] - means[1])
     assert any("from that of plain rounding" in check.detail for check in report.checks)
+
+
+@pytest.mark.slow
+def test_the_cost_of_bfloat16_graphs_is_judged_by_plain_rounding(talking: Path, tmp_path: Path) -> None:
+    """They run as copies that round after every node, and the codes are not in the folder of the copy."""
+    export(talking, tmp_path / "out", incremental=True, quant="int4", precision="bfloat16")
+    report = verify(tmp_path / "out", reference=talking, only=["prefill, 7 tokens"])
+    assert report.verdict == "pass" and report.quantization and report.quantization.rounding
+
+
+def test_lines_of_the_cost_are_whole(talking: Path, spoken: Path) -> None:
+    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"])
+    lines = [line for line in report.closing_lines() if "perplexity" in line]
+    assert len(lines) == 2 and all(re.search(r"\(x [0-9.]+ ± [0-9.]+\)$", line) for line in lines)
 
 
 def test_limits_of_the_user_replace_the_gate(talking: Path, spoken: Path) -> None:

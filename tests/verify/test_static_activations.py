@@ -110,7 +110,7 @@ def test_verify_accepts_other_families(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: Callable[[onnx.GraphProto], None], model: Path, folder: Path, tmp_path: Path) -> None:
     report = verify(edited(folder, tmp_path / "out", fault), reference=model, only=FIRST, allow_changed=True)
-    assert [check.name for check in report.checks if check.verdict == "fail"] == ["activation ranges"]
+    assert "activation ranges" in [check.name for check in report.checks if check.verdict == "fail"]
 
 
 def test_another_text_than_that_of_the_export_is_refused(model: Path, folder: Path, tmp_path: Path) -> None:

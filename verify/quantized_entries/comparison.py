@@ -131,7 +131,8 @@ class QuantizedEntries:
         assert section is not None
         rounded: set[str] = set()
         try:
-            verified = self.verified.changed(partial(_without_rounding, self.verified.path, rounded), "")
+            without = partial(_without_rounding, self.verified.path, rounded, self.options)
+            verified = self.verified.changed(without, "")
         except UnsupportedInput as error:
             yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
             return eager, self.verified
@@ -172,6 +173,7 @@ class QuantizedEntries:
         return of
 
 
-def _without_rounding(folder: Path, rounded: set[str], model: onnx.ModelProto) -> None:
+def _without_rounding(folder: Path, rounded: set[str], options: QuantizationOptions, model: onnx.ModelProto) -> None:
     """Removes the rounding of activations in place, and adds the operators that did it."""
-    rounded.update(remove_rounding(model, Constants(model, folder)))
+    constants = Constants(model, folder)
+    rounded.update(remove_rounding(model, constants, options.removable(model, constants)))

@@ -46,6 +46,7 @@ class AccuracyCost:
         agreement: share of tokens with the same most likely next token.
         source: `text`, `evaluation text` or `random tokens`.
         perplexities: None for random tokens.
+        uniform: mean divergence of equal probabilities for all tokens, in nats.
     """
 
     graph: str
@@ -55,6 +56,7 @@ class AccuracyCost:
     agreement: float
     source: str = RANDOM
     perplexities: Perplexities | None = None
+    uniform: float = float("inf")
 
     @property
     def text(self) -> str:
@@ -84,6 +86,7 @@ class AccuracyCost:
             "source": self.source,
             "divergence": dict(self.divergence),
             "divergence_error": self.divergence_error,
+            "uniform": self.uniform,
             "agreement": self.agreement,
             "perplexity": perplexity,
         }

@@ -79,7 +79,7 @@ def test_8_bits_stay_symmetric_and_take_the_block_size() -> None:
         ({"quant": "int4", "quant_exclude": ["("]}, "not a regular expression"),
         ({"quant": "int4", "quant_bits": ["head=3"]}, "`--quant-bits` is 'head=3'"),
         ({"quant": "int4", "quant_bits": ["8"]}, "`--quant-bits` is '8'"),
-        ({"quant": "int4", "method": "magic"}, "`method` is 'magic'"),
+        ({"quant": "int4", "method": "magic"}, "`--method` is 'magic'"),
         ({"quant_block": 64}, "`--quant-block` has no effect without `--quant`"),
         ({"symmetric": True}, "`--symmetric` has no effect without `--quant`"),
         ({"method": "rtn"}, "`--method` has no effect without `--quant`"),

@@ -57,6 +57,14 @@ def test_4_bits_are_judged_by_plain_rounding(mean: float, excess: float, verdict
     assert ("worse than plain rounding" in check.detail) is (verdict == "fail")
 
 
+@pytest.mark.parametrize(
+    ("mean", "verdicts"), [(0.5, []), (4.999, ["fail"]), (7.0, ["fail"]), (float("nan"), ["fail"])]
+)
+def test_graphs_of_other_exporters_know_more_than_equal_probabilities(mean: float, verdicts: list[str]) -> None:
+    found = check_gate("", gate_of(""), replace(cost(mean), uniform=5.0), None)
+    assert [check.verdict for check in found] == verdicts
+
+
 def test_limits_of_the_user_have_no_tolerance() -> None:
     assert [check.verdict for check in check_limits(COST, AccuracyLimits(0.299))] == ["fail"]
     assert [check.verdict for check in check_limits(COST, AccuracyLimits(0.3, 0.7))] == ["pass"]

@@ -31,6 +31,7 @@ class TokenCosts:
         nats: divergence of the next token.
         agreed: whether the most likely next token is the model's.
         losses: negative log-likelihoods of the text's tokens, of the model and of the graph.
+        uniform: divergence of equal probabilities for all tokens.
     """
 
     graph: str
@@ -38,6 +39,7 @@ class TokenCosts:
     nats: list[Array] = field(default_factory=list)
     agreed: list[Array] = field(default_factory=list)
     losses: list[tuple[Array, Array]] = field(default_factory=list)
+    uniform: list[Array] = field(default_factory=list)
 
     def add(self, wanted: Array, found: Array, ids: Array) -> None:
         """Adds a piece.
@@ -47,6 +49,7 @@ class TokenCosts:
             ids: the tokens, int64 `[1, tokens]`.
         """
         self.nats.append(divergence_of(wanted, found))
+        self.uniform.append(divergence_of(wanted, np.full_like(wanted, -np.log(wanted.shape[-1]))))
         self.agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
         following = ids[0, 1:]
         named = np.flatnonzero(following < wanted.shape[1])  # an embedding may have rows for tokens without a logit
@@ -69,6 +72,7 @@ class TokenCosts:
             divergence_error=mean.error,
             agreement=float(np.concatenate(self.agreed).mean()),
             perplexities=self._perplexities() if is_text else None,
+            uniform=float(np.concatenate(self.uniform).mean()),
         )
 
     def _perplexities(self) -> Perplexities:

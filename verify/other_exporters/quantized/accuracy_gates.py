@@ -19,6 +19,9 @@ ERRORS = 3.0
 NEGLIGIBLE = 0.01
 """Mean divergence in nats that is small with any number of bits."""
 
+KNOWING = 0.999
+"""A graph whose divergence is a larger share of that of equal probabilities knows nothing of the model."""
+
 
 @dataclass(frozen=True)
 class AccuracyLimits:
@@ -100,6 +103,8 @@ def check_gate(preset: str, gate: AccuracyGate, cost: AccuracyCost, excess: Esti
         excess: mean divergence of the graph less that of plain rounding; None if that was not measured.
     """
     mean, error = cost.divergence["mean"], cost.divergence_error
+    if not preset and not (mean <= NEGLIGIBLE or mean < cost.uniform * KNOWING):
+        return [_check(cost, f"mean divergence {mean:.3g} nats: that of equal probabilities for all tokens", "")]
     if gate.divergence is not None:
         limit = f"limit {gate.divergence:g} of `{preset}`"
         found = f"mean divergence {mean:.3g} ± {error:.2g} nats, {limit}"

@@ -55,6 +55,23 @@ def rounds_activations(model: onnx.ModelProto) -> bool:
     return any(node.op_type == ROUNDING for node in nodes(model))
 
 
+def ranged_activations(model: onnx.ModelProto, constants: Constants) -> frozenset[str]:
+    """Rounded activations that only products with dequantized matrices read: those that `check_ranges` checks.
+
+    Args:
+        model: the graph without its weights.
+        constants: its constants.
+    """
+    shown = {port.name for port in model.graph.output}
+    products = {id(product) for product, _ in _products(model, constants)}
+    found = {product.input[0] for product, _ in _products(model, constants)} - shown
+    return frozenset(
+        name
+        for name in found
+        if all(id(node) in products and list(node.input).index(name) == 0 for node in constants.users[name])
+    )
+
+
 def measured_extremes(
     model: torch.nn.Module, runner: Runner, tensors: Mapping[str, LazyTensor], texts: Sequence[Array]
 ) -> dict[str, Array]:
@@ -123,10 +140,16 @@ def check_ranges(
 
 def _roundings(model: onnx.ModelProto, constants: Constants) -> Iterator[ActivationRounding]:
     """The rounding before each product with a dequantized matrix."""
+    for node, codes in _products(model, constants):
+        yield _rounding(codes, constants.makers.get(node.input[0]), constants)
+
+
+def _products(model: onnx.ModelProto, constants: Constants) -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Products with a dequantized matrix, and the initializer of its codes."""
     for node in nodes(model):
         matrix = constants.makers.get(node.input[1]) if node.op_type == PRODUCT else None
         if matrix is not None and matrix.op_type == RESTORING and (codes := constants.initializer(matrix.input[0])):
-            yield _rounding(codes, constants.makers.get(node.input[0]), constants)
+            yield node, codes
 
 
 def _rounding(codes: str, restoring: onnx.NodeProto | None, constants: Constants) -> ActivationRounding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +14,18 @@ from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors,
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.schemes import schemes
 
+RESTORING = "DequantizeLinear"
 
-def remove_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
+Known = Callable[[onnx.ModelProto, Constants], Container[str] | None]
+
+
+def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Container[str] | None = None) -> list[str]:
     """Removes the rounding of activations in place; returns the operators that did it, each once.
+
+    Args:
+        model: the graph.
+        constants: its constants.
+        known: values in a fixed range that may be replaced by what they are before they are rounded; None for all.
 
     Raises:
         UnsupportedInput: the rounding cannot be removed.
@@ -27,7 +36,8 @@ def remove_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
     for graph in graphs(model.graph):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
-            replacement = unrounded[node.op_type](node, constants) if node.op_type in unrounded else None
+            may = node.op_type != RESTORING or known is None or node.output[0] in known
+            replacement = unrounded[node.op_type](node, constants) if may and node.op_type in unrounded else None
             nodes += [node] if replacement is None else replacement
             if replacement is not None:
                 changed[node.op_type] = None
@@ -41,16 +51,21 @@ def remove_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
 
 
 @contextmanager
-def unrounded_copy(path: Path) -> Iterator[tuple[Path, list[str]]]:
+def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]:
     """Context with a copy of a graph without the rounding of activations, and the operators that round.
 
     If there are none, the result is the file itself, else a temporary copy with its external data.
+
+    Args:
+        path: the graph.
+        known: the argument of that name of `remove_rounding`, for the graph and its constants.
 
     Raises:
         UnsupportedInput: the rounding cannot be removed.
     """
     model = load_guarded(path)
-    changed = remove_rounding(model, Constants(model, path.parent))
+    constants = Constants(model, path.parent)
+    changed = remove_rounding(model, constants, known(model, constants))
     if not changed:
         yield path, changed
         return

@@ -6,11 +6,13 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.calibration_text import CalibrationText
@@ -30,7 +32,11 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import (
     check_limits,
     gate_of,
 )
-from llmconv.verify.other_exporters.quantized.activation_ranges import check_ranges, measured_extremes
+from llmconv.verify.other_exporters.quantized.activation_ranges import (
+    check_ranges,
+    measured_extremes,
+    ranged_activations,
+)
 from llmconv.verify.other_exporters.quantized.constants import Constants
 from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
@@ -57,6 +63,7 @@ class QuantizationOptions:
         codes: what the codes of the weights must be.
         smoothing: factors of norms and of matrices in the graphs.
         ranges: text on which ranges of activations were measured; None if the graphs contain none of llmconv.
+        own: llmconv wrote the graphs, which round activations in fixed ranges only if there is such a text.
     """
 
     text: Path | None = None
@@ -66,6 +73,16 @@ class QuantizationOptions:
     codes: ExpectedCodes = ExpectedCodes()
     smoothing: StoredSmoothing = StoredSmoothing()
     ranges: CalibrationText | None = None
+    own: bool = False
+
+    def removable(self, model: onnx.ModelProto, constants: Constants) -> Container[str] | None:
+        """The values in fixed ranges that are compared before they are rounded; None for all.
+
+        Those of llmconv's graphs whose ranges are checked on the text: any other pair of nodes must change nothing.
+        """
+        if not self.own:
+            return None
+        return ranged_activations(model, constants) if self.ranges is not None else ()
 
 
 def compare_quantized(
@@ -103,7 +120,7 @@ def compare_quantized(
         report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
         return eager, verified
     try:
-        copies = [stack.enter_context(unrounded_copy(file.path)) for file in files]
+        copies = [stack.enter_context(unrounded_copy(file.path, options.removable)) for file in files]
     except UnsupportedInput as error:
         yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified

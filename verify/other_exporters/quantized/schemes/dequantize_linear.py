@@ -22,6 +22,8 @@ from llmconv.verify.other_exporters.quantized.quantized_matrix import (
 )
 
 LOOKUPS = {"Gather"}
+PLACES = (("axis", 1), ("block_size", 0))
+"""Attributes that say which scale belongs to an element, and their default."""
 
 
 def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
@@ -59,11 +61,33 @@ def _scales_description(scales: Array, block: int) -> str:
 
 
 def _unrounded(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
-    """Replaces a rounded activation by the activation."""
+    """Replaces a rounded activation by the activation, if the pair of nodes is no more than a rounding."""
     maker = constants.makers.get(node.input[0])
     if maker is None or maker.op_type != "QuantizeLinear" or constants.array(maker.input[0]) is not None:
         return None
+    if not _is_inverse(maker, node, constants):
+        return None
     return [onnx.helper.make_node("Identity", [maker.input[0]], list(node.output), name=node.name)]
+
+
+def _is_inverse(rounding: onnx.NodeProto, restoring: onnx.NodeProto, constants: Constants) -> bool:
+    """Whether both nodes have the same constant scales, which are positive, and the same constant zero points."""
+    both = rounding, restoring
+    scales, zeros = (
+        [constants.array(name) if (name := input_name(node, at)) else None for node in both] for at in (1, 2)
+    )
+    if scales[0] is None or scales[1] is None or not (np.isfinite(scales[0]) & (scales[0] > 0)).all():
+        return False
+    if any(zero is None and input_name(node, 2) for node, zero in zip(both, zeros, strict=True)):
+        return False
+    places = [[attributes(node).get(name, default) for name, default in PLACES] for node in both]
+    return np.array_equal(scales[0], scales[1]) and _equal(*zeros) and places[0] == places[1]
+
+
+def _equal(zero: Array | None, other: Array | None) -> bool:
+    """Whether two zero points are the same; a missing one is 0."""
+    ours, theirs = (np.zeros(()) if one is None else one for one in (zero, other))
+    return bool(np.array_equal(ours, theirs) or not (ours.any() or theirs.any()))
 
 
 SCHEME = QuantizationScheme(frozenset({"DequantizeLinear"}), _read_matrix, {"DequantizeLinear": _unrounded})
