@@ -1,7 +1,8 @@
 """Time limits of onnxruntime: opening and running a graph are stopped after more time than its size can need.
 
 A graph file of a kilobyte can contain a loop of 2^60 iterations, or constants of a terabyte. The limits grow with the
-weights and the tokens, so that no real model is stopped even on a slow machine.
+weights and the tokens, so that no real model is stopped even on a slow machine. They are limits of CPU time, since other
+programs may hold the cores, and of `PATIENCE` times as much on the clock, since a device may compute.
 """
 
 from __future__ import annotations
@@ -30,8 +31,23 @@ BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
 PAIRS = 1e5
 """Pairs of tokens per second in attention, likewise."""
 
+PATIENCE = 10
+"""Times a limit on the clock, if the process got less CPU time than the limit."""
+
 POLL = 0.5
 IDLE_POLLS = 20
+
+
+class Deadline:
+    """The time after which a block is late: seconds on the clock, and of CPU time or `PATIENCE` times as many."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._clock, self._cpu = seconds, time.monotonic(), time.process_time()
+
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        passed, computed = time.monotonic() - self._clock, time.process_time() - self._cpu
+        return passed > self._seconds and (computed > self._seconds or passed > PATIENCE * self._seconds)
 
 
 class _Watchdog:
@@ -39,16 +55,16 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._running: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._running: dict[int, tuple[Deadline, Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def stopping(self, stop: Callable[[], None], seconds: float) -> Iterator[None]:
-        """Context that calls `stop` repeatedly after `seconds`."""
+        """Context that calls `stop` repeatedly after `seconds`, see `Deadline`."""
         number = next(self._numbers)
         with self._lock:
-            self._running[number] = time.monotonic() + seconds, stop
+            self._running[number] = Deadline(seconds), stop
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="llmconv-time-limit", daemon=True)
                 self._thread.start()
@@ -67,8 +83,7 @@ class _Watchdog:
                 if idle > IDLE_POLLS:
                     self._thread = None
                     return
-                now = time.monotonic()
-                late = [stop for end, stop in self._running.values() if end < now]
+                late = [stop for deadline, stop in self._running.values() if deadline.is_over()]
             for stop in late:
                 stop()
 

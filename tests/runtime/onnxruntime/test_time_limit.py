@@ -45,6 +45,14 @@ def test_functions_of_a_reasonable_size_run(tmp_path: Path) -> None:
     assert graph.run(TOKENS, TOKENS, TOKENS).logits.tolist() == [[2.0**64, 2.0**64]]
 
 
+def test_time_that_other_programs_take_counts_a_tenth() -> None:
+    deadline = time_limit.Deadline(0.1)
+    time.sleep(0.2)
+    assert not deadline.is_over()
+    time.sleep(0.1 * time_limit.PATIENCE)
+    assert deadline.is_over()
+
+
 def test_opening_a_graph_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limit, "POLL", 0.05)
     with pytest.raises(MalformedInput, match="cannot be opened: it was stopped"):
