@@ -1,8 +1,8 @@
 """Time limits of onnxruntime: opening and running a graph are stopped after more time than its size can need.
 
 A graph file of a kilobyte can contain a loop of 2^60 iterations, or constants of a terabyte. The limits grow with the
-weights and the tokens, so that no real model is stopped even on a slow machine. They are limits of CPU time, since other
-programs may hold the cores, and of `PATIENCE` times as much on the clock, since a device may compute.
+weights and the tokens, so that no real model is stopped even on a slow machine. They are limits of CPU time, since
+other programs may hold the cores, and of `PATIENCE` times as much on the clock, since a device may compute.
 """
 
 from __future__ import annotations
