@@ -12,6 +12,7 @@ import numpy as np
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE, block_codes, block_scales, block_values, pack
+from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 CODES, SCALES, ZEROS, ORDER = ".codes", ".scales", ".zeros", ".order"
@@ -57,7 +58,7 @@ class QuantizedTensor:
         self._outer, self._columns = (*stack, rows), columns
         padding = -importance.shape[-1] % form.size
         self._importance = np.pad(importance, [(0, 0)] * (importance.ndim - 1) + [(0, padding)])
-        self._kept: tuple[Array, Array, Array] | None = None
+        self._kept: tuple[Array, Array, Array, Array] | None = None
         self._lock = threading.Lock()
 
     def tensors(self) -> dict[str, LazyTensor]:
@@ -88,6 +89,7 @@ class QuantizedTensor:
             scales, zeros = self._chosen(first, last, weights)
             made = block_codes(weights, scales.astype(np.float32), zeros, self.form)
             codes[first - start : last - start] = made.reshape(last - first, blocks, -1)
+        self._require_kept()
         return codes.reshape(stop - start, *self._outer[1:], -1, self.form.block_bytes)
 
     def _zeros(self, start: int, stop: int) -> Array:
@@ -96,6 +98,7 @@ class QuantizedTensor:
 
     def _scales(self, start: int, stop: int) -> Array:
         scales = self._chosen(start, stop)[0]
+        self._require_kept()
         if stop == self._outer[0]:
             with self._lock:
                 self._kept = None
@@ -136,15 +139,23 @@ class QuantizedTensor:
             if self._kept is None:
                 size = self._outer[0]
                 scales = np.empty((size, blocks), self._scale_dtype.numpy)
-                self._kept = scales, np.empty((size, blocks), np.uint8), np.zeros(size, bool)
-            scales, zeros, known = self._kept
+                zeros = np.empty((size, blocks), np.uint8)
+                self._kept = scales, zeros, np.zeros((size, 2)), np.zeros(size, bool)
+            scales, zeros, squares, known = self._kept
         for first, last in [(start, stop)] if weights is not None else self._parts(start, stop):
             if not known[first:last].all():  # or another thread is about to choose them
                 chosen, points = self._search(first, last, self._blocks(first, last) if weights is None else weights)
                 scales[first:last] = stored_scales(chosen, self._scale_dtype, self._name).reshape(-1, blocks)
+                squares[first:last] = squares_lost(chosen.reshape(-1, blocks), scales[first:last])
                 zeros[first:last] = points.reshape(-1, blocks)
                 known[first:last] = True
         return scales[start:stop].reshape(-1), zeros[start:stop].reshape(-1)
+
+    def _require_kept(self) -> None:
+        """Checks the scales as soon as all are chosen."""
+        kept = self._kept
+        if kept and kept[3].all():
+            require_kept(kept[2], self._scale_dtype, self._name)
 
     def _search(self, start: int, stop: int, weights: Array) -> tuple[Array, Array]:
         """Scales and zero points; each matrix of a stack has an importance of its own."""
@@ -153,27 +164,6 @@ class QuantizedTensor:
         matrices = zip(np.split(weights, stop - start), self._importance[start:stop], strict=True)
         scales, zeros = zip(*(block_scales(one, self.form, factors) for one, factors in matrices), strict=True)
         return np.concatenate(scales), np.concatenate(zeros)
-
-
-def stored_scales(scales: Array, dtype: DType, name: str) -> Array:
-    """Scales in the type that they are stored in.
-
-    Args:
-        scales: float32.
-        dtype: that type.
-        name: of the weight, for messages.
-
-    Raises:
-        InputRefused: a scale is too large for the type.
-    """
-    with np.errstate(over="ignore"):
-        stored: Array = scales.astype(dtype.numpy)
-    if not np.isfinite(stored.astype(np.float32)).all():
-        raise InputRefused(
-            f"a scale of `{name}` is too large for {dtype.name}",
-            hint="give `--precision bfloat16` or float32, or leave the weight as it is: `--quant-exclude`",
-        )
-    return stored
 
 
 def widened(rows: Array) -> Array:

@@ -9,7 +9,8 @@ import numpy as np
 
 from llmconv.export.quantization.block_format import BITS, BlockFormat
 from llmconv.export.quantization.block_rounding import pack
-from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS, stored_scales
+from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
+from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import tiled
@@ -52,7 +53,10 @@ class RepackedWeight:
             made[ZEROS] = LazyTensor(BY_NAME["uint8"], (*outer, form.zero_bytes(columns)), self._zeros)
 
         def scales(start: int, stop: int) -> Array:
-            return stored_scales(self.integers.scales(start, stop)[..., self._block_groups], dtype, name)
+            if start == 0 and dtype != self.integers.scale_dtype:
+                whole = self.integers.scales(0, outer[0])
+                require_kept(squares_lost(whole, stored_scales(whole, dtype, name, kept=True)), dtype, name, kept=True)
+            return stored_scales(self.integers.scales(start, stop)[..., self._block_groups], dtype, name, kept=True)
 
         made[SCALES] = LazyTensor(dtype, (*outer, blocks), scales)
         if self.order is not None:
@@ -60,12 +64,17 @@ class RepackedWeight:
         return {name + suffix: tensor for suffix, tensor in made.items()}
 
     def in_file(self, name: str) -> dict[str, FileTensor] | None:
-        """The same tensors over the checkpoint's own bytes; None if those differ."""
+        """The same tensors over the checkpoint's own bytes; None if those differ.
+
+        Raises:
+            MalformedInput: scales that are not finite, or so large that values are not.
+        """
         known, form = self.integers.in_file, self.form
         rows, columns = self.integers.shape[-2:]
         fits = form.bits == self.integers.bits and columns % form.size == 0 and self.order is None
         if not known or not fits or known[1].shape[-1] != form.blocks(columns):
             return None
+        self.integers.scales(0, rows)  # graphs map them unread
         shape = rows, form.blocks(columns), form.block_bytes
         codes = FileTensor(known[0].path, known[0].offset, BY_NAME["uint8"], shape, known[0].record)
         return {name + CODES: codes, name + SCALES: known[1]}

@@ -21,9 +21,9 @@ from llmconv.export.node_editor import NodeEditor, producer, remove_unused
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.calibration import as_matrix, input_types, label_of, open_piece, start_values
 from llmconv.export.quantization.error_feedback import inverse_factor, rounded_with_feedback
-from llmconv.export.quantization.quantized_tensor import stored_scales
 from llmconv.export.quantization.rounded_codes import RoundedCodes, Scratch
 from llmconv.export.quantization.selection import QuantizedWeight, product_layout
+from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, leaves
@@ -265,9 +265,15 @@ class _SequentialRun:
         matrix = self._matrix(product)
         padded = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % form.size)))
         dtype = weight.scale_dtype
-        codes, scales, zeros = rounded_with_feedback(
-            padded, factor, importance, form, lambda chosen: stored_scales(chosen, dtype, name).astype(np.float32)
-        )
+        squares: list[Array] = []
+
+        def stored(chosen: Array) -> Array:
+            found = stored_scales(chosen, dtype, name)
+            squares.append(squares_lost(chosen[:, None], found[:, None]))
+            return found.astype(np.float32)
+
+        codes, scales, zeros = rounded_with_feedback(padded, factor, importance, form, stored)
+        require_kept(np.concatenate(squares), dtype, name)
         if name not in self.codes:
             stack = product.rows.stored[:1] if product.rows.single else ()
             self.codes[name] = self._scratch.codes((*stack, len(matrix)), matrix.shape[1], form, dtype)

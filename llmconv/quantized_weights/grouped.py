@@ -11,7 +11,7 @@ import numpy as np
 
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.quantized_weights.integer_codes import IntegerCodes
-from llmconv.quantized_weights.packed_weight import PackedWeight, finite, tiled
+from llmconv.quantized_weights.packed_weight import PackedWeight, bounded, finite, tiled
 from llmconv.tensors import Array, LazyTensor
 from llmconv.transpose import transposed
 
@@ -88,7 +88,7 @@ class GroupedWeight(PackedWeight):
             self.levels.bit_length() - 1,
             self.groups,
             self.codes,
-            lambda start, stop: self._finite_scales(start, stop),
+            lambda start, stop: bounded(self._finite_scales(start, stop), self.levels - 1, self.name),
             self.read_zeros,
             scales.dtype,
             in_file=in_file if plain else None,

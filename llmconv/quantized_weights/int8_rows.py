@@ -18,6 +18,7 @@ from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     PackedWeight,
+    bounded,
     finite,
     part,
     peaks_of,
@@ -56,7 +57,7 @@ class Int8Rows(PackedWeight):
 
         def scales(start: int, stop: int) -> Array:
             stored = finite(self.parts[self.scales].rows(start, stop), self.scales)
-            return (stored * STEP)[:, np.newaxis]
+            return (bounded(stored, 128, self.name) * STEP)[:, np.newaxis]  # codes come first in `values`
 
         codes = unsigned(self.parts[self.name])
         return IntegerCodes(self.shape, 8, np.zeros(self.shape[1], np.int64), codes.rows, scales, None, FLOAT32)

@@ -17,6 +17,7 @@ from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 FLOAT32 = BY_NAME["float32"]
+INFINITE = "has scales so large that its values are infinite"
 TILE_ELEMENTS = 1 << 18
 """Values computed at once: a megabyte in float32, which fits into the cache."""
 
@@ -61,7 +62,7 @@ class PackedWeight(ABC):
             with np.errstate(over="raise"):
                 return self.values(start, stop)
         except FloatingPointError:
-            refuse(self.name, "has scales so large that its values are infinite")
+            refuse(self.name, INFINITE)
 
 
 def with_recent_rows(tensor: LazyTensor) -> LazyTensor:
@@ -146,6 +147,40 @@ def finite(scales: Array, name: str) -> Array:
     if not np.isfinite(wide).all():
         refuse(name, "has a scale that is not finite")
     return wide
+
+
+def bounded(scales: Array, largest: int, name: str) -> Array:
+    """Finite scales float32, as they are.
+
+    Args:
+        scales: float32.
+        largest: magnitude of the largest integer that they are multiplied with.
+        name: of the weight, for messages.
+
+    Raises:
+        MalformedInput: a product is not finite.
+    """
+    with np.errstate(over="ignore"):
+        reach = np.abs(scales).max(initial=0) * np.float32(largest)
+    if not np.isfinite(reach):
+        refuse(name, INFINITE)
+    return scales
+
+
+def require_middle(zeros: Array, middle: int, name: str) -> Array:
+    """Zero points, as they are.
+
+    Args:
+        zeros: of a weight that its `quantization_config` calls symmetric.
+        middle: the zero point of symmetric codes.
+        name: of their tensor, for messages.
+
+    Raises:
+        MalformedInput: another zero point.
+    """
+    if (zeros != middle).any():
+        refuse(name, f"has zero points other than {middle}, and the `quantization_config` says they are symmetric")
+    return zeros
 
 
 def require(tensor: LazyTensor, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> LazyTensor:

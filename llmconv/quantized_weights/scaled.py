@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from llmconv.errors import MalformedInput
 from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     TILE_ELEMENTS,
     PackedWeight,
+    bounded,
     finite,
     part,
     refuse,
@@ -70,7 +72,7 @@ class ScaledWeight(PackedWeight):
             return None
 
         def scales(start: int, stop: int) -> Array:
-            return self.grid[np.arange(start, stop) // self.block[0]]
+            return bounded(self.grid[np.arange(start, stop) // self.block[0]], 128, self.name)
 
         groups = np.arange(self.shape[1]) // self.block[1]
         return IntegerCodes(self.shape, 8, groups, unsigned(codes).rows, scales, None, FLOAT32)
@@ -211,7 +213,8 @@ def open_scaled(
     if found is None or 0 in shape:
         of_block = f" in blocks of {list(block)}" if block else ""
         refuse(scales, f"has shape {list(grid.shape)}, which fits no weight of shape {list(shape)}{of_block}")
-    return ScaledWeight(name, {name: codes, scales: grid}, shape, name, scales, found)
+    inside = min(found[0], shape[-2]), min(found[1], shape[-1])
+    return ScaledWeight(name, {name: codes, scales: grid}, shape, name, scales, inside)
 
 
 def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -224,3 +227,19 @@ def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, i
     if grid in ((*stack, rows), (*stack, rows, 1)):
         return 1, columns
     return None
+
+
+def block_size(given: Any) -> tuple[int, int] | None:
+    """`weight_block_size` or `block_structure` as rows and columns.
+
+    Raises:
+        MalformedInput: not a pair of positive numbers.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
+        raise MalformedInput(
+            f"the model's `weight_block_size` is {str(given)[:80]}",
+            hint="it is a pair of numbers such as [128, 128]; repair the `config.json`",
+        )
+    return given[0], given[1]

@@ -13,9 +13,10 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.column_groups import group_size, groups_in_order
 from llmconv.quantized_weights.grouped import GroupedWeight, Packing
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import part, refuse, require
+from llmconv.quantized_weights.packed_weight import part, refuse, require, require_middle
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES = ".qweight", ".qzeros", ".scales"
@@ -30,9 +31,10 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
         MalformedInput: missing, unexpected or mismatched parts.
         UnsupportedInput: another layout than `gemm`, or other bits than four.
     """
-    _require_gemm(checkpoint.config["quantization_config"])
+    config = checkpoint.config["quantization_config"]
+    _require_gemm(config)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
-    weights = {f"{stem}.weight": _open(checkpoint, stem) for stem in found}
+    weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
     for name in checkpoint:
         if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
             refuse(name, "does not belong to a quantized weight")
@@ -41,6 +43,8 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
 
 def _require_gemm(config: Mapping[str, Any]) -> None:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
+    if config.get("backend") == "llm-awq":  # its layout counts, whatever the version says
+        version = "llm-awq"
     bits = config.get("bits", config.get("w_bit", BITS))
     if version != "gemm" or bits != BITS:
         raise UnsupportedInput(
@@ -49,21 +53,19 @@ def _require_gemm(config: Mapping[str, Any]) -> None:
         )
 
 
-def _open(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
+def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any]) -> GroupedWeight:
     name = stem + WORDS
     names = [stem + end for end in (WORDS, ZEROS, SCALES)]
     words, zeros, scales = (part(tensors, each, name) for each in names)
     if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
         refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are not matrices")
     inputs, outputs, height = words.shape[0], words.shape[1] * PER_WORD, scales.shape[0]
-    if inputs % height:
-        refuse(stem + SCALES, f"has {height} groups, which do not divide {inputs} inputs")
     require(words, name, words.shape, ("int32",))
     require(scales, stem + SCALES, (height, outputs), ("float16", "bfloat16", "float32"))
     require(zeros, stem + ZEROS, (height, words.shape[1]), ("int32",))
 
     parts = {each: tensors[each] for each in names}
-    groups = np.arange(inputs) // (inputs // height)
+    groups = groups_in_order(stem + SCALES, inputs, height, group_size(config, "group_size", "q_group_size"))
     return GroupedWeight(
         f"{stem}.weight",
         parts,
@@ -71,11 +73,16 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
         name,
         stem + SCALES,
         lambda: scales.read().T,
-        lambda: unpack_outputs(zeros.read().T),
+        lambda: _checked(config, unpack_outputs(zeros.read().T), stem),
         groups,
         Packing(PER_WORD, unpack_outputs, pack_outputs),
         1 << BITS,
     )
+
+
+def _checked(config: Mapping[str, Any], zeros: Array, stem: str) -> Array:
+    """Zero points; without `zero_point` they are the middle code."""
+    return require_middle(zeros, 1 << (BITS - 1), stem + ZEROS) if config.get("zero_point") is False else zeros
 
 
 def unpack_outputs(words: Array) -> Array:

@@ -8,20 +8,20 @@ and zero points are stored plus half their range.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.column_groups import WHOLE_ROW, groups_in_order
 from llmconv.quantized_weights.grouped import GroupedWeight, Packing
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS, block_size
+from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
 from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
-from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require
+from llmconv.quantized_weights.packed_weight import PackedWeight, part, refuse, require, require_middle
 from llmconv.quantized_weights.scaled import LARGEST, ScaledWeight, open_scaled
+from llmconv.quantized_weights.weight_schemes import WeightScheme, WeightSchemes, groups_of
 from llmconv.tensors import Array, LazyTensor
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision")
@@ -29,41 +29,33 @@ WORDS, SCALES, ZEROS, GROUPS, SHAPE = (
     f".weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
 )
 
+NOT_READ = {"transform_config": "config_groups", "sparsity_config": "format", "moe_sparsity_config": "format"}
+"""Fields that change what the weights mean, and the field in them that says how: not at all if empty or `dense`."""
+
 
 def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights of a checkpoint.
 
     Raises:
         MalformedInput: missing, unexpected or mismatched parts.
-        UnsupportedInput: another format.
+        UnsupportedInput: another format, or a field that changes the function and is not read.
     """
     config = checkpoint.config["quantization_config"]
-    schemes = list(_schemes(config))
-    for name in {str(scheme.get("format")) for scheme in (config, *schemes) if scheme.get("format")}:
+    for name in {str(scheme.get("format")) for scheme in (config, *groups_of(config)) if scheme.get("format")}:
         _require_known(name)
-    blocks = [weights["block_structure"] for weights in map(_weights, schemes) if "block_structure" in weights]
-    block = block_size(blocks[0] if blocks else None)
+    _require_read(config)
+    schemes = WeightSchemes(config)
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
         if name.endswith(WORDS):
             stem = name.removesuffix(WORDS)
-            weights[f"{stem}.weight"] = _open_packed(checkpoint, stem)
+            weights[f"{stem}.weight"] = _open_packed(checkpoint, stem, schemes.of(stem))
         elif name.endswith(".weight") and tensor.dtype.name in LARGEST:
-            weights[name] = _open_codes(checkpoint, name, block)
+            weights[name] = _open_codes(checkpoint, name, schemes.of(name.removesuffix(".weight")))
     for name in checkpoint:
         if name.endswith((SCALES, ZEROS, GROUPS, SHAPE)) and f"{name.rpartition('.')[0]}.weight" not in weights:
             refuse(name, "does not belong to a quantized weight")
     return weights
-
-
-def _schemes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    groups = config.get("config_groups")
-    yield from (group for group in (groups.values() if isinstance(groups, dict) else ()) if isinstance(group, dict))
-
-
-def _weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = scheme.get("weights")
-    return {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
 
 
 def _require_known(name: str) -> None:
@@ -74,34 +66,60 @@ def _require_known(name: str) -> None:
         )
 
 
-def _open_codes(tensors: Mapping[str, LazyTensor], name: str, block: tuple[int, int] | None) -> ScaledWeight:
+def _require_read(config: Mapping[str, Any]) -> None:
+    """Refuses fields that change the function and are not read."""
+    for name, kind in NOT_READ.items():
+        field = config.get(name)
+        content = field.get(kind, field) if isinstance(field, Mapping) else field
+        if content and content != "dense":
+            raise UnsupportedInput(
+                f"the model is stored by compressed-tensors with a `{name}`, which is not supported",
+                hint="take the model it was quantized from",
+            )
+
+
+def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightScheme) -> ScaledWeight:
     """A weight of one code per element."""
-    stem = name.removesuffix(".weight")
+    stem, codes = name.removesuffix(".weight"), tensors[name]
     if stem + ZEROS in tensors:
         raise UnsupportedInput(f"`{name}` has zero points and no packed codes", hint="take the unquantized model")
-    scales, shape = part(tensors, stem + SCALES, name), tensors[name].shape
-    groups = scales.shape[1] if len(scales.shape) == 2 and scales.shape[:1] == shape[:1] else 0
-    if block is None and groups > 1 and shape[-1] % groups == 0:
-        block = (1, shape[-1] // groups)
-    return open_scaled(tensors, name, stem + SCALES, block)
+    _require_zeros(tensors, stem, scheme)
+    if scheme.kind != ("int" if codes.dtype.name == "int8" else "float") or scheme.bits > 8:
+        refuse(name, f"is stored as {codes.dtype.name}, the `config_groups` say {scheme.kind} of {scheme.bits} bits")
+    block = (1, scheme.group) if scheme.group and scheme.group != WHOLE_ROW else scheme.block
+    if block and stem + GROUPS in tensors:
+        raise UnsupportedInput(
+            f"`{name}` has groups in another order and no packed codes", hint="take the unquantized model"
+        )
+    weight = open_scaled(tensors, name, stem + SCALES, block)
+    if block and weight.block != (min(block[0], codes.shape[-2]), min(block[1], codes.shape[-1])):
+        refuse(
+            stem + SCALES, f"has shape {list(tensors[stem + SCALES].shape)}, not one scale per block of {list(block)}"
+        )
+    return weight
 
 
-def _open_packed(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
+def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> GroupedWeight:
     """A weight of packed integers."""
-    name = stem + WORDS
+    name, bits = stem + WORDS, scheme.bits
     words, scales = tensors[name], part(tensors, stem + SCALES, name)
     shape = _shape(part(tensors, stem + SHAPE, name), stem + SHAPE)
-    bits = next((bits for bits in WIDTHS if words.shape == (shape[0], -(-shape[1] * bits // 32))), 0)
-    if not bits or len(scales.shape) != 2 or 0 in scales.shape or shape[1] % scales.shape[1]:
-        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)} for a weight of {list(shape)}")
-    require(words, name, words.shape, ("int32",))
+    if bits not in WIDTHS or scheme.kind != "int" or scheme.block:
+        raise UnsupportedInput(
+            f"`{name}` is packed {scheme.kind} of {bits} bits{' in blocks' if scheme.block else ''}",
+            hint=f"supported: int of {', '.join(map(str, WIDTHS))} bits in groups; take the unquantized model",
+        )
+    require(words, name, (shape[0], -(-shape[1] * bits // 32)), ("int32",))
+    if len(scales.shape) != 2:
+        refuse(stem + SCALES, f"has shape {list(scales.shape)}, which is not a matrix")
     require(scales, stem + SCALES, (shape[0], scales.shape[1]), ("float16", "bfloat16", "float32"))
+    _require_zeros(tensors, stem, scheme)
     zeros = tensors.get(stem + ZEROS)
     if zeros is not None:
         require(zeros, stem + ZEROS, (-(-shape[0] * bits // 32), scales.shape[1]), ("int32",))
 
     parts = {stem + end: tensors[stem + end] for end in (WORDS, SCALES, SHAPE, ZEROS, GROUPS) if stem + end in tensors}
-    groups = _groups(tensors, stem, shape[1], scales.shape[1])
+    groups = _groups(tensors, stem, shape[1], scales.shape[1], scheme)
     return GroupedWeight(
         f"{stem}.weight",
         parts,
@@ -109,11 +127,16 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
         name,
         stem + SCALES,
         scales.read,
-        partial(_zero_points, zeros, bits, shape[0]) if zeros is not None else None,
+        partial(_zero_points, zeros, stem + ZEROS, shape[0], scheme) if zeros is not None else None,
         groups,
         Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[1]), inputs_first=False),
         1 << bits,
     )
+
+
+def _require_zeros(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> None:
+    if not scheme.symmetric:
+        part(tensors, stem + ZEROS, f"{stem}.weight")
 
 
 def _shape(tensor: LazyTensor, name: str) -> tuple[int, int]:
@@ -123,18 +146,26 @@ def _shape(tensor: LazyTensor, name: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, count: int) -> Array:
+def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, count: int, scheme: WeightScheme) -> Array:
+    """The group of every input; an index of -1 says that they are in order."""
+    size = WHOLE_ROW if scheme.group is None else scheme.group
+    in_order = groups_in_order(stem + SCALES, inputs, count, size)
+    if scheme.indexed and count > 1:
+        part(tensors, stem + GROUPS, stem + WORDS)
     if stem + GROUPS not in tensors:
-        return np.arange(inputs) // (inputs // count)
+        return in_order
     groups = require(tensors[stem + GROUPS], stem + GROUPS, (inputs,), ("int32", "int64")).read()
+    if (groups == -1).all():
+        return in_order
     if groups.min() < 0 or groups.max() >= count:
         refuse(stem + GROUPS, f"names group {groups.max()}, there are {count}")
     return groups
 
 
-def _zero_points(zeros: LazyTensor, bits: int, outputs: int) -> Array:
+def _zero_points(zeros: LazyTensor, name: str, outputs: int, scheme: WeightScheme) -> Array:
     """The zero points, out×groups."""
-    return unpack(zeros.read().T, bits)[:, :outputs].T
+    found = unpack(zeros.read().T, scheme.bits)[:, :outputs].T
+    return require_middle(found, 1 << (scheme.bits - 1), name) if scheme.symmetric else found
 
 
 METHOD = QuantizationMethod(

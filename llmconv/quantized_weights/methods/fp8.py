@@ -8,13 +8,11 @@ the code is multiplied; blocks of `weight_block_size` (rows, columns), those at 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import MalformedInput
 from llmconv.quantized_weights.methods import QuantizationMethod
 from llmconv.quantized_weights.packed_weight import refuse
-from llmconv.quantized_weights.scaled import ScaledWeight, open_scaled
+from llmconv.quantized_weights.scaled import ScaledWeight, block_size, open_scaled
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale", "q_scale", "output_scale")
@@ -37,22 +35,6 @@ def open_fp8(checkpoint: Checkpoint) -> Mapping[str, ScaledWeight]:
         if name.endswith((".weight_scale_inv", ".weight_scale")) and name.rpartition("_scale")[0] not in weights:
             refuse(name, "is a scale of no float8 weight")
     return weights
-
-
-def block_size(given: Any) -> tuple[int, int] | None:
-    """`weight_block_size` as rows and columns.
-
-    Raises:
-        MalformedInput: not a pair of positive numbers.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
-        raise MalformedInput(
-            f"the model's `weight_block_size` is {str(given)[:80]}",
-            hint="it is a pair of numbers such as [128, 128]; repair the `config.json`",
-        )
-    return given[0], given[1]
 
 
 METHOD = QuantizationMethod("fp8", open_fp8, ACTIVATIONS)

@@ -2,7 +2,8 @@
 
 Layout (`auto_gptq/nn_modules/qlinear`, `gptqmodel/nn_modules/qlinear`): `qweight` int32 (in·bits/32)×out, the codes of
 an output one below the other; `qzeros` int32 groups×(out·bits/32); `scales` groups×out; `g_idx` each input's group.
-In the format `gptq` the zero points are stored less one, in `gptq_v2` as they are.
+In the format `gptq` the zero points are stored less one, in `gptq_v2` as they are. `dynamic` has other bits and groups
+for some modules, by regular expressions; what they are follows from the shapes and `g_idx`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
+from llmconv.quantized_weights.column_groups import group_size, groups_in_order, require_count
 from llmconv.quantized_weights.grouped import GroupedWeight, Packing
 from llmconv.quantized_weights.methods import QuantizationMethod
 from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
-from llmconv.quantized_weights.packed_weight import part, refuse, require
+from llmconv.quantized_weights.packed_weight import part, refuse, require, require_middle
 from llmconv.tensors import Array, LazyTensor
 
 WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
 SCALE_TYPES = ("float16", "bfloat16", "float32")
 FORMATS = {"gptq": True, "gptq_v2": False}
 """Whether the zero points of a `checkpoint_format` are stored less one."""
+
+READ = {"pack_dtype": "int32", "adapter": None}
+"""The only value of a field that is read."""
 
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """A one in every field of a word. GPTQModel adds it to whole words, which undoes what it subtracted from them, carries
@@ -40,6 +45,7 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     """
     config = checkpoint.config["quantization_config"]
     less_one = _format(config)
+    _require_read(config)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
     weights = {f"{stem}.weight": _open(checkpoint, stem, config, less_one) for stem in found}
     for name in checkpoint:
@@ -58,6 +64,16 @@ def _format(config: Mapping[str, Any]) -> bool:
     return FORMATS[name]
 
 
+def _require_read(config: Mapping[str, Any]) -> None:
+    """Refuses fields that change what the tensors mean."""
+    for name, read in READ.items():
+        if config.get(name) not in (None, {}, read):
+            raise UnsupportedInput(
+                f"the model is GPTQ with `{name}` {str(config[name])[:40]}, which is not supported",
+                hint="save it with words of int32 and without adapters, or take the model it was quantized from",
+            )
+
+
 def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], less_one: bool) -> GroupedWeight:
     """The weight of the module `stem`; its bits follow from the shapes, since they may differ between modules."""
     name = stem + WORDS
@@ -72,7 +88,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     require(scales, stem + SCALES, (height, outputs), SCALE_TYPES)
     require(zeros, stem + ZEROS, (height, -(-outputs * bits // 32)), ("int32",))
     parts = {each: tensors[each] for each in (*names, stem + GROUPS) if each in tensors}
-    groups = _groups(tensors, stem, inputs, height)
+    groups = _groups(tensors, stem, config, inputs, height)
 
     return GroupedWeight(
         f"{stem}.weight",
@@ -81,7 +97,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         name,
         stem + SCALES,
         lambda: scales.read().T,
-        lambda: zero_points(zeros.read(), bits, less_one)[:, :outputs].T,
+        lambda: _checked(config, zero_points(zeros.read(), bits, less_one)[:, :outputs].T, bits, stem),
         groups,
         Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0])),
         1 << bits,
@@ -90,6 +106,8 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
 
 def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], words: LazyTensor) -> int:
     bits = config.get("bits")
+    if config.get("dynamic"):
+        part(tensors, stem + GROUPS, stem + WORDS)
     if (config.get("dynamic") or bits is None) and stem + GROUPS in tensors:
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
@@ -100,14 +118,24 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     return bits
 
 
-def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, height: int) -> Array:
-    """The group of every input; without `g_idx` they are equally large, in order."""
+def _groups(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], inputs: int, height: int) -> Array:
+    """The group of every input; without `g_idx` they are in order, unless the config says otherwise."""
+    size = None if config.get("dynamic") else group_size(config, "group_size")
     if stem + GROUPS not in tensors:
-        return np.arange(inputs) // -(-inputs // height)
+        if height > 1 and config.get("desc_act"):
+            part(tensors, stem + GROUPS, stem + WORDS)
+        return groups_in_order(stem + SCALES, inputs, height, size)
+    require_count(stem + SCALES, inputs, height, size)
     groups = require(tensors[stem + GROUPS], stem + GROUPS, (inputs,), ("int32", "int64")).read()
     if groups.min() < -height or groups.max() >= height:
         refuse(stem + GROUPS, f"names group {groups.max()}, there are {height}")
     return groups % height
+
+
+def _checked(config: Mapping[str, Any], zeros: Array, bits: int, stem: str) -> Array:
+    """Zero points; those of `sym` are the middle code, which some kernels assume without reading them."""
+    symmetric = config.get("sym") is True and not config.get("dynamic")
+    return require_middle(zeros, 1 << (bits - 1), stem + ZEROS) if symmetric else zeros
 
 
 def zero_points(words: Array, bits: int, less_one: bool) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import FLOAT32, PackedWeight, finite, part, refuse, require
+from llmconv.quantized_weights.packed_weight import FLOAT32, PackedWeight, bounded, finite, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -27,6 +27,9 @@ BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
 DOUBLED = (2 * TABLE + 128).astype(np.uint8)
 """Twice the values of the codes, as integers above 128."""
+
+LARGEST = 12
+"""Twice the largest value of a code."""
 
 BLOCK, BIAS = 32, 127
 
@@ -52,7 +55,8 @@ class Mxfp4Experts(PackedWeight):
             return DOUBLED[pairs].reshape(*packed.shape[:2], -1)
 
         def scales(start: int, stop: int) -> Array:
-            return finite(np.ldexp(np.float32(0.5), self._exponents(start, stop)), self.name + SCALES)
+            found = finite(np.ldexp(np.float32(0.5), self._exponents(start, stop)), self.name + SCALES)
+            return bounded(found, LARGEST, self.name)
 
         experts, inputs, outputs = self.shape
         groups = np.arange(inputs) // BLOCK

@@ -102,3 +102,32 @@ def test_a_scale_beyond_float16_is_refused() -> None:
     tensor = QuantizedTensor("w", lazy(MATRIX * np.float32(1e6)), FORM, scale_dtype=BY_NAME["float16"])
     with pytest.raises(InputRefused, match="a scale of `w` is too large for float16"):
         whole(tensor)
+
+
+def test_scales_that_vanish_in_float16_are_refused_with_a_hint() -> None:
+    tensor = QuantizedTensor("w", lazy(MATRIX * np.float32(1e-7)), FORM, scale_dtype=BY_NAME["float16"])
+    with pytest.raises(InputRefused, match="the scales of `w` are too small for float16") as error:
+        whole(tensor)
+    assert "`--precision bfloat16` or float32" in error.value.hint
+    assert whole(QuantizedTensor("w", lazy(MATRIX * np.float32(1e-7)), FORM, scale_dtype=BY_NAME["bfloat16"]))
+
+
+@pytest.mark.parametrize("form", [FORM, BlockFormat(bits=8, symmetric=True)])
+def test_a_few_rows_may_vanish_among_larger_ones(form: BlockFormat) -> None:
+    """As the rows of tokens that a model was never trained on."""
+    few = MATRIX.copy()
+    few[7:] *= np.float32(1e-20)
+    assert whole(QuantizedTensor("w", lazy(few), form, scale_dtype=BY_NAME["float16"]))
+
+
+def test_zeros_have_scales_of_any_type() -> None:
+    assert not whole(QuantizedTensor("w", lazy(MATRIX * 0), FORM, scale_dtype=BY_NAME["float16"]))["w.scales"].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_range_beyond_float32_has_no_hint_of_a_wider_type(dtype: str) -> None:
+    huge = MATRIX.copy()
+    huge[3, 4:6] = 3.4e38, -3.4e38
+    with pytest.raises(InputRefused, match=f"a scale of `w` is too large for {dtype}") as error:
+        whole(QuantizedTensor("w", lazy(huge), FORM, scale_dtype=BY_NAME[dtype]))
+    assert error.value.hint == "leave the weight as it is: `--quant-exclude`"

@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -20,12 +22,13 @@ from llmconv.export import export
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.repacked_weight import repacked
 from llmconv.export.quantization.stored_formats import StoredFormats
+from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import PackedWeight
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
-from llmconv.tensors import Array
+from llmconv.tensors import BY_NAME, Array
 from llmconv.verify import verify
 from tests.builders.prefix_models import save_adapter
-from tests.builders.quantized_models import BASES, FOLDER, changed, stored
+from tests.builders.quantized_models import BASES, FOLDER, changed, groups, stored, without_indices
 from tests.builders.safetensors import change_tensor
 from tools.tiny_models import depth, save_tiny
 
@@ -160,7 +163,7 @@ def test_scales_may_be_rounded_to_the_precision_of_the_graph(precision: str, tmp
 def symmetric(changed: Callable[..., Path]) -> Path:
     """Genuine packed 4-bit codes of compressed-tensors, without their zero points."""
     zeros = [name for name in stored(FOLDER / "ct_pack_4bit") if name.endswith("zero_point")]
-    return changed("ct_pack_4bit", dict.fromkeys(zeros))
+    return changed("ct_pack_4bit", dict.fromkeys(zeros), config_groups=groups(symmetric=True))
 
 
 def test_packed_codes_of_compressed_tensors_are_mapped_as_they_lie(symmetric: Path) -> None:
@@ -239,3 +242,106 @@ def test_a_soft_prompt_is_refused_because_its_keys_need_float_weights(
     adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PromptTuning")
     with pytest.raises(UnsupportedInput, match="soft prompt cannot be computed, because .* is quantized"):
         export(FOLDER / "gptq_4bit_sym", tmp_path / "out", prefix=adapter)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(96, 64), (576, 128), (176, 128)])
+@pytest.mark.parametrize("accuracy", [0, 4])
+def test_a_partial_last_group_is_multiplied_as_computed_plainly(columns: int, size: int, accuracy: int) -> None:
+    random, groups_ = np.random.default_rng(0), np.arange(columns) // size
+    codes, scales = random.integers(0, 16, (24, columns), dtype=np.uint8), random.random((24, groups_[-1] + 1), "f4")
+    zeros = random.integers(0, 16, scales.shape, dtype=np.uint8)
+    dtype = BY_NAME["float32"]
+    found = repacked(
+        IntegerCodes(codes.shape, 4, groups_, lambda a, b: codes[a:b], lambda a, b: scales[a:b], lambda: zeros, dtype)
+    )
+    assert found is not None and found.form.size == size
+    inputs = [tensor.read() for tensor in found.tensors("w").values()]  # codes, zero points, scales
+    names = {
+        "A": random.standard_normal((3, columns)).astype(np.float32),
+        "B": inputs[0],
+        "S": inputs[2],
+        "Z": inputs[1],
+    }
+    fields: dict[str, Any] = {"K": columns, "N": 24, "bits": 4, "block_size": size, "accuracy_level": accuracy}
+    node = onnx.helper.make_node("MatMulNBits", list(names), ["Y"], domain="com.microsoft", **fields)
+    plain = (codes.astype(np.float64) - zeros[:, groups_]) * scales[:, groups_]
+    rtol = 0.02 if accuracy == 4 else 1e-5  # of activations that are rounded to int8
+    expected = names["A"] @ plain.T
+    np.testing.assert_allclose(run_node(node, names), expected, atol=rtol * np.abs(expected).max())
+
+
+def run_node(node: onnx.NodeProto, inputs: dict[str, Array]) -> Array:
+    """The output of one node."""
+    types = [onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for array in inputs.values()]
+    arguments = [
+        onnx.helper.make_tensor_value_info(name, kind, array.shape)
+        for (name, array), kind in zip(inputs.items(), types, strict=True)
+    ]
+    result = onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, None)
+    weights = [onnx.numpy_helper.from_array(array, name) for name, array in list(inputs.items())[1:]]
+    graph = onnx.helper.make_graph([node], "node", arguments[:1], [result], weights)
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    output: Array = session.run(None, {"A": inputs["A"]})[0]
+    return output
+
+
+def test_graphs_of_gptq_without_group_indices_have_a_partial_last_group(
+    changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = changed("gptq_4bit_sym", without_indices(64), group_size=64)
+    export(folder, tmp_path / "out", incremental=True)
+    scales = load_file(tmp_path / "out" / "quantized.safetensors")[DOWN + ".scales"]
+    assert np.array_equal(scales, stored(folder)[DOWN.replace("weight", "scales")].numpy().T)
+    assert verify(tmp_path / "out", reference=folder, only=CALLS).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("base", "part"),
+    [
+        ("gptq_4bit_sym", "scales"),
+        ("int8", "SCB"),
+        ("ct_pack_4bit", "weight_scale"),
+        ("ct_int8_channel", "weight_scale"),
+    ],
+)
+def test_scales_that_make_values_infinite_are_refused(
+    base: str, part: str, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    name = DOWN.replace("weight", part)
+    folder = changed(base, {name: torch.full_like(stored(FOLDER / base)[name].float(), 3e38)})
+    with pytest.raises(InputRefused, match=r"down_proj.weight` has scales so large that its values are infinite"):
+        export(folder, tmp_path / "out", incremental=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_that_make_values_infinite_are_not_mapped(symmetric: Path) -> None:
+    state = stored(symmetric)
+    save_file(
+        {
+            name: torch.full_like(tensor, 3e38) if "down_proj.weight_scale" in name else tensor
+            for name, tensor in (
+                (name, tensor.float() if "scale" in name else tensor) for name, tensor in state.items()
+            )
+        },
+        symmetric / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(InputRefused, match="has scales so large that its values are infinite"):
+        export(symmetric, incremental=True)
+    assert not list(symmetric.glob("*.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("factor", "problem"), [(1e-7, "the scales .* are too small"), (1e7, "a scale .* is too large")]
+)
+def test_stored_scales_beyond_float16_are_refused_with_a_hint_that_helps(
+    factor: float, problem: str, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    name = DOWN.replace("weight", "scales")
+    folder = changed("awq_gemm", {name: stored(FOLDER / "awq_gemm")[name].float() * factor})
+    with pytest.raises(InputRefused, match=problem) as error:
+        export(folder, tmp_path / "out", incremental=True, precision="float16")
+    assert error.value.hint == "give `--precision bfloat16` or float32"
+    export(folder, tmp_path / "out", incremental=True, precision="bfloat16")

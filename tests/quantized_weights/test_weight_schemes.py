@@ -1,0 +1,157 @@
+"""Fields of compressed-tensors' configs: read, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
+from llmconv.quantized_weights.weight_schemes import WeightSchemes
+from tests.builders.quantized_models import FOLDER, groups, stored
+
+PACKED, DOWN = "ct_pack_4bit", "model.layers.0.mlp.down_proj"
+HADAMARD = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
+
+
+def opened(folder: Path) -> QuantizedCheckpoint:
+    base = quantized_checkpoint(open_checkpoint(folder))
+    assert base is not None
+    return base
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("transform_config", {"config_groups": HADAMARD}),
+        ("sparsity_config", {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}),
+        ("moe_sparsity_config", {"format": "other"}),
+    ],
+)
+def test_fields_that_change_the_function_are_refused(name: str, content: Any, changed: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedInput, match=f"with a `{name}`"):
+        opened(changed(PACKED, **{name: content}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"transform_config": {}},
+        {"transform_config": {"config_groups": {}}},
+        {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any], changed: Callable[..., Path]) -> None:
+    assert opened(changed(PACKED, **fields)).weights
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("base", [PACKED, "ct_int8_channel"])
+def test_missing_zero_points_are_refused_by_name(base: str, one: bool, changed: Callable[..., Path]) -> None:
+    names = [name for name in stored(FOLDER / base) if name.endswith("zero_point") and (not one or DOWN in name)]
+    scheme = {**groups(num_bits=8, strategy="channel", group_size=None), "format": None}
+    fields = {} if base == PACKED else {"config_groups": scheme}
+    with pytest.raises(MalformedInput, match="missing key .*down_proj.weight_zero_point"):
+        opened(changed(base, dict.fromkeys(names), **fields))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"num_bits": 8},
+        {"num_bits": 2},
+        {"num_bits": 5},
+        {"num_bits": "4"},
+        {"group_size": 64},
+        {"group_size": 1 << 70},
+        {"group_size": 0},
+        {"group_size": None},
+        {"group_size": -1},
+        {"strategy": "channel", "group_size": None},
+        {"strategy": "block", "block_structure": [32, 32], "group_size": None},
+        {"strategy": "tensor_group"},
+        {"type": "float"},
+        {"symmetric": True},
+        {"symmetric": "yes"},
+        {"actorder": "group"},
+    ],
+)
+def test_a_scheme_that_contradicts_the_files_is_refused(weights: dict[str, Any], changed: Callable[..., Path]) -> None:
+    with pytest.raises(InputRefused):
+        opened(changed(PACKED, config_groups=groups(**weights))).plain[f"{DOWN}.weight"].read()
+
+
+@pytest.mark.parametrize(
+    "weights", [{"strategy": "group", "group_size": 64}, {"type": "int"}, {"num_bits": 16}, {"symmetric": False}]
+)
+def test_a_scheme_that_contradicts_float8_is_refused(weights: dict[str, Any], changed: Callable[..., Path]) -> None:
+    channel = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None}
+    with pytest.raises(InputRefused):
+        opened(changed("ct_float_channel", config_groups=groups(**{**channel, **weights})))
+
+
+def test_an_order_of_columns_that_keeps_groups_needs_no_indices(changed: Callable[..., Path]) -> None:
+    assert opened(changed(PACKED, config_groups=groups(actorder="weight"))).weights
+
+
+def test_indices_of_minus_one_say_that_groups_are_in_order(changed: Callable[..., Path]) -> None:
+    folder = changed(PACKED, {f"{DOWN}.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)})
+    expected = opened(FOLDER / PACKED).plain[f"{DOWN}.weight"].read()
+    assert np.array_equal(opened(folder).plain[f"{DOWN}.weight"].read(), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_few_columns_have_the_bits_of_the_config(bits: int, changed: Callable[..., Path]) -> None:
+    others = {name: None for name in stored(FOLDER / PACKED) if "weight_" in name and DOWN not in name}
+    small = {
+        f"{DOWN}.weight_packed": torch.tensor([[0x00E4], [0x0039]], dtype=torch.int32),
+        f"{DOWN}.weight_scale": torch.ones(2, 1),
+        f"{DOWN}.weight_shape": torch.tensor([2, 4]),
+        f"{DOWN}.weight_zero_point": None,
+    }
+    scheme = groups(num_bits=bits, symmetric=True, strategy="channel", group_size=None)
+    found = opened(changed(PACKED, others | small, config_groups=scheme)).plain[f"{DOWN}.weight"].read()
+    assert found.tolist() == ([[-2, -1, 0, 1], [-1, 0, 1, -2]] if bits == 2 else [[-4, 6, -8, -8], [1, -5, -8, -8]])
+
+
+def test_the_last_group_is_partial(changed: Callable[..., Path]) -> None:
+    state = stored(FOLDER / PACKED)
+    fewer = {name: tensor[:, ::2].contiguous() for name, tensor in state.items() if name.endswith(("scale", "_point"))}
+    plain = opened(changed(PACKED, fewer, config_groups=groups(group_size=64))).plain[f"{DOWN}.weight"].read()
+    before = opened(FOLDER / PACKED).plain[f"{DOWN}.weight"].read()
+    assert np.array_equal(plain[:, :32], before[:, :32]) and np.array_equal(plain[:, 64:], before[:, 64:])
+
+
+def schemes(**targets: dict[str, Any]) -> WeightSchemes:
+    """Groups by their target, with two underscores for a dot."""
+    made = {name: {"targets": [name.replace("__", ".")], "weights": weights} for name, weights in targets.items()}
+    return WeightSchemes({"config_groups": made})
+
+
+def test_a_module_has_the_scheme_of_its_name_then_of_a_pattern_then_of_its_class() -> None:
+    made = schemes(Linear={"num_bits": 4}, **{"re:.*down": {"num_bits": 8}, "a__down": {"num_bits": 2}})
+    assert [made.of(name).bits for name in ("a.down", "b.down", "b.up")] == [2, 8, 4]
+
+
+def test_groups_of_activations_alone_are_not_of_weights() -> None:
+    made = WeightSchemes({"config_groups": {"a": {"targets": ["Linear"], "weights": None}}})
+    with pytest.raises(MalformedInput, match="0 groups"):
+        made.of("a.up")
+
+
+def test_several_groups_that_may_be_meant_are_refused() -> None:
+    with pytest.raises(MalformedInput, match="`a.up` is quantized, and 2 groups"):
+        schemes(Mine={"num_bits": 4}, Other={"num_bits": 8}).of("a.up")
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:" + "a" * 2000, "re:(a|a)*$", 7])
+def test_patterns_that_are_invalid_or_take_too_long_are_refused(pattern: Any) -> None:
+    config = {"config_groups": {"a": {"targets": [pattern], "weights": {"num_bits": 4}}}}
+    with pytest.raises(MalformedInput, match="config_groups"):
+        WeightSchemes(config).of("a" * 40 + "b")
