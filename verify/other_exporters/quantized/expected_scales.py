@@ -43,7 +43,7 @@ FITTED = 14
 WORSE = 1.02
 """Maximum quotient of root mean square errors that rounding in float32 explains."""
 ERASED = 0.75
-"""Maximum root mean square error of a block as a share of its weights; 0.55 in 8 million blocks of any importance."""
+"""Maximum root mean square error of a block as a share of its weights; at most 0.55 in draws without heavy tails."""
 MOVED = 4
 """Steps by which error feedback moves weights before their scale is chosen."""
 SQUARES = 1e-32, 1e34
