@@ -9,11 +9,14 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
+from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
+from llmconv.verify.audit.file_checksums import NAME as GRAPH_FILE
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
 from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
@@ -26,7 +29,7 @@ from llmconv.verify.other_exporters.run import compare_graph_files
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_entries.comparison import compare_entries
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Report
+from llmconv.verify.results.report import Check, Report
 from llmconv.verify.verification import Checking, Session
 
 OWN_INPUTS = {WRITE_INDICES, INPUTS_EMBEDS}
@@ -56,6 +59,7 @@ def compare_quantized_folder(
         options: options of the cost of quantization.
     """
     result: tuple[Eager | None, Replayable] = (eager, compared)
+    yield _unrecorded(compared, reference, report, options.preset)
     with ExitStack() as stack:
         plain = stack.enter_context(plain_model(reference))
         options = replace(options, codes=replace(options.codes, kept=plain.kept))
@@ -67,6 +71,17 @@ def compare_quantized_folder(
             verified = ExternalGraphs(files, ModelSizes({}), session.settings, unstacked(open_weights(plain.folder)))
             result = yield from compare_graph_files(verified, plain.folder, report, session, eager, options, stack)
     return result
+
+
+def _unrecorded(compared: VerifiedFolder, reference: Path, report: Report, preset: str) -> list[Check]:
+    """A failed check of graphs that are as recorded by an export without quantization, of a model without either."""
+    exported = any(step.get("command") == "export" for step in read_manifest(compared.path).steps)
+    as_recorded = [one.graph for one in report.checks if one.name == GRAPH_FILE and one.verdict == "pass"]
+    if not exported or preset or not as_recorded or read_json(reference / "config.json").get(FIELD):
+        return []
+    operators = ", ".join(sorted({name for model in compared.models.values() for name in quantized_operators(model)}))
+    detail = f"{operators}, but `{MANIFEST}` records an export without `quant` of a model without quantized weights"
+    return [Check("structure", as_recorded[0], "", verdict="fail", detail=detail)]
 
 
 def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:

@@ -283,11 +283,11 @@ def _cost_options(
             "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights and caches only",
             hint="leave them out",
         )
-    own, limits = any(verified.path.glob(CODES)), AccuracyLimits(divergence, agreement)
-    preset = recorded(verified.path, "quant")
+    preset, limits = recorded(verified.path, "quant"), AccuracyLimits(divergence, agreement)
+    own = bool(preset) or any(verified.path.glob(CODES))
     smoothing = StoredSmoothing.of(verified.path)
-    feedback, weighted = recorded(verified.path, "method") == "gptq", bool(recorded(verified.path, "calibrate"))
-    codes = ExpectedCodes(nearest=own, weighted=weighted, feedback=feedback)
+    method, weighted = recorded(verified.path, "method"), bool(recorded(verified.path, "calibrate"))
+    codes = ExpectedCodes(nearest=own, plain=method == "rtn", weighted=weighted, feedback=method == "gptq")
     return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing, own=True)
 
 

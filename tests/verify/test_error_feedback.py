@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -73,3 +74,21 @@ def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Pat
         other = stored[DOWN.replace(".1.", ".2.") + suffix]
         broken = damaged(broken, tmp_path / suffix, DOWN + suffix, partial(replaced, other=other))
     assert verify(broken, reference=model, only=["prefill, 7 tokens"]).verdict == "fail"
+
+
+def test_a_few_codes_that_are_not_the_nearest_fail_in_a_matrix_that_claims_feedback(
+    model: Path, tmp_path: Path
+) -> None:
+    export(model, out := tmp_path / "out", incremental=True, quant="int4")
+    manifest = json.loads((out / "llmconv.json").read_text())
+    manifest["steps"][0]["options"]["method"] = "gptq"
+    (out / "llmconv.json").write_text(json.dumps(manifest))
+    assert verify(out, reference=model, only=["prefill, 7 tokens"]).verdict == "pass", "it fell back for want of tokens"
+    for number, (row, place) in enumerate(((7, 4), (3, 0))):
+        broken = damaged(out, tmp_path / str(number), DOWN + ".codes", partial(one_bit, row=row, place=place))
+        assert verify(broken, reference=model, only=["prefill, 7 tokens"]).verdict == "fail"
+
+
+def one_bit(codes: Array, row: int, place: int) -> Array:
+    codes[row, 0, place] ^= 1
+    return codes

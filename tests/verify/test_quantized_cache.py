@@ -12,10 +12,12 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from llmconv.checkpoint import SINGLE
 from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import Report, verify
+from tests.builders.safetensors import change_tensor
 
 FIRST_KEY, FIRST_VALUE, SECOND_KEY = (
     "past_key_values.0.key.scale",
@@ -194,3 +196,12 @@ def test_a_wrong_scale_behind_chosen_tokens_fails(
     folder = damaged(choosing, tmp_path / "broken", with_scales(of_another_layer))
     report = verify(folder, reference=talking_as("llama"), only=["prefill, 7 tokens"], calibrate=prose)
     assert "cache scales" in {check.name for check in report.checks if check.verdict == "fail"}
+
+
+def test_values_and_logits_of_zeros_pass(talking_as: Callable[[str], Path], prose: Path, tmp_path: Path) -> None:
+    shutil.copytree(talking_as("llama"), model := tmp_path / "model")
+    for name in ("model.layers.1.self_attn.v_proj.weight", "lm_head.weight"):
+        change_tensor(model / SINGLE, name, np.zeros_like)
+    export(model, tmp_path / "out", unified=True, kv_cache="int8", calibrate=prose)
+    report = verify(tmp_path / "out", reference=model, calibrate=prose, only=["prefill, 7 tokens"])
+    assert report.verdict == "pass", report.closing_lines()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import onnx
@@ -76,8 +77,11 @@ class AttentionNodes:
         wanted = _attend(node, values[inputs[QUERY]].astype(np.float64), dequantized, bias)
         valid = call.attention_mask[:, total - new :].astype(bool)
         difference = values[node.output[0]].astype(np.float64)[valid] - wanted[valid]
-        error = float(np.sqrt(np.mean(difference**2)) / np.sqrt(np.mean(wanted[valid] ** 2)))
-        return [] if error <= TOLERANCE else [f"`{node.name}` attends to other keys or values: difference {error:.1g}"]
+        error, size = (float(np.sqrt(np.mean(one**2))) for one in (difference, wanted[valid]))
+        if error <= TOLERANCE * size:
+            return []
+        share = error / size if size else inf
+        return [f"`{node.name}` attends to other keys or values: difference {share:.1g}"]
 
 
 def _code_problem(new: Array, before: Array, codes: Array, scale: Array, past: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -68,7 +69,8 @@ def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
             if at in observed:
                 problems += graph.nodes.problems(_feeds(graph.nodes, call, past), call)
             error, effect = _rms(call, shipped[at], rounded[at]), _rms(call, exact[at], rounded[at])
-            ratios.append(error / (LIMIT * effect + FLOOR * _rms(call, rounded[at], None)))
+            limit = LIMIT * effect + FLOOR * _rms(call, rounded[at], None)
+            ratios.append(error / limit if limit else inf if error else 0.0)
     worst = float(np.max(ratios))
     detail = "; ".join(problems[:3]) or f"{len(graph.nodes.attention)} attention nodes write and read code * scale"
     logits = f"difference from rounding with standard operators: {worst:.2g} of the limit"

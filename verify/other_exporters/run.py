@@ -33,6 +33,7 @@ from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCode
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
+from llmconv.verify.other_exporters.quantized.zero_matrices import match_zeros
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
 from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision
@@ -262,6 +263,7 @@ def _audit_quantized(
         file.unreadable = error.message
         return
     file.quantized_weights = match_matrices(stored, tensors)
+    match_zeros(file.quantized_weights, tensors)
     check, rows = audit_quantized(file.name, file.quantized_weights, tensors, codes)
     report.quantization.weights += rows
     yield [check] if stored else []

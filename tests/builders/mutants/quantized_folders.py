@@ -202,6 +202,19 @@ def _scales_of_a_neighbor(tensors: Tensors) -> bool:
     return True
 
 
+def _erased_row(tensors: Tensors) -> bool:
+    """All codes of a row are its zero points, of scales so coarse that they are the nearest."""
+    names = [name.removesuffix(".zeros") for name in _layers(tensors, ".zeros")]
+    if len(names) < 2:
+        return False
+    codes, zeros, scales = (tensors[names[1] + suffix].copy() for suffix in (".codes", ".zeros", ".scales"))
+    row = (0,) * (zeros.ndim - 1)
+    points = np.stack([zeros[row] & 15, zeros[row] >> 4], axis=-1).ravel()[: scales.shape[-1]]
+    codes[row], scales[row] = (points | points << 4)[:, None], scales[row] * np.float32(32)
+    tensors[names[1] + ".codes"], tensors[names[1] + ".scales"] = codes, scales
+    return True
+
+
 FOLDER_MUTANTS = [
     FolderMutant("zero points of two blocks exchanged", _change(".zeros", _one_pair)),
     FolderMutant("nibbles exchanged", _change(".codes", _nibbles)),
@@ -211,6 +224,7 @@ FOLDER_MUTANTS = [
     FolderMutant("scales of another layer", _of_another_layer(".scales")),
     FolderMutant("a matrix of another layer", _of_another_layer(".codes", ".scales", ".zeros")),
     FolderMutant("codes of the head one row further on", _head_by_a_row),
+    FolderMutant("a row erased by coarse scales", _erased_row),
     FolderMutant("a bias dropped", graph=_without_bias),
     FolderMutant("a product without its last column", graph=_fewer_columns),
     FolderMutant("two products read each other's codes", graph=_codes_exchanged),

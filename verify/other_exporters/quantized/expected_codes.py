@@ -20,13 +20,15 @@ class ExpectedCodes:
     """What the codes of quantized weights must be.
 
     Attributes:
-        nearest: every code is the nearest one, given its scale and zero point.
+        nearest: every code is the nearest one, given its scale and zero point, and these are what an export chooses.
+        plain: scales of 4 bits come from extreme values alone, as those of 8 bits always do.
         weighted: scales of 4 bits suit the columns that matter on a text; values of others may be far beyond the codes.
         feedback: codes of 4 bits are those of GPTQ, which are the nearest to other values.
         kept: weights whose values are those of the reference, with the dtype of its scales; by name.
     """
 
     nearest: bool = False
+    plain: bool = False
     weighted: bool = False
     feedback: bool = False
     kept: Mapping[str, DType] = field(default_factory=dict)

@@ -12,6 +12,9 @@ from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.constants import Constants
 
+TINY = 1e-30
+"""Smaller numbers count as zero, as in `llmconv export --quant`: products of scales of such would be denormal."""
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
@@ -85,6 +88,11 @@ class QuantizationScheme:
     operators: frozenset[str]
     matrix: Callable[[onnx.NodeProto, Constants], QuantizedMatrix | None]
     unrounded: Mapping[str, Callable[[onnx.NodeProto, Constants], Sequence[onnx.NodeProto] | None]]
+
+
+def is_zero(values: Array) -> bool:
+    """Whether all values are zero, or so small that they are stored as zero."""
+    return not values.size or bool(max(float(values.max()), -float(values.min())) < TINY)
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, int]:

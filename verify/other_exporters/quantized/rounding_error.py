@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.other_exporters.quantized.error_feedback import beyond_feedback
+from llmconv.verify.other_exporters.quantized.column_scales import ColumnScales
+from llmconv.verify.other_exporters.quantized.error_feedback import FeedbackShare, beyond_feedback
 from llmconv.verify.other_exporters.quantized.expected_codes import ANY_ROUNDING, ExpectedCodes, other_values
-from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.expected_scales import feedback_problem, scale_problem
+from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY, QuantizedMatrix
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
+from llmconv.verify.other_exporters.quantized.weight_blocks import Blocks
 
 NEAR, NEAR_SHARE = 0.6, 1 / 8
 """With rounding to the nearest code, the maximum share of elements of a stretch with an error above this many steps."""
@@ -117,16 +120,18 @@ def _rounding_error(
     four = found.stored.largest == FOUR_BITS
     feedback, weighted = expected.feedback and four, expected.nearest and expected.weighted and four
     tally, kept = _Tally(lines=FEEDBACK_LINES if feedback else 0.0), expected.scales_of(match.name)
-    nearest = expected.nearest and found.stored.largest is not None and not feedback
+    own = _OwnCodes(found.stored, match, expected) if (expected.nearest or feedback) and not kept else None
+    known = found.stored.largest is not None
     columns = slice(match.columns.start, match.columns.stop)
     for start, original in original_rows(match, tensor):
         stop = start + len(original)
         values, steps = (part(start, stop)[:, columns] for part in (found.stored.rows, found.stored.steps))
-        error = values - original
+        vanished = (values == 0) & (np.abs(original) < TINY)
+        error = np.where(vanished, 0, values - original)
         tally.error += float((error.astype(np.float64) ** 2).sum())
-        tally.size += float((original.astype(np.float64) ** 2).sum())
+        tally.size += float((np.where(vanished, 0, original).astype(np.float64) ** 2).sum())
         off = error / steps
-        if nearest or feedback:
+        if (expected.nearest and known) or feedback:
             if weighted and not tally.other:
                 tally.other = _beyond_all_codes(off, found.stored.repeat[1], start)
             limit = np.inf if weighted and not feedback else FAR
@@ -134,12 +139,55 @@ def _rounding_error(
         tally.add(off, values / steps, start)
         if kept and not tally.other:
             tally.other = other_values(values, original, values / steps, found.stored.scale.dtype, kept, start)
-        elif nearest and not tally.other:
-            tally.other = _not_nearest(found.stored, original, columns, start)
-        elif feedback and not tally.other:
-            tally.other = beyond_feedback(off, found.stored.repeat[1], start)
+        elif own and not tally.other:
+            tally.other = own.problem(original, off, start)
+    if own and not tally.other:
+        tally.other = own.closing_problem()
     relative = (tally.error / tally.size) ** 0.5 if tally.size else float("inf") if tally.error else 0.0
     return RoundingError(match.name, relative, _problem(tally, relative))
+
+
+class _OwnCodes:
+    """What is demanded of codes that llmconv's export chose, a block of rows at a time.
+
+    Args:
+        stored: the matrix.
+        match: the tensor in it.
+        expected: how the codes were chosen.
+    """
+
+    def __init__(self, stored: QuantizedMatrix, match: TensorMatch, expected: ExpectedCodes) -> None:
+        self._stored, self._expected = stored, expected
+        self._columns = slice(match.columns.start, match.columns.stop)
+        self._scales = ColumnScales.of(stored, match)
+        self._feedback = FeedbackShare() if expected.feedback and stored.largest == FOUR_BITS else None
+
+    def problem(self, original: Array, off: Array, start: int) -> str:
+        """The first problem of rows from `start` on; empty if there is none.
+
+        Args:
+            original: of the model.
+            off: errors in steps, without clipping.
+            start: number of the first row.
+        """
+        if self._stored.largest is None:
+            return ""
+        if self._scales:
+            self._scales.add(original)
+        blocks = Blocks.of(self._stored, original, self._columns, start)
+        far = _distances(self._stored, original, self._columns, start)
+        if self._feedback:
+            self._feedback.add(far > HALF_STEP)
+            problem = beyond_feedback(off, self._stored.repeat[1], start) or _not_nearest(far[:, :1], start)
+            return problem or (feedback_problem(blocks, start) if blocks else "")
+        plain, weighted = self._expected.plain, self._expected.weighted
+        problem = _not_nearest(far, start)
+        return problem or (scale_problem(blocks, start, is_plain=plain, weighted=weighted) if blocks else "")
+
+    def closing_problem(self) -> str:
+        """The problem of all rows together; empty if there is none."""
+        problem = self._scales.problem() if self._scales else ""
+        return problem or (self._feedback.problem() if self._feedback else "")
 
 
 def _without_clipping(off: Array, codes: Array, largest: int | None, limit: float) -> Array:
@@ -161,15 +209,20 @@ def _beyond_all_codes(off: Array, size: int, start: int) -> str:
     return f"all values of row {start + row}, columns {block * size} to {block * size + size - 1}, are beyond the codes"
 
 
-def _not_nearest(stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> str:
-    """Describes the first code from row `start` on that is not the nearest to its original value."""
+def _distances(stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> Array:
+    """How far every code from row `start` on is from its original value, in steps; infinite where that is no number."""
     stop = start + len(original)
     scale, zero = (part[:, columns].astype(np.float64) for part in stored.grid(start, stop))
     codes = stored.codes(start, stop)[:, columns].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         exact = np.where(scale != 0, original / scale, 0) + zero
     off = np.abs(np.clip(exact, stored.smallest, stored.largest) - codes)
-    odd = np.argwhere(~(off <= HALF_STEP))
+    return np.where(np.isnan(off), np.inf, off)
+
+
+def _not_nearest(off: Array, start: int) -> str:
+    """Describes the first code from row `start` on that is not the nearest to its original value."""
+    odd = np.argwhere(off > HALF_STEP)
     if not len(odd):
         return ""
     row, column = (int(at) for at in odd[0])

@@ -1,7 +1,8 @@
 """Matches quantized matrices with the model's tensors by content: by the cosine similarity of some of their rows.
 
 Names differ, as for other weights, and matrices may be transposed, concatenated or split. A row and its rounded values
-have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0.
+have a cosine near 1 (0.99 at four bits, 0.9 at two bits), different rows one near 0. Zeros have no direction; see
+`zero_matrices` for what is left.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.other_exporters.content_matching import FLOATS
-from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix, is_zero
 
 ROWS = 8
 """Number of compared rows."""
@@ -91,8 +92,15 @@ def _sampled(name: str, tensor: LazyTensor) -> list[_SampledRows]:
     found = []
     for transposed, rows in ((False, values), (True, values.T)):
         at = _sample_indices(len(rows))
+        if not _has_sizes(rows[at]).all() and (some := np.flatnonzero(_has_sizes(rows))).size:
+            at = some[_sample_indices(len(some))]  # padding of a vocabulary has no direction
         found.append(_SampledRows(name, transposed, (rows.shape[0], rows.shape[1]), at, _normalized(rows[at])))
     return found
+
+
+def _has_sizes(rows: Array) -> Array:
+    """Where rows are not zero."""
+    return np.array([not is_zero(row) for row in rows], dtype=bool)
 
 
 def _find(stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mapping[str, LazyTensor]) -> MatchedMatrix:
@@ -109,18 +117,26 @@ def _find(stored: QuantizedMatrix, samples: list[_SampledRows], reference: Mappi
 
 def _whole(stored: QuantizedMatrix, samples: list[_SampledRows], swapped_pairs: bool = False) -> TensorMatch | None:
     """The match with the most similar tensor of the same shape."""
-    at = _sample_indices(stored.shape[0])
-    mine = np.concatenate([stored.rows(row, row + 1) for row in at])
-    if swapped_pairs:
-        pairs = np.arange(mine.shape[1]) ^ 1
-        mine = mine[:, np.minimum(pairs, mine.shape[1] - 1)]
-    mine = _normalized(mine)
+    known: dict[bytes, Array] = {}
+
+    def rows_at(at: Array) -> Array:
+        if at.tobytes() not in known:
+            known[at.tobytes()] = _stored_rows(stored, at, swapped_pairs=swapped_pairs)
+        return known[at.tobytes()]
+
     same = [sample for sample in samples if sample.shape == stored.shape]
-    scores = [_similarity(sample.rows, mine) for sample in same]
+    scores = [_similarity(sample.rows, rows_at(sample.at)) for sample in same]
     if not scores or max(scores) < ALIKE:
         return None
     best = same[int(np.argmax(scores))]
     return TensorMatch(best.name, best.transposed, range(stored.shape[0]), range(stored.shape[1]))
+
+
+def _stored_rows(stored: QuantizedMatrix, at: Array, *, swapped_pairs: bool) -> Array:
+    """Some rows, normalized, with each pair of columns exchanged if `swapped_pairs`."""
+    mine = np.concatenate([stored.rows(row, row + 1) for row in at])
+    pairs = np.arange(mine.shape[1]) ^ 1
+    return _normalized(mine[:, np.minimum(pairs, mine.shape[1] - 1)] if swapped_pairs else mine)
 
 
 def _parts(
@@ -194,6 +210,8 @@ def _sample_indices(count: int) -> Array:
 
 def _normalized(rows: Array) -> Array:
     rows = rows.astype(np.float32)
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0)
+    rows = rows / np.where(largest > 0, largest, 1)  # squares of small numbers vanish
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     directions: Array = rows / np.where(lengths > 0, lengths, 1)
     return directions
