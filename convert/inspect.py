@@ -1,19 +1,27 @@
-"""inspect: describes a checkpoint, model folder, adapter, or tensor file from headers alone."""
+"""inspect: describes a checkpoint, model folder, adapter, tensor file, or exported graphs from headers alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, read_json
+from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, own_file, read_json
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format
 from llmconv.convert.models.tied_head import settled
+from llmconv.convert.opening.exported_graphs import (
+    CodesSummary,
+    GraphSummary,
+    codes_in,
+    graphs_in,
+    layouts_in,
+    quantized_tensors,
+)
 from llmconv.convert.opening.training_checkpoint import open_format, recognized
 from llmconv.convert.opening.unrecognized import explain
 from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
@@ -22,6 +30,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely
 from llmconv.files.torch.reader import is_torch_file
+from llmconv.quantized_export import is_quantized_export
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
 from llmconv.tensors import LazyTensor
 
@@ -35,7 +44,7 @@ class Inspection:
 
     Attributes:
         path: the file or folder.
-        format: `composer`, `meta`, …, or `hf`, `adapter`, `delta`, `safetensors`, `torch-file`.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `delta`, `safetensors`, `torch-file`, `onnx-graphs`.
         config: its configuration, empty where there is none.
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
@@ -46,6 +55,9 @@ class Inspection:
         kind: the model's type, and what its writer calls it where that differs, such as `chatglm_v2 as glm`.
         plain: of quantized weights, the tensors of the model that they stand for; empty where there are none.
         adapter: of an adapter: `peft_type`, `base`, `r`, `alpha`, `targets`, `modules_to_save`; else empty.
+        graphs: that llmconv exported into the folder.
+        layouts: the clients that they were exported for, other than onnxruntime.
+        codes: the quantized weights of such graphs in a folder of their own; None for any other path.
     """
 
     path: Path
@@ -60,6 +72,9 @@ class Inspection:
     kind: str = ""
     plain: Mapping[str, LazyTensor] = field(default_factory=dict)
     adapter: Mapping[str, Any] = field(default_factory=dict)
+    graphs: tuple[GraphSummary, ...] = ()
+    layouts: tuple[str, ...] = ()
+    codes: CodesSummary | None = None
 
     def __repr__(self) -> str:
         kind = f", {self.kind}" if self.kind else ""
@@ -67,12 +82,14 @@ class Inspection:
 
     @property
     def quantization(self) -> str | None:
-        """The method that its weights are quantized with, as its configuration calls it."""
-        return method_name(self.config)
+        """The method that its weights are quantized with, as its configuration calls it; of graphs, the preset."""
+        return self.codes.preset if self.codes else method_name(self.config)
 
     @property
     def parameters(self) -> int:
         """Elements of all tensors; where they are quantized, of the plain model's."""
+        if self.codes:
+            return self.codes.parameters
         return sum(prod(tensor.shape) for tensor in (self.plain or self.tensors).values())
 
     @property
@@ -108,12 +125,15 @@ class Inspection:
             "dropped": list(self.dropped),
             "side_files": list(self.side_files),
             **({"adapter": dict(self.adapter)} if self.adapter else {}),
+            "graphs": [asdict(graph) for graph in self.graphs],
+            "layouts": list(self.layouts),
+            **({"codes": self.codes.fields()} if self.codes else {}),
             "warnings": list(self.warnings),
         }
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Describes `path`: a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file.
+    """Describes `path`: a training checkpoint, a Hugging Face folder, an adapter, a file of tensors, or graphs.
 
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
@@ -129,6 +149,8 @@ def _inspect(place: Path) -> Inspection:
     place, found = recognized(place)
     if found:
         return _inspect_training(place, found)
+    if is_quantized_export(place):
+        return _inspect_codes(place)
     if (place / DELTA_FILE).is_file():
         return _inspect_delta(place)
     if _is_adapter(place):
@@ -189,14 +211,33 @@ def _opened(opened: Checkpoint) -> Inspection:
 
 
 def _inspect_model(opened: Checkpoint) -> Inspection:
-    """A Hugging Face folder, whose weights may be quantized."""
-    found = _opened(opened)
+    """A Hugging Face folder, whose weights may be quantized, and which may contain graphs."""
+    found = _with_graphs(_opened(opened))
     try:
         base = quantized_checkpoint(opened)
     except InputRefused as problem:
         warning = f"parameters are counted as they are packed: {problem}"
         return replace(found, warnings=(*found.warnings, warning))
     return replace(found, plain=base.plain.tensors) if base else found
+
+
+def _with_graphs(found: Inspection) -> Inspection:
+    """With the graphs in the folder; a manifest that cannot be read is a warning, since the model needs none."""
+    try:
+        return replace(found, graphs=graphs_in(found.path), layouts=layouts_in(found.path))
+    except InputRefused as problem:
+        return replace(found, warnings=(*found.warnings, f"graphs are not listed: {problem}"))
+
+
+def _inspect_codes(folder: Path) -> Inspection:
+    """Graphs whose weights were quantized into files of their own."""
+    config = read_json(own_file(folder, "config.json")) if (folder / "config.json").is_file() else {}
+    tensors = quantized_tensors(folder)
+    files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
+    found = Inspection(folder, "onnx-graphs", config, tensors, side_files, shards=len(files))
+    found = replace(found, graphs=graphs_in(folder), layouts=layouts_in(folder))
+    return replace(found, codes=codes_in(folder, tensors))
 
 
 def _inspect_delta(folder: Path) -> Inspection:

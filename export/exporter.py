@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
+from math import prod
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
 
@@ -24,7 +25,9 @@ from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
+from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
+from llmconv.export.quantization.quantized_sizes import QuantizedSizes
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
@@ -40,6 +43,7 @@ from llmconv.files.sources import fetches, is_remote, local_path, require_own_fo
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
+from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import code_files, uses_custom_code
@@ -74,6 +78,8 @@ class Exported:
         traced_layers: number of layers that were traced; the others were replicated.
         num_layers: number of layers of the model.
         beside: paths of the clients' own files in the folder.
+        files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
+        quantized: what `quant` made of the weights; None without it.
     """
 
     folder: Path
@@ -84,6 +90,8 @@ class Exported:
     traced_layers: int
     num_layers: int
     beside: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    quantized: QuantizedSizes | None = None
 
     @property
     def weight_bytes_mapped(self) -> int:
@@ -120,7 +128,10 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
     settings = QuantizationSettings.parse(given)
+    _refuse_graphs(model, clients)
     checkpoint, quantization = _with_plain_weights(_open(model, output), settings)
+    if settings:
+        require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
     language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
@@ -196,9 +207,12 @@ def _make(
     files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches, scales)
     sizes = None
     if not given["dry_run"]:
-        done = step("export", source, dtype=given["dtype"], layers_traced=traced_layers, **plan.manifest_options())
+        count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
+        options = {"dtype": given["dtype"], "layers_traced": traced_layers, "parameters": count}
+        done = step("export", source, **options, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
     return Exported(
         folder.folder,
         {role: plan.file_names(role) for role in graphs},
@@ -208,6 +222,8 @@ def _make(
         traced_layers,
         depth(language_model.config),
         plan.clients.names,
+        {**folder.planned(), **made},
+        QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
     )
 
 
@@ -226,7 +242,7 @@ def _check_target(given: ExportOptions) -> None:
 
 def _shape_options(given: ExportOptions) -> ShapeOptions:
     """The options that decide axes, cache and precision."""
-    values: dict[str, Any] = {field.name: given[field.name] for field in fields(ShapeOptions)}  # type: ignore[literal-required]
+    values: dict[str, Any] = {one.name: given[one.name] for one in fields(ShapeOptions)}  # type: ignore[literal-required]
     return ShapeOptions(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -289,6 +305,13 @@ def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
             "`--max-shard-size` has no effect: without `-o` no weights are written",
             hint="add `-o OUT`, or leave it out",
         )
+
+
+def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
+    """Refuses a folder of quantized graphs, with the command that makes those that were asked for."""
+    if not is_remote(model) and Path(model).is_dir() and is_quantized_export(Path(model)):
+        layouts = [f"--layout {client.name}" for client in clients if client.name != DEFAULT]
+        raise refused_export(Path(model), " ".join(layouts))
 
 
 def _open(model: str | Path, output: str | Path | None) -> Checkpoint:

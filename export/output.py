@@ -60,6 +60,9 @@ class OutputFolder(Protocol):
             smoothing: factors of weights, and of the norms that are divided by them.
         """
 
+    def planned(self) -> dict[str, int]:
+        """Bytes of the weights and other files of the model that `write` writes, by name."""
+
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes the files and their manifest entries.
 
@@ -154,6 +157,10 @@ class InPlace:
             codes |= found or {}
         return replace(self, codes=codes)
 
+    def planned(self) -> dict[str, int]:
+        """See `OutputFolder`: none."""
+        return {}
+
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes all files completely before the first of them appears; the manifest appears last."""
         manifest = read_manifest(self.folder)
@@ -246,6 +253,11 @@ class NewFolder:
         """The tensors in the shards that `write` writes."""
         return {name: tensor for shard in self._plan.shards for name, tensor in _placed(shard, self.folder).items()}
 
+    def planned(self) -> dict[str, int]:
+        """See `OutputFolder`."""
+        small = {name: len(content) for name, content in self._plan.small_files.items()}
+        return {**{shard.name: _file_bytes(shard) for shard in self._plan.shards}, **small}
+
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes weights, side files, graphs and manifest, which become visible together."""
         contents = dict(files.files)
@@ -300,6 +312,13 @@ def _placed(shard: Shard, folder: Path) -> dict[str, FileTensor]:
         placed[name] = FileTensor(folder / shard.name, offset, tensor.dtype, tensor.shape)
         offset += tensor.nbytes
     return placed
+
+
+def _file_bytes(shard: Shard) -> int:
+    """Size of a shard's file, with its header."""
+    if shard.copy_of:
+        return shard.copy_of.stat().st_size
+    return len(encode_header({name: (t.dtype, t.shape) for name, t in shard.tensors.items()})) + shard.nbytes
 
 
 def _require_replaceable(folder: Path, names: Sequence[str]) -> None:

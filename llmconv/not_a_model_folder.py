@@ -14,6 +14,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.torch.reader import is_torch_file
+from llmconv.quantized_export import is_quantized_export, refused_export
 
 OTHER_FILES = {
     b"<!DOCTYPE html": "a web page; the download may need a login",
@@ -130,6 +131,7 @@ def _folder(folder: Path) -> InputRefused | None:
         return InputRefused(f"`{folder}` is an empty folder", hint="check that the copy or download is complete")
     checks: tuple[Callable[[Path, set[str]], InputRefused | None], ...] = (
         _adapter_or_delta,
+        _quantized_export,
         _weights_of_other_libraries,
         _weights_without_config,
         _folders_inside,
@@ -151,6 +153,10 @@ def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
             hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`",
         )
     return None
+
+
+def _quantized_export(folder: Path, names: set[str]) -> InputRefused | None:
+    return refused_export(folder) if is_quantized_export(folder) else None
 
 
 def adapter_base(folder: Path) -> str:

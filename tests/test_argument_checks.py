@@ -172,11 +172,17 @@ def test_the_rooms_are_there_once_the_package_is(tmp_path: Path) -> None:
     assert made.stdout.split() == ["to_hf", "export"]
 
 
-@pytest.mark.parametrize("limit", ["max_divergence", "min_agreement"])
-def test_a_limit_that_is_not_a_number_is_refused(limit: str) -> None:
-    limits: dict[str, Any] = {limit: float("nan")}
-    with pytest.raises(UsageProblem, match=f"`{limit}` is not a number"):
-        llmconv.verify.verify_graphs("missing.onnx", **limits)
+@pytest.mark.parametrize("check", [llmconv.verify.verify, llmconv.verify.verify_graphs])
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        *(("max_divergence", value) for value in (float("nan"), float("inf"), -1.0)),
+        *(("min_agreement", value) for value in (float("nan"), 2.0, -0.5)),
+    ],
+)
+def test_a_limit_out_of_its_range_is_refused(check: Callable[..., Any], limit: str, value: float) -> None:
+    with pytest.raises(UsageProblem, match=f"`{limit}` is {value}"):
+        check("missing.onnx", **{limit: value})
 
 
 def test_results_are_one_short_line(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimi
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
-from llmconv.verify.other_exporters.run import require_numbers
+from llmconv.verify.other_exporters.run import require_limits
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
@@ -103,7 +103,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
             smallest failing piece is not empty.
     """
-    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
+    require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     folder = require_folder(folder)
     report = session.new_report(folder.name)

@@ -18,6 +18,7 @@ from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UsageProblem
 from llmconv.files.packing.unpack import unpacked
 from llmconv.files.sources import local_path, reading_safely
+from llmconv.quantized_export import is_quantized_export
 
 
 def open_training(
@@ -60,6 +61,8 @@ def open_training(
 def recognized(path: Path) -> tuple[Path, Format | None]:
     """The unpacked checkpoint at a path and its format; of a folder without a format, the only checkpoint file."""
     inside = unpacked(path)
+    if is_quantized_export(inside):
+        return inside, None
     found = detect(inside)
     is_other = found or is_model_folder(inside) or (inside / ADAPTER_CONFIG).is_file()
     if not is_other and (file := only_checkpoint_file(inside)):

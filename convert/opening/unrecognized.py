@@ -15,6 +15,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.not_a_model_folder import foreign_file, known_refusal
+from llmconv.quantized_export import is_quantized_export, refused_export
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MEGATRON = {"checkpoint_version", "args", "model"}
@@ -34,6 +35,8 @@ def explain(path: Path) -> LlmconvError:
 
 
 def _explain_folder(folder: Path) -> LlmconvError:
+    if is_quantized_export(folder):
+        return refused_export(folder)
     names = {entry.name for entry in folder.iterdir()}
     if DELTA_FILE in names:
         return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")

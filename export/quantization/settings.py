@@ -10,6 +10,7 @@ from typing import Any
 from llmconv.errors import UsageProblem
 from llmconv.export.quantization.block_format import BITS, SIZES, BlockFormat
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
+from llmconv.export.quantization.name_patterns import matches, require_pattern
 from llmconv.runtime.calibration_text import CalibrationText
 
 INT8 = BlockFormat(bits=8, symmetric=True, search=False)
@@ -31,6 +32,9 @@ METHODS = ("rtn", "search", "gptq", "awq")
 
 MEASURING = {"gptq": "a text of many pages", "awq": "a text on which activations are measured"}
 """What the methods for 4 bits need that measure activations."""
+
+EXCLUDE, OTHER_BITS = "--quant-exclude", "--quant-bits"
+"""Options with patterns for the names of weights."""
 
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
 """Options of `export` that need `quant`."""
@@ -97,13 +101,14 @@ class QuantizationSettings:
             raise UsageProblem(f"`--quant` is {self.preset!r}", hint=f"give one of: {', '.join(PRESETS)}")
         if self.block not in (None, *SIZES):
             raise UsageProblem(f"`--quant-block` is {self.block}", hint=f"give one of: {', '.join(map(str, SIZES))}")
-        for pattern in (*self.exclude, *(pattern for pattern, _ in self.bits)):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise UsageProblem(
-                    f"`{pattern}` is not a regular expression: {error}", hint="`lm_head` matches every name with it"
-                ) from error
+        for option, patterns in self.patterns.items():
+            for pattern in patterns:
+                require_pattern(option, pattern)
+
+    @property
+    def patterns(self) -> dict[str, list[str]]:
+        """The patterns for names, by option."""
+        return {EXCLUDE: list(self.exclude), OTHER_BITS: [pattern for pattern, _ in self.bits]}
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> QuantizationSettings | None:
@@ -143,7 +148,7 @@ class QuantizationSettings:
             layer: index of its layer; None outside of the layers, as for the head.
             layers: number of layers.
         """
-        if any(re.search(pattern, name) for pattern in self.exclude):
+        if any(matches(EXCLUDE, pattern, name) for pattern in self.exclude):
             return None
         preset = PRESETS[self.preset]
         form = preset.head if layer is None else preset.layers
@@ -152,7 +157,7 @@ class QuantizationSettings:
         if preset.mixed and layer is not None and _has_more_bits(layer, layers):
             form = INT8 if SENSITIVE.search(parameter) or SENSITIVE.search(name) else form
         for pattern, bits in self.bits:
-            if re.search(pattern, name):
+            if matches(OTHER_BITS, pattern, name):
                 form = _blocks(preset, bits, form)
         if isinstance(form, ColumnFormat):
             return form

@@ -52,9 +52,13 @@ def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, stric
 
 def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
     lines = [
-        f"no kernel in `{target}` for {kind}: {kind.count:,} nodes of {', '.join(names)} run on the CPU, "
-        f"such as `{kind.first}`"
+        f"no kernel in `{target}` for {kind}: {_fallen(kind, names)}, such as `{kind.first}`"
         for kind, names in graphs.items()
     ]
     left = len(lines) - LINES + 1
     return lines if left <= 1 else [*lines[: LINES - 1], f"and {left} more kinds of nodes, see `llmconv.json`"]
+
+
+def _fallen(kind: Fallback, names: Sequence[str]) -> str:
+    nodes, run = ("node", "runs") if kind.count == 1 else ("nodes", "run")
+    return f"{kind.count:,} {nodes} of {', '.join(names)} {run} on the CPU"

@@ -22,7 +22,9 @@ def table(result: BenchResult) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     versions = [f"{name}: {', '.join(f'{p} {v}' for p, v in found.items())}" for name, found in result.versions.items()]
-    setting = f"{result.new} new tokens, greedy, {result.threads} threads, {result.repeat} rounds in turn"
+    numbers = (result.new, "new token"), (result.threads, "thread"), (result.repeat, "round")
+    new, threads, rounds = (f"{count} {noun}{'s' * (count != 1)}" for count, noun in numbers)
+    setting = f"{new}, greedy, {threads}, {rounds} in turn"
     return "\n".join([*lines, "", f"{setting}; median (min-max)", *versions, *_differences(result)])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
@@ -11,6 +11,7 @@ from llmconv.cli import options
 
 if TYPE_CHECKING:
     from llmconv.export.export_options import ExportOptions
+    from llmconv.export.exporter import Exported
 
 
 @click.command("export")
@@ -78,7 +79,12 @@ if TYPE_CHECKING:
     help="Store the matrices in OUT as codes of 8 bits; of 4, with a head of 8; also sensitive ones of 8; all of 4; of "
     "8, with activations of 8 bits: the fastest prompts.",
 )
-@click.option("--quant-block", type=int, metavar="N", help="Weights that share a scale: 16 to 256.  [default: 32]")
+@click.option(
+    "--quant-block",
+    type=int,
+    metavar="N",
+    help="Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4-small: 128]",
+)
 @click.option("--symmetric", is_flag=True, help="Store no zero points.")
 @click.option(
     "--quant-exclude", multiple=True, metavar="PATTERN", help="Weights that stay as they are; may be repeated."
@@ -110,7 +116,7 @@ if TYPE_CHECKING:
 @options.max_shard_size
 @options.overwrite
 @options.resume
-@options.dry_run
+@click.option("--dry-run", is_flag=True, help="Make and check the graphs, print the files and their sizes, and stop.")
 @options.trust_remote_code
 @options.as_json
 @options.talk
@@ -134,31 +140,53 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     from llmconv.export import export
 
     exported = export(model, output, **given)
+    if as_json:
+        options.print_json(_result(exported))
+    else:
+        _print(exported)
+
+
+def _result(exported: Exported) -> dict[str, Any]:
+    """The content of `export --json`."""
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
-    result = {
+    return {
         "folder": str(exported.folder),
         "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
         "beside": exported.beside,
+        "files": dict(exported.files),
         "graph_bytes": sizes.graphs if sizes else 0,
         "weight_bytes": exported.weight_bytes,
         "weight_bytes_mapped": mapped,
         "weight_bytes_copied": copied,
         "weight_bytes_not_copied": max(mapped - copied, 0),
+        **({"quantized": exported.quantized.fields()} if exported.quantized else {}),
         "layers_traced": exported.traced_layers,
         "layers": exported.num_layers,
         "dry_run": sizes is None,
     }
-    if as_json:
-        options.print_json(result)
-        return
-    files = [name for names in exported.graphs.values() for name in names]
-    for name in (*files, *exported.beside):
-        click.echo(exported.folder / name)
+
+
+def _print(exported: Exported) -> None:
+    """Prints the files, or those that would be written, and a summary to stderr."""
+    is_dry = exported.sizes is None
+    if is_dry:
+        count, total = len(exported.files), sum(exported.files.values())
+        click.echo(f"would write {exported.folder}: {count} file{'s' * (count != 1)}, {total:,} bytes")
+        for name, size in exported.files.items():
+            click.echo(f"  {name}  {size:,} bytes")
+    else:
+        for name in (*(name for names in exported.graphs.values() for name in names), *exported.beside):
+            click.echo(exported.folder / name)
+    click.echo(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"), err=True)
+    if exported.quantized:
+        click.echo(exported.quantized.line, err=True)
+
+
+def _summary(exported: Exported, verb: str) -> str:
     count = len(exported.graphs)
-    verb = "would map" if sizes is None else "map" if count != 1 else "maps"
-    click.echo(
-        f"{count} graph{'s' * (count != 1)} {verb} {mapped:,} bytes of weights, {copied:,} copied; "
-        f"{exported.traced_layers} of {exported.num_layers} layers traced",
-        err=True,
+    fate = "written" if exported.quantized else "copied"
+    return (
+        f"{count} graph{'s' * (count != 1)} {verb} {exported.weight_bytes_mapped:,} bytes of weights, "
+        f"{exported.weight_bytes_written:,} {fate}; {exported.traced_layers} of {exported.num_layers} layers traced"
     )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def command(path: str, as_json: bool) -> None:
     """Show what PATH is: format, architecture, element types, sizes.
 
-    PATH is a training checkpoint, a Hugging Face folder, an adapter, or a safetensors or torch file. Only headers are
-    read, and nothing is executed.
+    PATH is a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file, or a folder that
+    `export` wrote, whose graphs are listed. Only headers are read, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect
 
@@ -50,7 +50,9 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
         *(_adapter_rows(found.adapter) if found.adapter else model),
-        *([("quantization", found.quantization)] if found.quantization else []),
+        *([("quantization", found.codes.line if found.codes else found.quantization)] if found.quantization else []),
+        *(("graph", graph.line) for graph in found.graphs),
+        *([("layouts", ", ".join(found.layouts))] if found.layouts else []),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
         ("dtypes", ", ".join(f"{name} ({count})" for name, count in found.dtypes.items())),

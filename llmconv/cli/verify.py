@@ -37,7 +37,11 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
     metavar="NAME",
     help="Names of its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
 )
-@click.option("--reference", metavar="PATH", help="Hugging Face model folder.  [default: as recorded in FOLDER]")
+@click.option(
+    "--reference",
+    metavar="PATH",
+    help="Hugging Face model folder.  [default: FOLDER's own weights; required after `export --quant`]",
+)
 @click.option(
     "--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Which scenarios to run."
 )

@@ -14,11 +14,13 @@ import numpy as np
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
+from llmconv.quantized_export import export_again, is_quantized_export
 from llmconv.runtime.context_length import language_config
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"
+LAYOUT = "--layout genai"
 SEEDS = 2**31
 """Exclusive upper bound of GenAI's seeds."""
 
@@ -66,7 +68,10 @@ class GenaiEngine:
             UsageProblem: session settings that GenAI does not have.
         """
         if not (folder / CONFIG).is_file():
-            raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`llmconv export {folder} --layout genai`")
+            again = f"llmconv export {folder} {LAYOUT}"
+            if is_quantized_export(folder):
+                again = export_again(folder, LAYOUT)
+            raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`{again}`")
         config = read_genai_config(folder)
         model = _open(_library(), folder, session or SessionSettings())
         ends = config.get("eos_token_id", [])

@@ -69,6 +69,14 @@ def test_the_table_compares_with_the_first_candidate_and_reports_differences() -
     assert "DIFFERENT TOKENS: slow at batch 2, length 128: row 1" in text
 
 
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(1, "1 new token, greedy, 1 thread, 1 round in turn"), (2, "2 new tokens, greedy, 2 threads, 2 rounds in turn")],
+)
+def test_the_setting_has_nouns_in_the_right_number(number: int, line: str) -> None:
+    assert line in table(BenchResult(["a"], {}, [cell("a", 128)], number, number, number))
+
+
 def test_a_candidate_is_a_folder_or_a_runtime_with_or_without_one(tmp_path: Path) -> None:
     assert BenchCandidate.parse(str(tmp_path), None).name == str(tmp_path)
     assert BenchCandidate.parse("torch", tmp_path) == BenchCandidate("torch", tmp_path)

@@ -134,3 +134,30 @@ def test_invalid_values_are_refused(
     with pytest.raises(UsageProblem):
         export(tiny("llama"), **options)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_dry_run_lists_the_files_that_a_run_writes(llama: Path, tmp_path: Path) -> None:
+    words = ["export", str(llama), "-o", str(tmp_path / "out"), "--quant", "int4", "--incremental"]
+    listed = CliRunner().invoke(main, [*words, "--dry-run"]).stdout.splitlines()
+    assert not (tmp_path / "out").exists()
+    assert CliRunner().invoke(main, words).exit_code == 0
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir() if path.name != "llmconv.json"}
+    assert listed[0] == f"would write {tmp_path / 'out'}: {len(written)} files, {sum(written.values()):,} bytes"
+    assert sorted(listed[1:]) == sorted(f"  {name}  {size:,} bytes" for name, size in written.items())
+
+
+def test_what_was_quantized_is_summarized(llama: Path, tmp_path: Path) -> None:
+    words = ["export", str(llama), "-o", str(tmp_path / "out"), "--quant", "int4", "--incremental"]
+    printed = CliRunner().invoke(main, words).stderr
+    found = json.loads(CliRunner().invoke(main, [*words, "--overwrite", "--json"]).stdout)["quantized"]
+    kinds = [{"bits": 4, "block": 32, "count": 7 * 8}, {"bits": 8, "block": 32, "count": 1}]
+    assert found["matrices"] == kinds and found["bytes"] < found["bytes_before"] / 4
+    assert "quantized: 57 matrices (56 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32), " in printed
+    assert f"{found['bytes']:,} bytes instead of {found['bytes_before']:,}; 18 tensors as they are" in printed
+
+
+def test_factors_that_no_graph_maps_are_counted(talking: Path, tmp_path: Path) -> None:
+    exported = export(talking, tmp_path / "out", unified=True, quant="a8w8", calibrate="default")
+    assert exported.quantized
+    assert exported.weight_bytes_written == exported.weight_bytes_mapped + exported.quantized.factors
+    assert f"{exported.quantized.factors:,} bytes of factors, which only `verify` reads" in exported.quantized.line

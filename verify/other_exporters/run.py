@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import isnan
+from math import inf
 from pathlib import Path
 
 from llmconv.argument_checks import checked
@@ -83,7 +83,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a graph fits no map or is refused, see `guard`, or memory does not suffice.
         OutOfMemory: memory ran out.
     """
-    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
+    require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
@@ -129,15 +129,20 @@ def compare_graph_files(
     return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
 
-def require_numbers(**limits: float | None) -> None:
-    """Refuses NaN, with which no comparison could fail.
+def require_limits(*, max_divergence: float | None, min_agreement: float | None) -> None:
+    """Refuses limits that every graph or no graph meets.
+
+    Args:
+        max_divergence: in nats per token.
+        min_agreement: share of tokens.
 
     Raises:
-        UsageProblem: a limit is NaN.
+        UsageProblem: a limit is not finite, or out of its range.
     """
-    for name, value in limits.items():
-        if value is not None and isnan(value):
-            raise UsageProblem(f"`{name}` is not a number", hint="NaN would disable the limit")
+    if max_divergence is not None and not 0 <= max_divergence < inf:
+        raise UsageProblem(f"`max_divergence` is {max_divergence}", hint="give a finite number of nats, 0 or more")
+    if min_agreement is not None and not 0 <= min_agreement <= 1:
+        raise UsageProblem(f"`min_agreement` is {min_agreement}", hint="give a share from 0 to 1")
 
 
 def _compare(

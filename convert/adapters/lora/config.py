@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.convert.adapters.lora.patterns import MatchTime, matches, require_few
+from llmconv.convert.adapters.lora.patterns import matches, require_few
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.timed_patterns import MatchTime
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
 

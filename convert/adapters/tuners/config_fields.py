@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.convert.adapters.lora.config import matching_key
-from llmconv.convert.adapters.lora.patterns import MatchTime
 from llmconv.errors import MalformedInput
+from llmconv.timed_patterns import MatchTime
 
 LARGEST = 2.0**63
 """Limit of a number; JSON has integers of any length."""

@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+from llmconv.export.targets.fallback_report import report
 from llmconv.export.targets.kernels import Fallback, fallbacks, kernel_table
 from llmconv.export.targets.presets import TARGETS
 from tools.target_tables import cpu_table
@@ -94,3 +95,9 @@ def test_nodes_of_functions_and_of_inner_graphs_count() -> None:
     choice = helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
     model = graph([helper.make_node("Cast", ["q"], ["c"], to=TensorProto.BOOL), choice], HALF, "qkv")
     assert ("Attention", 2) in [(one.operator, one.count) for one in fallbacks(model, "ort-dml")]
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 node of x.onnx runs"), (2, "2 nodes of x.onnx run")])
+def test_the_warning_has_nouns_in_the_right_number(count: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report({"x.onnx": [Fallback("Attention", ("float32",), count, "attend")]}, "ort-dml", strict=False)
+    assert f"{words} on the CPU, such as `attend`" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""What an export left in a folder: its graphs, from the manifest, and the codes that they map, from headers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import open_shards
+from llmconv.errors import MalformedInput
+from llmconv.files.safetensors_file import read_header
+from llmconv.output.manifest import Manifest, read_manifest
+from llmconv.quantized_export import SINGLE, described
+from llmconv.tensors import LazyTensor
+
+INDEX = "quantized.safetensors.index.json"
+CODES, ZEROS = ".codes", ".zeros"
+PARTS = (CODES, ".scales", ZEROS, ".smoothing", ".order")
+"""Suffixes of the tensors that are stored instead of a weight, or with it."""
+
+PRESETS = {"int8": 32, "int4": 32, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
+"""Default block sizes by preset; other names are of methods, whose blocks are those of the model."""
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """A graph in the manifest.
+
+    Attributes:
+        role: `prefill`, `decode`, `unified` or `embeddings`.
+        files: its file, or those of its stages.
+        opset: version of the standard operators; None if it is not recorded.
+        precision: dtype that it computes in.
+        cache: `growing`, `shared-buffer` or `static`; followed by ` int8` where keys and values are codes.
+        target: provider of onnxruntime that it is for; empty for any.
+    """
+
+    role: str
+    files: tuple[str, ...]
+    opset: int | None
+    precision: str
+    cache: str
+    target: str
+
+    @property
+    def line(self) -> str:
+        """Everything in one line."""
+        opset = f", opset {self.opset}" if self.opset else ""
+        target = f", for {self.target}" if self.target else ""
+        return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {self.cache} cache{target}"
+
+
+@dataclass(frozen=True)
+class CodesSummary:
+    """The quantized weights of a folder.
+
+    Attributes:
+        preset: value of `--quant`, or the method of a model that was quantized already.
+        method: how codes were chosen; empty if it is not recorded.
+        symmetric: there are no zero points.
+        calibrated: a text decided what columns count, or ranges.
+        matrices: number of weights by bits and size of a block, which is 0 for one scale per column.
+        plain: number of tensors that are stored as they are.
+        parameters: of the model.
+    """
+
+    preset: str
+    method: str
+    symmetric: bool
+    calibrated: bool
+    matrices: Mapping[tuple[int, int], int]
+    plain: int
+    parameters: int
+
+    @property
+    def line(self) -> str:
+        """Everything in one line."""
+        how = [*filter(None, [self.method]), *["symmetric"] * self.symmetric, *["calibrated"] * self.calibrated]
+        more = f" ({', '.join(how)})" if how else ""
+        tensors = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
+        return f"{self.preset}{more}: {described(self.matrices)}; {tensors}"
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of `inspect --json`."""
+        matrices = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
+        return {**{name: value for name, value in asdict(self).items() if name != "parameters"}, "matrices": matrices}
+
+
+def graphs_in(folder: Path) -> tuple[GraphSummary, ...]:
+    """The graphs that the manifest of a folder names.
+
+    Raises:
+        MalformedInput: it is invalid.
+    """
+    return tuple(_graph(role, entry) for role, entry in read_manifest(folder).graphs.items())
+
+
+def layouts_in(folder: Path) -> tuple[str, ...]:
+    """The clients that the last export into a folder was for.
+
+    Raises:
+        MalformedInput: the manifest is invalid.
+    """
+    found = _export_options(read_manifest(folder)).get("layouts")
+    return tuple(str(name)[:40] for name in found) if isinstance(found, list) else ()
+
+
+def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
+    form = entry.get("form")
+    form = form if isinstance(form, dict) else {}
+    files = [part["file"] for part in entry.get("stages", [entry]) if "file" in part]
+    opset = entry.get("opset")
+    cache = _word(form, "cache", "growing") + (f" {_word(form, 'kv_cache')}" if form.get("kv_cache") else "")
+    return GraphSummary(
+        role[:40],
+        tuple(files),
+        opset if isinstance(opset, int) else None,
+        _word(entry, "precision", "float32"),
+        cache,
+        _word(form, "target"),
+    )
+
+
+def _word(fields: Mapping[str, Any], name: str, default: str = "") -> str:
+    """A short text; the default if it is something else."""
+    value = fields.get(name, default)
+    return value if isinstance(value, str) and len(value) <= 40 and value.isprintable() else default
+
+
+def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder of quantized graphs, as they are stored.
+
+    Raises:
+        MalformedInput: an invalid header or index.
+    """
+    if (folder / INDEX).is_file():
+        return open_shards(folder, INDEX)
+    if (folder / SINGLE).is_file():
+        return dict(read_header(folder / SINGLE).tensors)
+    raise MalformedInput(f"`{folder}` lacks `{INDEX}`, which lists its shards", hint="copy the folder again")
+
+
+def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
+    """The quantized weights.
+
+    Args:
+        folder: of quantized graphs.
+        tensors: as they are stored.
+
+    Raises:
+        MalformedInput: the manifest is invalid, or codes have an impossible shape.
+    """
+    options = _export_options(read_manifest(folder))
+    preset = _word(options, "quant", "unknown")
+    block = options.get("quant_block")
+    size = block if isinstance(block, int) else PRESETS.get(preset)
+    weights = [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]
+    kinds = {name: _kind(name, tensors, size) for name in weights}
+    plain = [name for name in tensors if not name.endswith(PARTS)]
+    stored = sum(prod(tensors[name].shape) for name in plain)
+    most = stored + sum(_elements(tensors[name + CODES], kinds[name], fewest=False) for name in weights)
+    least = stored + sum(_elements(tensors[name + CODES], kinds[name], fewest=True) for name in weights)
+    recorded = options.get("parameters")
+    return CodesSummary(
+        preset,
+        _word(options, "method", "search" if preset.startswith("int4") else ""),
+        options.get("symmetric") is True,
+        "calibrate" in options,
+        dict(Counter(kinds.values()).most_common()),
+        len(plain),
+        recorded if isinstance(recorded, int) and least <= recorded <= most else most,
+    )
+
+
+def _export_options(manifest: Manifest) -> Mapping[str, Any]:
+    """The options of the last export."""
+    found: Iterator[Any] = (done.get("options") for done in reversed(manifest.steps) if done.get("command") == "export")
+    options = next(found, None)
+    return options if isinstance(options, dict) else {}
+
+
+def _kind(name: str, tensors: Mapping[str, LazyTensor], size: int | None) -> tuple[int, int]:
+    """Bits and block size of a weight; the size is 0 for int8 codes, which have a scale per column.
+
+    Without a known size the bits follow from the zero points of a row, which are packed like codes.
+    """
+    codes = tensors[name + CODES]
+    if codes.dtype.name == "int8":
+        return 8, 0
+    if len(codes.shape) < 3 or codes.dtype.name != "uint8" or not codes.shape[-1]:
+        raise MalformedInput(f"`{name + CODES}` has no shape of codes", hint="make the folder again")
+    blocks, nbytes = codes.shape[-2:]
+    if size and nbytes * 8 in (4 * size, 8 * size):
+        return nbytes * 8 // size, size
+    zeros = tensors.get(name + ZEROS)
+    is_eight = zeros is not None and bool(zeros.shape) and blocks > 1 and zeros.shape[-1] == blocks
+    return (8, nbytes) if is_eight else (4, 2 * nbytes)
+
+
+def _elements(codes: LazyTensor, kind: tuple[int, int], *, fewest: bool) -> int:
+    """Elements of a weight; the last block of a row may contain one element, or be full."""
+    size = kind[1]
+    if not size:
+        return prod(codes.shape)
+    *outer, blocks, _ = codes.shape
+    columns = blocks * size - (size - 1 if fewest and blocks else 0)
+    return prod(outer) * columns

@@ -1,0 +1,106 @@
+"""inspect lists exported graphs, and counts the parameters of quantized ones as those of the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.convert.inspect import inspect
+from llmconv.errors import MalformedInput
+from llmconv.export import export
+from tools.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama; do not write into it."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    save_tiny("llama", folder, 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`quantized(**options)` is a folder of quantized graphs; do not write into it."""
+    made: dict[str, Path] = {}
+
+    def folder(**options: Any) -> Path:
+        if repr(options) not in made:
+            made[repr(options)] = tmp_path_factory.mktemp("quantized") / "out"
+            export(model, made[repr(options)], incremental=True, **options)
+        return made[repr(options)]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({"quant": "int4"}, {(4, 32): 21, (8, 32): 1}),
+        ({"quant": "int4-small", "quant_block": 64, "quant_bits": ["o_proj=8"]}, {(4, 64): 19, (8, 64): 3}),
+        ({"quant": "int4", "quant_block": 16, "symmetric": True}, {(4, 16): 21, (8, 16): 1}),
+        ({"quant": "a8w8"}, {(8, 0): 18, (8, 32): 4}),
+    ],
+    ids=["int4", "int4-small", "symmetric", "a8w8"],
+)
+def test_matrices_are_counted_by_bits_and_blocks(
+    model: Path, quantized: Callable[..., Path], options: dict[str, Any], kinds: dict[tuple[int, int], int]
+) -> None:
+    found = inspect(quantized(**options))
+    assert (found.format, found.quantization, found.parameters) == (
+        "onnx-graphs",
+        options["quant"],
+        inspect(model).parameters,
+    )
+    assert found.codes and found.codes.matrices == {kind: count for kind, count in kinds.items() if count}
+
+
+def test_the_table_of_a_quantized_folder_is_about_the_model(quantized: Callable[..., Path]) -> None:
+    shown = CliRunner().invoke(main, ["inspect", str(quantized(quant="int4"))]).stdout
+    rows = dict(line.split("  ", 1) for line in shown.splitlines())
+    assert rows["model type"].strip() == "llama" and rows["architecture"].strip() == "LlamaForCausalLM"
+    assert rows["quantization"].strip() == (
+        "int4 (search): 22 matrices (21 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32); 8 tensors as they are"
+    )
+    assert "warning" not in shown and "graph" in rows
+
+
+def test_graphs_of_a_model_folder_are_listed_with_its_weights(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", unified=True, target="ort-cpu", cache="shared-buffer", layout="genai")
+    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--json"])
+    found = json.loads(result.stdout)
+    graph = {"role": "unified", "files": ["model.onnx"], "opset": 24, "precision": "float32"}
+    assert found["graphs"] == [{**graph, "cache": "shared-buffer", "target": "ort-cpu"}]
+    assert (found["format"], found["layouts"], found["quantization"]) == ("hf", ["genai"], None)
+
+
+def test_a_wrong_number_of_parameters_in_the_manifest_is_not_believed(
+    model: Path, quantized: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(quantized(quant="a8w8"), tmp_path / "out")
+    manifest = json.loads((folder / "llmconv.json").read_bytes())
+    manifest["steps"][-1]["options"] |= {"parameters": 10**30, "quant_block": "x", "layouts": {}, "method": 5}
+    manifest["graphs"]["decode"] |= {"opset": "x", "precision": [], "form": 3}
+    (folder / "llmconv.json").write_text(json.dumps(manifest))
+    assert 0 <= inspect(folder).parameters - inspect(model).parameters < 10_000
+
+
+def test_a_broken_manifest_of_a_model_is_a_warning(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "llmconv.json").write_text('{"graphs": []}')
+    found = inspect(folder)
+    assert found.format == "hf" and "graphs are not listed" in found.warnings[0]
+
+
+def test_a_broken_manifest_of_quantized_graphs_is_refused(quantized: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(quantized(quant="int4"), tmp_path / "out")
+    (folder / "llmconv.json").write_text('{"graphs": {"decode": {"file": "../x.onnx"}}}')
+    with pytest.raises(MalformedInput, match="not a valid manifest"):
+        inspect(folder)
