@@ -31,6 +31,7 @@ from llmconv.export.quantization.quantized_sizes import QuantizedSizes
 from llmconv.export.quantization.selection import QuantizedWeight, select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
+from llmconv.export.quantization.smoothing_groups import Graphs
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
@@ -186,21 +187,7 @@ def _make(
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
         pairs = [(distinct[key], matched) for key, matched in matches.items()]
-        quantized = grouped(pairs, select(pairs, formats))
-        text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
-        if text and given["static_activations"]:
-            text.require_ranges(quantized)
-        importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
-        smoothing = Smoothing()
-        if text and given["method"] == "awq":
-            smoothing = text.activation_aware(pairs, quantized, importance)
-        elif text:
-            smoothing = text.smoothing(pairs, quantized)
-        if text and given["static_activations"]:
-            quantized = text.with_ranges(quantized, smoothing)
-        if text and given["method"] == "gptq" and not given["dry_run"]:
-            quantized = text.with_feedback(quantized, folder.folder)
-        folder = folder.quantized(quantized, importance, smoothing)
+        quantized, folder = _quantized(pairs, formats, calibration, folder, given)
         folder.check(plan)
         weights = folder.weights()
     scales = calibration.cache_scales() if calibration and given["kv_cache"] else None
@@ -225,6 +212,31 @@ def _make(
         {**folder.planned(), **made},
         QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
     )
+
+
+def _quantized(
+    pairs: Graphs,
+    formats: QuantizationSettings | StoredFormats,
+    calibration: Calibration | None,
+    folder: OutputFolder,
+    given: ExportOptions,
+) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
+    """The weights that are stored as codes, and the output folder with these."""
+    quantized = grouped(pairs, select(pairs, formats))
+    text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
+    if text and given["static_activations"]:
+        text.require_ranges(quantized)
+    importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
+    smoothing = Smoothing()
+    if text and given["method"] == "awq":
+        smoothing = text.activation_aware(pairs, quantized, importance)
+    elif text:
+        smoothing = text.smoothing(pairs, quantized)
+    if text and given["static_activations"]:
+        quantized = text.with_ranges(quantized, smoothing)
+    if text and given["method"] == "gptq" and not given["dry_run"]:
+        quantized = text.with_feedback(quantized, folder.folder)
+    return quantized, folder.quantized(quantized, importance, smoothing)
 
 
 def _check_target(given: ExportOptions) -> None:

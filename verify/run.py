@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -113,11 +112,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     reference = require_weights(folder, entries[0], reference or recorded_reference(folder))
     report.reference = reference.name
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
-    cost = _cost_options(verified, text, max_divergence, min_agreement, reference if trust_remote_code else None)
-    if any(map(rounds_activations, verified.models.values())):
-        cost = replace(cost, ranges=recorded_text(folder, Path(calibrate) if calibrate else None))
-    prepack = is_quantized(verified.models)
-    coded = CodedFolder.of(verified, Path(calibrate) if calibrate else None, cost, prepack=prepack)
+    calibrated = Path(calibrate) if calibrate else None
+    code = reference if trust_remote_code else None
+    cost = _cost_options(verified, text, AccuracyLimits(max_divergence, min_agreement), calibrated, code)
+    coded = CodedFolder.of(verified, calibrated, cost, prepack=is_quantized(verified.models))
     if coded and low_memory:
         raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
     with ExitStack() as stack:
@@ -272,23 +270,27 @@ def _audit_files(verified: VerifiedFolder, report: Report, *, allow_changed: boo
 def _cost_options(
     verified: VerifiedFolder,
     text: str | Path | None,
-    divergence: float | None,
-    agreement: float | None,
+    limits: AccuracyLimits,
+    calibrated: Path | None,
     code: Path | None,
 ) -> QuantizationOptions:
     """The options for quantized graphs; graphs of floats take none."""
     quantized = is_quantized(verified.models) or any(map(has_codes, verified.models.values()))
-    if not quantized and any(option is not None for option in (text, divergence, agreement)):
+    if not quantized and (text is not None or limits.given):
         raise UsageProblem(
             "`--text`, `--max-divergence` and `--min-agreement` apply to quantized weights and caches only",
             hint="leave them out",
         )
-    preset, limits = recorded(verified.path, "quant"), AccuracyLimits(divergence, agreement)
+    ranges = (
+        recorded_text(verified.path, calibrated) if any(map(rounds_activations, verified.models.values())) else None
+    )
+    preset = recorded(verified.path, "quant")
     own = bool(preset) or any(verified.path.glob(CODES))
     smoothing = StoredSmoothing.of(verified.path)
     method, weighted = recorded(verified.path, "method"), bool(recorded(verified.path, "calibrate"))
     codes = ExpectedCodes(nearest=own, plain=method == "rtn", weighted=weighted, feedback=method == "gptq")
-    return QuantizationOptions(Path(text) if text else None, limits, preset, code, codes, smoothing=smoothing, own=True)
+    file = Path(text) if text else None
+    return QuantizationOptions(file, limits, preset, code, codes, smoothing, ranges, own=True)
 
 
 def recorded(folder: Path, option: str) -> str:
