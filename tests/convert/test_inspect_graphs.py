@@ -13,8 +13,10 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert.inspect import inspect
+from llmconv.convert.opening import exported_graphs
 from llmconv.errors import MalformedInput
 from llmconv.export import export
+from llmconv.export.quantization import settings
 from tools.tiny_models import save_tiny
 
 
@@ -104,3 +106,9 @@ def test_a_broken_manifest_of_quantized_graphs_is_refused(quantized: Callable[..
     (folder / "llmconv.json").write_text('{"graphs": {"decode": {"file": "../x.onnx"}}}')
     with pytest.raises(MalformedInput, match="not a valid manifest"):
         inspect(folder)
+
+
+def test_default_blocks_are_those_of_the_presets() -> None:
+    forms = {name: [preset.layers, preset.head] for name, preset in settings.PRESETS.items()}
+    sizes = {name: max(form.size for form in pair) for name, pair in forms.items()}
+    assert sizes == exported_graphs.PRESETS

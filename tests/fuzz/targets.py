@@ -17,6 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save
+
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.deltas.exact import open_exact
@@ -215,6 +218,15 @@ def request(path: Path) -> None:
             json.dumps(str(error)).encode()
 
 
+def codes() -> bytes:
+    """A file of quantized weights: blocks, columns, and a norm."""
+    bytes_of = {"m.codes": (2, 2, 16), "m.zeros": (2, 1)}
+    floats = {"m.scales": (2, 2), "n.scales": (2,), "norm": (3,)}
+    tensors: dict[str, Any] = {name: np.zeros(shape, np.uint8) for name, shape in bytes_of.items()}
+    tensors |= {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
+    return save({**tensors, "n.codes": np.zeros((3, 2), np.int8)})
+
+
 def fields(**content: Any) -> list[bytes]:
     """A JSON object."""
     return [json.dumps(content).encode()]
@@ -224,6 +236,7 @@ OPCODES = tuple(bytes([code]) for code in b"(.0]}tulaesbRQch\x81\x85\x86\x87\x88
 MESSAGE = {"role": "user", "content": "hello"}
 LAYOUT = {"dev_matrix": [2, 4], "tensor_map": [0, -1], "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}
 STEP = {"command": "to-hf", "llmconv": "0.1.0", "source": "x", "options": {}}
+QUANT_STEP = {**STEP, "command": "export", "options": {"quant": "int4", "quant_block": 32, "parameters": 140}}
 GRAPH = {"file": "prefill.onnx", "sha256": "0" * 64, "bytes": 8}
 RUN = """model:
   arch: {type: LlamaForCausalLM}
@@ -269,6 +282,12 @@ TARGETS: dict[str, Target] = {
         "llmconv.json",
         lambda: fields(manifest_version=1, steps=[STEP], files={"a": {"bytes": 1}}, graphs={"prefill": GRAPH}),
         lambda path: (read_manifest(path.parent), graph_entries(path.parent)),
+    ),
+    "quantized-manifest": Target(
+        "llmconv.json",
+        lambda: fields(manifest_version=1, steps=[QUANT_STEP], files={"a": {"bytes": 1}}, graphs={"prefill": GRAPH}),
+        lambda path: inspect(path.parent).summary(),
+        lambda: {"quantized.safetensors": codes()},
     ),
     "dcp": Target(
         ".metadata",
