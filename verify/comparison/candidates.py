@@ -191,7 +191,7 @@ def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure
 
 
 def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
-    """The measured errors; if few rows fail, they are measured again with noise from two runs.
+    """The measured errors; if few rows fail, they are measured again with noise from more runs.
 
     Args:
         truth: the expected output.
@@ -199,7 +199,7 @@ def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput
         gates: the largest sigma that passes.
     """
     found = measured(truth)
-    if found.passes(gates) or found.problem or not truth.is_doubtful:
+    if found.passes(gates) or found.problem or not truth.is_doubtful(found, gates):
         return found
     return measured(truth.again())
 

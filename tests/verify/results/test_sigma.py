@@ -124,7 +124,16 @@ def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
     assert with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
-def test_the_noise_of_many_rows_is_not_doubted() -> None:
+def test_few_of_many_rows_are_judged_by_the_larger_of_two_noises() -> None:
+    truth, output = expected_and_output(4 * FEW_ROWS)
+    far = truth.exact.copy()
+    far[0, 3] += 12 * (output - truth.exact)[0, 3]
+    doubted = replace(truth, others=[lambda: far])
+    assert measure(truth, far).row_sigma > GATE.row
+    assert with_checked_noise(doubted, lambda truth: measure(truth, far), GATE).passes(GATE)
+
+
+def test_the_noise_of_many_failing_rows_is_not_doubted() -> None:
     truth, output = understated(FEW_ROWS + 1, 6)
     assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
