@@ -103,7 +103,12 @@ def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "float16"}, {"quant": "int4-mixed"}, {"quant": "int4-small"}, {"symmetric": True}],
+    [
+        {"precision": "float16"},
+        {"quant": "int4-mixed"},
+        {"quant": "int4-small", "quant_block": 64},
+        {"symmetric": True},
+    ],
     ids=str,
 )
 def test_other_formats_pass(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
