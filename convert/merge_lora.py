@@ -23,11 +23,11 @@ from llmconv.convert.quantization.quantized_base import QuantizedBase, check_cho
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES
 
@@ -68,7 +68,7 @@ class Merge:
 def merge_lora(
     base: str | Path,
     adapters: str | Path | Sequence[str | Path],
-    output: Written,
+    output: Placed,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -99,7 +99,7 @@ def merge_lora(
         OutputFailed: writing failed.
     """
     options = DEFAULTS | options
-    _require_possible(options, check=check, dry_run=dry_run)
+    _require_possible(options, output_place(output), check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
@@ -108,11 +108,12 @@ def merge_lora(
     used = [_identity(adapter) for adapter in opened]
     warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
-    check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
+    place = output_place(output)
+    check_output(merge.plan, place, overwrite, inputs, resume=resume)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
         sources, plan = _sources(checkpoint, opened), merge.plan
-        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
         merge = replace(merge, plan=replace(merge.plan, found=done.found))
     return _checked(merge, Path(output), recipe) if check else merge
 
@@ -131,13 +132,15 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
     return checkpoint
 
 
-def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
+def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:
     """Refuses invalid options before anything is read."""
     require_shard_size(options["max_shard_size"])
     if not check:
         return
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
+    if not isinstance(output, Path):
+        raise UsageProblem("`--check` reads the output again, from a disk", hint="leave it out, or write to a local folder")
     if options["base_quant"] == "requantize":
         problem = "`--check` compares with the exact sum, which a quantized weight cannot hold"
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")

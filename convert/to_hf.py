@@ -12,11 +12,11 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 
 
@@ -24,7 +24,7 @@ from llmconv.progress import warn_all
 @checked
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     source: str | Path,
-    output: Written,
+    output: Placed,
     *,
     format: str | None = None,
     config: Sequence[str | Path] = (),
@@ -67,10 +67,11 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
-    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
+    place = output_place(output)
+    check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
     given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
-    return plan if dry_run else _write(plan, Path(output), base, given, overwrite=overwrite, resume=resume)
+    return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume)
 
 
 def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
@@ -81,11 +82,11 @@ def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> N
 
 
 def _write(
-    plan: Plan, output: Path, base: Path | None, given: Mapping[str, Any], *, overwrite: bool, resume: bool
+    plan: Plan, output: Place, base: Path | None, given: Mapping[str, Any], *, overwrite: bool, resume: bool
 ) -> Plan:
     source = plan.checkpoint.path
     steps = [step("to-hf", source, format=plan.checkpoint.format, **given)]
-    sources = [file for path in (source, base) if path for file in files_under(path, output)]
+    sources = [file for path in (source, base) if path for file in files_under(path, local_only(output))]
     done = write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return replace(plan, found=done.found)
 

@@ -22,10 +22,11 @@ from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.output.staging import failing_safely, require_free
-from llmconv.output.writer import check_output, require_space, write_checkpoint
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
 

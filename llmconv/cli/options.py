@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from llmconv.files.paths import output_path
+from llmconv.files.paths import output_path, output_place
 from llmconv.progress import set_quiet
+from llmconv.stores.address import StoreAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -65,12 +66,27 @@ class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type 
 
     name = "path"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | StoreAddress:
         """See `output_path`; click.Path would change `s3://…` to `s3:/…` before it can be checked."""
         return output_path(value, param.opts[-1] if param else "output")
 
 
-output = click.option("-o", "--output", type=Output(), required=True, help="Folder to write.")
+class OutputFolder(Output):
+    """A folder to write, on this machine or in an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | StoreAddress:
+        """See `output_place`."""
+        return output_place(value, param.opts[-1] if param else "output")
+
+
+output = click.option(
+    "-o",
+    "--output",
+    type=OutputFolder(),
+    required=True,
+    metavar="PATH",
+    help="Folder to write, on this machine or in an object store: s3://BUCKET/FOLDER, also gs, az and oci.",
+)
 dtype = click.option(
     "--dtype",
     type=click.Choice(["keep", "float32", "float16", "bfloat16"]),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmconv.checkpoint import own_file, read_json
+from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import MalformedInput
 from llmconv.files.named_file import is_inner
 from llmconv.version import __version__
@@ -59,7 +59,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
-    content = read_json(own_file(folder, MANIFEST))
+    return _checked(read_json(own_file(folder, MANIFEST)))
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """The manifest with this content.
+
+    Raises:
+        MalformedInput: as `read_manifest`.
+    """
+    return _checked(parse_object(content, MANIFEST))
+
+
+def _checked(content: dict[str, Any]) -> Manifest:
     steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
     if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
         _refuse("`steps` is not a list of objects")

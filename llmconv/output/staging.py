@@ -16,16 +16,22 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
+from llmconv.files import page_cache
+from llmconv.files.copying import copy_file
 from llmconv.files.named_file import is_inner
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
+from llmconv.files.safetensors_file import FileTensor, holds
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.output.plan import Shard
+from llmconv.output.streaming import stream_shard
 from llmconv.progress import say
 
 JOURNAL = "journal.jsonl"
@@ -144,6 +150,19 @@ class StagedFolder:
         with failing_safely():
             self._folder.write(JOURNAL, self._encode_journal())
 
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""
+        with failing_safely(), self.new_file(shard.name) as new:
+            entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
+            new.place()
+        if shard.copy_of:
+            check_copy(self.path / shard.name, shard)
+        return entry
+
+    def release(self, name: str, sources: Sequence[Path]) -> None:
+        """Gives back the pages of the file `name` and of the sources; see `UnfinishedOutput`."""
+        page_cache.forget([self.path / name, *sources])
+
     @contextmanager
     def new_file(self, name: str) -> Iterator[NewFile]:
         """The file `name`, such as `a` or `rank_0/a`, to write; the caller calls `place`."""
@@ -189,6 +208,30 @@ class StagedFolder:
             raise OutputFailed(
                 f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
             ) from error
+
+
+def check_copy(path: Path, shard: Shard) -> None:
+    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy at `path`."""
+    for tensor in shard.tensors.values():
+        if isinstance(tensor, FileTensor) and tensor.record:
+            replace(tensor.record, path=path).was_touched()
+
+
+def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    assert shard.copy_of
+    entry = copy_file(shard.copy_of, new.file, advance)
+    require_unchanged(new.path, shard)
+    return entry
+
+
+def require_unchanged(path: Path, shard: Shard) -> None:
+    """Raises MalformedInput if the copy, or the source, of an unchanged file no longer has the planned tensors."""
+    assert shard.copy_of
+    if not holds(path, shard.tensors):
+        raise MalformedInput(
+            f"`{shard.copy_of.name}` changed while it was copied",
+            hint="make sure that nothing writes to it, and run again",
+        )
 
 
 def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:

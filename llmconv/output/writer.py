@@ -8,24 +8,23 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.checkpoint import parse_object
+from llmconv.errors import InputRefused
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
-from llmconv.files.copying import can_clone, copy_file
-from llmconv.files.safe_folder import Link, NewFile
-from llmconv.files.safetensors_file import FileTensor, holds
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, read_manifest
-from llmconv.output.plan import Plan, Shard
-from llmconv.output.staging import StagedFolder, bytes_held, failing_safely, is_complete, require_free
-from llmconv.output.streaming import stream_shard
+from llmconv.files.safe_folder import Link
+from llmconv.output.destination import Destination, UnfinishedOutput
+from llmconv.output.local_folder import LocalFolder
+from llmconv.output.manifest import Manifest, file_entry
+from llmconv.output.plan import Plan
+from llmconv.output.store_folder import StoreFolder
 from llmconv.progress import bytes_bar, say, warn_all
+from llmconv.stores.address import StoreAddress
 
 CONFIG = "config.json"
 UNCHECKED = "`{}` was saved without checksums, so damage to it cannot be detected"
@@ -35,9 +34,23 @@ HEAP_BYTES = 256 << 20
 """Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
 
 
+Place = Path | StoreAddress
+"""Where an output can be made: a local folder, or one in an object store."""
+
+
+def destination_of(output: Place) -> Destination:
+    """The destination at a path or address."""
+    return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
+
+
+def space_needed(plan: Plan, output: Place) -> int:
+    """Bytes of new storage that the plan takes in `output`."""
+    return destination_of(output).space_needed(plan)
+
+
 def write_checkpoint(
     plan: Plan,
-    output: Path,
+    output: Place,
     *,
     steps: Sequence[dict[str, Any]],
     sources: Sequence[Path],
@@ -63,11 +76,12 @@ def write_checkpoint(
             complete and of the same inputs and options is kept, and nothing is written.
         OutputFailed: writing failed.
     """
-    if resume and not overwrite and is_complete(output):
-        return _same_as_before(plan, output, steps, sources, adds=bool(more_files))
+    target = destination_of(output)
+    if resume and not overwrite and target.is_complete():
+        return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
-        _write_shards(plan, folder, output.name, sources)
+    with target.begin(_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
+        _write_shards(plan, folder, target.name, sources)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
         manifest = Manifest(list(steps), graphs=graphs or {})
@@ -75,7 +89,7 @@ def write_checkpoint(
     return manifest
 
 
-def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence[Path]) -> None:
+def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequence[Path]) -> None:
     """Writes the unfinished shards; `name` is the title of the progress bar."""
     crowded = not page_cache.fits(plan.nbytes)
     with bytes_bar(f"writing {name}", plan.nbytes) as advance, checked_reading() as checks:
@@ -83,22 +97,21 @@ def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence
             if shard.name in folder.finished:
                 advance(shard.nbytes)
                 continue
-            entry = _make_shard(folder, shard, advance)
+            entry = folder.make_shard(shard, advance)
             checks.finish()
             folder.record(shard.name, entry)
             if crowded:
-                page_cache.forget([folder.path / shard.name, *sources])
+                folder.release(shard.name, sources)
     warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
 
 
 def _same_as_before(
-    plan: Plan, output: Path, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
+    plan: Plan, output: Destination, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
 ) -> Manifest:
     """The manifest of a complete folder, if this run would make the same one."""
-    manifest = read_manifest(output)
-    made = (output / MANIFEST).stat().st_mtime_ns
+    manifest, made = output.manifest(), output.made_at()
     changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
-    replaced = {CONFIG} if adds and _extends(output / CONFIG, plan.small_files[CONFIG]) else set()
+    replaced = {CONFIG} if adds and _extends(output.read(CONFIG), plan.small_files[CONFIG]) else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
@@ -112,13 +125,13 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _extends(path: Path, content: bytes) -> bool:
+def _extends(found: bytes | None, content: bytes) -> bool:
     """Whether a JSON file has all fields of `content` with the same values; exported graphs may add some."""
-    made = read_json(path) if path.is_file() else {}
+    made = parse_object(found, CONFIG) if found else {}
     return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
-def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
+def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
     """Checks before a run that its output can be written.
 
     Args:
@@ -131,23 +144,10 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
     Raises:
         InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
     """
-    require_free(output, overwrite, inputs, resume=resume)
-    if resume and not overwrite and is_complete(output):
-        return
-    require_space(output, space_needed(plan, output) - bytes_held(output))
-
-
-def _home(output: Path) -> Path:
-    """The nearest existing folder above `output`."""
-    return next(folder for folder in output.absolute().parents if folder.is_dir())
-
-
-def space_needed(plan: Plan, output: Path) -> int:
-    """Bytes that the plan needs on the disk of `output`; clones need none."""
-    source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
-    if source and can_clone(source, _home(output)):
-        return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
-    return plan.nbytes
+    target = destination_of(output)
+    target.require_free(overwrite, inputs, resume=resume)
+    if not (resume and not overwrite and target.is_complete()):
+        target.require_space(plan)
 
 
 def _reuse_freed_blocks() -> None:
@@ -156,53 +156,6 @@ def _reuse_freed_blocks() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
-
-
-def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies or streams one file and returns its manifest entry."""
-    with failing_safely(), folder.new_file(shard.name) as new:
-        entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
-        new.place()
-    if shard.copy_of:
-        _check_copy(folder.path / shard.name, shard)
-    return entry
-
-
-def _check_copy(path: Path, shard: Shard) -> None:
-    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy."""
-    for tensor in shard.tensors.values():
-        if isinstance(tensor, FileTensor) and tensor.record:
-            replace(tensor.record, path=path).was_touched()
-
-
-def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    assert shard.copy_of
-    entry = copy_file(shard.copy_of, new.file, advance)
-    if not holds(new.path, shard.tensors):
-        raise MalformedInput(
-            f"`{shard.copy_of.name}` changed while it was copied",
-            hint="make sure that nothing writes to it, and run again",
-        )
-    return entry
-
-
-def require_space(output: Path, needed: int, home: Path | None = None) -> None:
-    """Requires free space on the disk.
-
-    Args:
-        output: the folder to write.
-        needed: bytes.
-        home: an existing folder on the disk of `output` (default: the nearest above it).
-
-    Raises:
-        InputRefused: fewer than `needed` bytes are free.
-    """
-    free = shutil.disk_usage(home or _home(output)).free
-    if needed > free:
-        raise InputRefused(
-            f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",
-            hint="free some space, or choose an output on another disk",
-        )
 
 
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
