@@ -35,6 +35,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**DECODER, "tie_word_embeddings": True},
     "qwen3": {**DECODER, "head_dim": 16},
     "gemma2": {**DECODER, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    "qwen3_moe": {
+        **DECODER,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "gpt2": {
         "vocab_size": 96,
         "n_embd": 64,

@@ -23,7 +23,7 @@ DTYPES: list[tuple[str, dict[str, Any], str, str]] = [
     ("int8", {}, "q8", "model_quantized.onnx"),
 ]
 
-KINDS = [(kind, quant) for kind in ("llama", "gemma2", "bloom", "qwen3", "mixtral") for quant in ("int4", "int8")]
+KINDS = [(kind, quant) for kind in ("llama", "gemma2", "bloom", "qwen3", "qwen3_moe") for quant in ("int4", "int8")]
 
 
 @pytest.fixture(scope="module")
