@@ -140,7 +140,9 @@ def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
     if not isinstance(output, Path):
-        raise UsageProblem("`--check` reads the output again, from a disk", hint="leave it out, or write to a local folder")
+        raise UsageProblem(
+            "`--check` reads the output again, from a disk", hint="leave it out, or write to a local folder"
+        )
     if options["base_quant"] == "requantize":
         problem = "`--check` compares with the exact sum, which a quantized weight cannot hold"
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")

@@ -172,7 +172,9 @@ class UnfinishedObjects:
         claim = json_bytes({"key": self.key, "run": secrets.token_hex(8)})
         if self.store.create(CLAIM, claim):
             if self.store.create(CLAIM, claim):
-                warn(f"`{self.target}`: this store cannot refuse a second writer; make sure that no other run writes there")
+                warn(
+                    f"`{self.target}`: this store cannot refuse a second writer; make sure that no other run writes there"
+                )
             return
         found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
         if found.get("key") == self.key and self.joins:

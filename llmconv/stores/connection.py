@@ -44,12 +44,16 @@ def connect(address: StoreAddress) -> Connection:
     try:
         if address.scheme in ("s3", "oci"):
             return S3Store(
-                address.bucket.partition("@")[0], prefix=address.key or None, **_s3_options(address, os.environ), **common
+                address.bucket.partition("@")[0],
+                prefix=address.key or None,
+                **_s3_options(address, os.environ),
+                **common,
             )
         return from_url(str(address), **common)
     except (BaseError, ValueError) as error:
         raise InputRefused(
-            f"cannot connect to `{address}`: {first_line(error)}", hint="check the address and the environment variables"
+            f"cannot connect to `{address}`: {first_line(error)}",
+            hint="check the address and the environment variables",
         ) from error
 
 

@@ -156,7 +156,8 @@ class ObjectStore:
     def changed(self, key: str) -> InputRefused:
         """The error for an object that changed while it was read."""
         return InputRefused(
-            f"`{self.address / key}` changed while it was read", hint="make sure that nothing writes to it, and run again"
+            f"`{self.address / key}` changed while it was read",
+            hint="make sure that nothing writes to it, and run again",
         )
 
     @contextmanager
