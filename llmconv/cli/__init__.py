@@ -7,6 +7,7 @@ import click
 from llmconv.cli import (
     bench,
     chat,
+    clean,
     delta,
     export,
     families,
@@ -39,6 +40,7 @@ def main() -> None:
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
     llmconv bench      MODEL --against OTHER   measure how fast they are
+    llmconv clean      URI                     delete what an interrupted run left in an object store
 
     Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
     4 I/O failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
@@ -46,7 +48,10 @@ def main() -> None:
     """
 
 
-MODULES = (inspect, to_hf, from_hf, merge_lora, delta, export, verify, generate, chat, serve, bench, formats, families)
+MODULES = (
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, generate, chat, serve, bench),
+    *(clean, formats, families),
+)
 """In the order of the work."""
 
 for module in MODULES:

@@ -80,11 +80,14 @@ class Destination(Protocol):
     def made_at(self) -> int:
         """When its manifest was written, in ns since 1970."""
 
-    def begin(self, key: str, *, overwrite: bool, resume: bool) -> AbstractContextManager[UnfinishedOutput]:
+    def begin(
+        self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool
+    ) -> AbstractContextManager[UnfinishedOutput]:
         """Starts or continues the output.
 
         Args:
             key: fingerprint of sources and options; what was finished with another key is not used.
+            files: names of the shards that will be written.
             overwrite: an existing output may be replaced.
             resume: keep what an interrupted run with the same key finished.
 

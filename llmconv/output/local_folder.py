@@ -64,7 +64,7 @@ class LocalFolder:
         """See `Destination`."""
         return (self.path / MANIFEST).stat().st_mtime_ns
 
-    def begin(self, key: str, *, overwrite: bool, resume: bool) -> StagedFolder:
+    def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
         """See `Destination`."""
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=resume)
 

@@ -26,7 +26,7 @@ from llmconv.files import page_cache
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
-from llmconv.output.staging import check_copy, require_unchanged
+from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.streaming import ShardContent
 from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress
@@ -117,9 +117,9 @@ class StoreFolder:
         head = self.store.head(MANIFEST)
         return head.modified if head else 0
 
-    def begin(self, key: str, *, overwrite: bool, resume: bool) -> UnfinishedObjects:
+    def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
         """See `Destination`."""
-        return UnfinishedObjects(self, key, overwrite=overwrite, joins=resume)
+        return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 
 
 @dataclass
@@ -129,6 +129,7 @@ class UnfinishedObjects:
     Attributes:
         target: the folder.
         key: fingerprint of sources and options.
+        files: names of the shards that will be written, by which `llmconv clean` finds them.
         overwrite: an existing output is deleted first.
         joins: a claim with the same key is no other run: this one goes on after it, or beside it.
         finished: manifest entries of finished files, by name.
@@ -136,6 +137,7 @@ class UnfinishedObjects:
 
     target: StoreFolder
     key: str
+    files: Sequence[str] = ()
     overwrite: bool = False
     joins: bool = False
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -163,29 +165,24 @@ class UnfinishedObjects:
             return
         if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
             return
-        names = [*self._tags, *(_entry_key(name) for name in self._tags), CLAIM]
+        names = [*self._tags, *(entry_key(name) for name in self._tags), CLAIM]
         with suppress(OutputFailed, InputRefused):  # the first error is the one to show
             self.store.delete(names)
 
     def _claim(self) -> None:
         """Puts the claim; a store that replaces it, although it was asked not to, cannot keep two runs apart."""
-        claim = json_bytes({"key": self.key, "run": secrets.token_hex(8)})
+        claim = json_bytes({"key": self.key, "run": secrets.token_hex(8), "files": list(self.files)})
         if self.store.create(CLAIM, claim):
             if self.store.create(CLAIM, claim):
-                warn(
-                    f"`{self.target}`: this store cannot refuse a second writer; make sure that no other run writes there"
-                )
+                warn(f"the store of `{self.target}` cannot refuse a second writer: let no other run write there")
             return
         found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
         if found.get("key") == self.key and self.joins:
             return
-        same = found.get("key") == self.key
-        raise OutputFailed(
-            f"another run is writing `{self.target}`, or was interrupted there",
-            hint="wait until it has ended; go on with an interrupted run by `--resume`"
-            if same
-            else f"it has other inputs or options; wait until it has ended, or remove what it left: `llmconv clean {self.target}`",
-        )
+        way = f"it has other inputs or options: wait, or remove what it left with `llmconv clean {self.target}`"
+        if found.get("key") == self.key:
+            way = "wait until it has ended; `--resume` continues an interrupted run"
+        raise OutputFailed(f"another run is writing `{self.target}`, or was interrupted there", hint=way)
 
     def _unpublish(self) -> None:
         """Deletes an existing output, first what readers know it by, so that nobody sees a mixture of two."""
@@ -200,15 +197,17 @@ class UnfinishedObjects:
             if key.startswith(f"{DONE}/"):
                 line = parse_object(self.store.read(key, SMALL) or b"{}", key)
                 name, entry = line.get("file"), line.get("entry")
-                if line.get("key") == self.key and isinstance(name, str) and isinstance(entry, dict):
-                    if _is_same(heads.get(name), entry, line.get("e_tag")):
-                        found[name], self._tags[name] = entry, str(line["e_tag"])
+                known = line.get("key") == self.key and isinstance(name, str) and isinstance(entry, dict)
+                if known and _is_same(heads.get(name), entry, line.get("e_tag")):
+                    found[name], self._tags[name] = entry, str(line["e_tag"])
         return found
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Uploads one file while it is made; see `UnfinishedOutput`."""
-        if shard.copy_of:
-            return self._copy_shard(shard, shard.copy_of, advance)
+        with failing_safely():
+            return self._copy_shard(shard, shard.copy_of, advance) if shard.copy_of else self._stream(shard, advance)
+
+    def _stream(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         content = ShardContent(shard)
         self._tags[shard.name] = self.store.write(shard.name, _counted(content.blocks(), advance), shard.nbytes)
         self._require_size(shard.name, content.entry["bytes"])
@@ -235,7 +234,7 @@ class UnfinishedObjects:
         """Puts the journal entry of a shard; see `UnfinishedOutput`."""
         self.finished[name] = entry
         line = {"key": self.key, "file": name, "e_tag": self._tags[name], "entry": entry}
-        self.store.write(_entry_key(name), json_bytes(line), 0)
+        self.store.write(entry_key(name), json_bytes(line), 0)
 
     def release(self, name: str, sources: Sequence[Path]) -> None:
         """See `UnfinishedOutput`."""
@@ -254,17 +253,22 @@ class UnfinishedObjects:
     def commit(self, manifest: Manifest) -> None:
         """Puts the small files, then the manifest unless there is one, and deletes the journal."""
         manifest.files = dict(self.finished)
-        for name in sorted(self._small, key=lambda name: name in GATES):
+        for name in sorted(self._small, key=_gate):
             self.store.write(name, self._small[name], len(self._small[name]))
         content = manifest.encode()
         if not self.store.create(MANIFEST, content) and self.target.read(MANIFEST) != content:
             raise self._appeared()
-        self.store.delete([*(_entry_key(name) for name in self._tags), CLAIM])
+        self.store.delete([*(entry_key(name) for name in self._tags), CLAIM])
 
     def _appeared(self) -> OutputFailed:
         return OutputFailed(
             f"`{self.target}` appeared while it was being made", hint="choose another `-o`, or give `--overwrite`"
         )
+
+
+def _gate(name: str) -> int:
+    """Order of writing: files that no reader looks for first come first."""
+    return -GATES.index(name) if name in GATES else -len(GATES)
 
 
 class FileBlocks:
@@ -295,7 +299,8 @@ def _counted(blocks: Generator[memoryview, None, None], advance: Callable[[int],
             advance(len(block))
 
 
-def _entry_key(name: str) -> str:
+def entry_key(name: str) -> str:
+    """The path of a shard's journal entry."""
     return f"{DONE}/{name}.json"
 
 

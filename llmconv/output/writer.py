@@ -80,7 +80,8 @@ def write_checkpoint(
     if resume and not overwrite and target.is_complete():
         return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    with target.begin(_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
+    key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
+    with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
         _write_shards(plan, folder, target.name, sources)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)

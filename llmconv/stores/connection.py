@@ -1,7 +1,7 @@
 """Connects to a store with the credentials of the environment, which never leave it.
 
-obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials of
-Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install 'llmconv[aws]'`).
+obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials
+of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install 'llmconv[aws]'`).
 """
 
 from __future__ import annotations
@@ -63,6 +63,27 @@ def require_obstore(address: StoreAddress) -> None:
         raise UnsupportedInput(
             f"`{address}` needs obstore, which is not installed", hint="`pip install 'llmconv[cloud]'`"
         )
+
+
+def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | None:
+    """A client of boto3, and the multipart uploads below the address that are neither complete nor aborted.
+
+    Returns:
+        The client, and the arguments of its `abort_multipart_upload` for each; None without boto3, and for stores that
+        do not speak S3.
+    """
+    if address.scheme not in ("s3", "oci") or find_spec("boto3") is None:
+        return None
+    import boto3  # noqa: PLC0415 - an extra
+
+    options = _s3_options(address, os.environ)
+    client = boto3.client("s3", endpoint_url=options.get("endpoint"), region_name=options.get("region"))
+    bucket, found = address.bucket.partition("@")[0], []
+    prefix = f"{address.key}/" if address.key else ""
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+        uploads = page.get("Uploads", ())
+        found += [{"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]} for each in uploads]
+    return client, found
 
 
 def _s3_options(address: StoreAddress, environment: Mapping[str, str]) -> dict[str, Any]:
