@@ -30,7 +30,7 @@ from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.streaming import ShardContent
 from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress
-from llmconv.stores.object_store import Head, ObjectStore
+from llmconv.stores.object_store import ObjectStore
 
 JOURNAL = ".llmconv"
 CLAIM = f"{JOURNAL}/claim.json"
@@ -192,14 +192,14 @@ class UnfinishedObjects:
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Entries of shards whose size and ETag are those of the store; nothing is read again."""
         heads = {head.key: head for head in self.store.list()} if self.joins else {}
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for key in heads:
-            if key.startswith(f"{DONE}/"):
-                line = parse_object(self.store.read(key, SMALL) or b"{}", key)
-                name, entry = line.get("file"), line.get("entry")
-                known = line.get("key") == self.key and isinstance(name, str) and isinstance(entry, dict)
-                if known and _is_same(heads.get(name), entry, line.get("e_tag")):
-                    found[name], self._tags[name] = entry, str(line["e_tag"])
+            line = parse_object(self.store.read(key, SMALL) or b"{}", key) if key.startswith(f"{DONE}/") else {}
+            name, entry, e_tag = line.get("file"), line.get("entry"), line.get("e_tag")
+            if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
+                continue
+            if (head := heads.get(name)) and (head.size, head.e_tag) == (entry.get("bytes"), e_tag):
+                found[name], self._tags[name] = entry, head.e_tag
         return found
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -302,7 +302,3 @@ def _counted(blocks: Generator[memoryview, None, None], advance: Callable[[int],
 def entry_key(name: str) -> str:
     """The path of a shard's journal entry."""
     return f"{DONE}/{name}.json"
-
-
-def _is_same(head: Head | None, entry: dict[str, Any], e_tag: object) -> bool:
-    return head is not None and head.size == entry.get("bytes") and head.e_tag == e_tag

@@ -81,7 +81,7 @@ def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | No
     bucket, found = address.bucket.partition("@")[0], []
     prefix = f"{address.key}/" if address.key else ""
     for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
-        uploads = page.get("Uploads", ())
+        uploads = [each for each in page.get("Uploads", ()) if each["Key"].startswith(prefix)]  # some stores list all
         found += [{"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]} for each in uploads]
     return client, found
 

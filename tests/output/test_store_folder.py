@@ -83,7 +83,7 @@ def test_the_claim_comes_first_and_the_manifest_last(bucket: Bucket) -> None:
 
 def test_resume_writes_only_what_is_missing_and_reads_nothing_again(bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(OutputFailed):
-        write(sample(OSError("lost")), f"{bucket}/out")  # type: ignore[arg-type]
+        write(sample(OSError("lost")), f"{bucket}/out")
     assert set(bucket.files()) >= {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
     bucket.set_faults()
     write(sample(), f"{bucket}/out", resume=True)
@@ -95,7 +95,7 @@ def test_resume_writes_only_what_is_missing_and_reads_nothing_again(bucket: Buck
 
 def test_resume_writes_a_shard_again_that_has_changed(bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(OutputFailed):
-        write(sample(OSError("lost")), f"{bucket}/out")  # type: ignore[arg-type]
+        write(sample(OSError("lost")), f"{bucket}/out")
     size = len(bucket.files()["model-00001-of-00003.safetensors"])
     ObjectStore(parse_address(str(bucket))).write("out/model-00001-of-00003.safetensors", bytes(size), size)
     write(sample(), f"{bucket}/out", resume=True)
@@ -111,7 +111,7 @@ def test_a_damaged_source_leaves_nothing(bucket: Bucket) -> None:
 
 def test_a_second_run_is_refused_until_the_first_is_resumed(bucket: Bucket) -> None:
     with pytest.raises(OutputFailed):
-        write(sample(OSError("lost")), f"{bucket}/out")  # type: ignore[arg-type]
+        write(sample(OSError("lost")), f"{bucket}/out")
     before = bucket.files()
     with pytest.raises(OutputFailed, match="another run is writing") as same:
         write(sample(), f"{bucket}/out")
@@ -173,7 +173,7 @@ def test_a_busy_store_gets_the_same_bytes(bucket: Bucket, tmp_path: Path) -> Non
 
 def test_clean_deletes_what_an_interrupted_run_left_and_nothing_else(bucket: Bucket) -> None:
     with pytest.raises(OutputFailed):
-        write(sample(OSError("lost")), f"{bucket}/out")  # type: ignore[arg-type]
+        write(sample(OSError("lost")), f"{bucket}/out")
     (bucket.folder / bucket.prefix / "out" / "notes.txt").write_bytes(b"mine")
     assert len(clean(f"{bucket}/out", dry_run=True).objects) == len(bucket.files()) - 1
     clean(f"{bucket}/out")
@@ -233,6 +233,19 @@ def test_a_killed_run_is_completed_by_resume(at: int, bucket: Bucket, tmp_path: 
     local = [sys.executable, "-m", "llmconv", "to-hf", str(model), "-o", str(tmp_path / "out")]
     subprocess.run([*local, "--max-shard-size", "8KB"], check=True, capture_output=True)
     assert bucket.files() == written(tmp_path / "out")
+
+
+def test_clean_ends_the_upload_that_a_killed_run_left_open(bucket: Bucket, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", LLAMA)
+    bucket.set_faults(hold=4)
+    with run(model, bucket) as process:
+        while changed(bucket) < 4 and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+    bucket.set_faults()
+    assert bucket.uploads()
+    assert clean(f"{bucket}/out").uploads == 1
+    assert (bucket.files(), bucket.uploads()) == ({}, [])
 
 
 def test_no_credential_is_in_any_output_or_object(bucket: Bucket, tmp_path: Path) -> None:

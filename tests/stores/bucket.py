@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import boto3
+
 from tests.stores.server import KEY, SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +63,11 @@ class Bucket:
         return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
 
     def uploads(self) -> list[str]:
-        """Multipart uploads that are open."""
-        return [path.name for path in (self.folder.parent / ".nanio" / "multipart").glob("*")]
+        """Keys of multipart uploads that are open."""
+        client = boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")
+        found = client.list_multipart_uploads(Bucket=NAME, Prefix=self.prefix).get("Uploads", ())
+        client.close()
+        return [upload["Key"] for upload in found if upload["Key"].startswith(self.prefix)]
 
 
 @contextmanager

@@ -60,18 +60,26 @@ class Server:
         """Answers a request of a client, unless it is chosen to fail."""
         headers, method, path = dict(scope["headers"]), scope["method"], unquote(scope["path"]).lstrip("/")
         self.requests.append(f"{method} {path}")
-        if method in self.faults.get("denied", ()):
-            return await answer(send, 403, b"<Error><Code>AccessDenied</Code></Error>")
-        if self.chance.random() < self.faults.get("busy", 0):
-            return await answer(send, 503, b"<Error><Code>SlowDown</Code></Error>")
-        if method != "GET" and method != "HEAD" and self.changes() == self.faults.get("hold"):
-            return await asyncio.Event().wait()
-        if headers.get(b"if-none-match") == b"*" and not self.faults.get("careless"):
+        if fault := self.fault(method):
+            await answer(send, *fault)
+        elif method not in ("GET", "HEAD") and self.changes() == self.faults.get("hold"):
+            await asyncio.Event().wait()
+        elif headers.get(b"if-none-match") == b"*" and not self.faults.get("careless"):
             async with self.locks[path]:
                 if (self.folder / path).exists():
-                    return await answer(send, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
-                return await self.app(scope, receive, send)
-        return await self.app(scope, receive, self.cutting(send) if method == "GET" else send)
+                    await answer(send, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
+                else:
+                    await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, self.cutting(send) if method == "GET" else send)
+
+    def fault(self, method: str) -> tuple[int, bytes] | None:
+        """Status and body of an injected error."""
+        if method in self.faults.get("denied", ()):
+            return 403, b"<Error><Code>AccessDenied</Code></Error>"
+        if self.chance.random() < self.faults.get("busy", 0):
+            return 503, b"<Error><Code>SlowDown</Code></Error>"
+        return None
 
     def changes(self) -> int:
         """How many requests changed something."""
