@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from math import prod
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Unpack, get_type_hints
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
@@ -39,10 +40,11 @@ from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.output.writer import Place
 from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
@@ -71,7 +73,7 @@ class Exported:
     """The result of an export or of its dry run.
 
     Attributes:
-        folder: the folder of the graphs.
+        place: the folder of the graphs, on this machine or in an object store.
         graphs: role (`prefill`, `decode`, `unified`, `embeddings`) to file names, one per stage.
         sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
         weight_bytes: bytes of the weights in the folder.
@@ -83,7 +85,7 @@ class Exported:
         quantized: what `quant` made of the weights; None without it.
     """
 
-    folder: Path
+    place: Place
     graphs: dict[str, list[str]]
     sizes: ExportSizes | None
     weight_bytes: int
@@ -95,6 +97,17 @@ class Exported:
     quantized: QuantizedSizes | None = None
 
     @property
+    def folder(self) -> Path:
+        """The folder of the graphs.
+
+        Raises:
+            InputRefused: it is in an object store.
+        """
+        if isinstance(self.place, Path):
+            return self.place
+        raise InputRefused(f"`{self.place}` is not a folder of this machine", hint="use `place`, or copy it here first")
+
+    @property
     def weight_bytes_mapped(self) -> int:
         """Bytes of weights that the graphs map, each counted once; for a dry run, all weights of the folder."""
         return self.sizes.mapped if self.sizes else self.weight_bytes
@@ -102,12 +115,12 @@ class Exported:
     def __repr__(self) -> str:
         files = ", ".join(name for names in self.graphs.values() for name in names)
         state = "a dry run" if self.sizes is None else f"{self.sizes.graphs:,} bytes"
-        return f"<Exported {self.folder}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
+        return f"<Exported {self.place}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
 
 
 @fetches
 @checked
-def export(model: str | Path, output: Written | None = None, **options: Unpack[ExportOptions]) -> Exported:
+def export(model: str | Path, output: Placed | None = None, **options: Unpack[ExportOptions]) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
@@ -201,7 +214,7 @@ def _make(
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
     return Exported(
-        folder.folder,
+        folder.place,
         {role: plan.file_names(role) for role in graphs},
         sizes,
         weight_bytes,
@@ -235,7 +248,7 @@ def _quantized(
     if text and given["static_activations"]:
         quantized = text.with_ranges(quantized, smoothing)
     if text and given["method"] == "gptq" and not given["dry_run"]:
-        quantized = text.with_feedback(quantized, folder.folder)
+        quantized = text.with_feedback(quantized, local_only(folder.place) or Path(gettempdir(), folder.place.name))
     return quantized, folder.quantized(quantized, importance, smoothing)
 
 
@@ -381,13 +394,14 @@ def _output_folder(
     model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
-    is_new = output is not None and Path(output).resolve() != checkpoint.path.resolve()
+    place = output_place(output) if output is not None else checkpoint.path
+    is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
-    if output and is_new:
+    if is_new:
         precision = given["precision"] or FLOAT32
         if precision == FLOAT32:
-            return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
+            return NewFolder(place, checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
         rest = precision, given["max_shard_size"], overwrite, resume
-        return NewFolder(Path(output), checkpoint, *rest, model.kept_in_float32(precision))
+        return NewFolder(place, checkpoint, *rest, model.kept_in_float32(precision))
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

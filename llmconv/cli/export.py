@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("model")
-@click.option("-o", "--output", type=options.Output(), help="New folder; by default graphs go into MODEL.")
+@click.option(
+    "-o",
+    "--output",
+    type=options.OutputFolder(),
+    metavar="PATH",
+    help="New folder, on this machine or in an object store; by default graphs go into MODEL.",
+)
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
@@ -151,7 +157,7 @@ def _result(exported: Exported) -> dict[str, Any]:
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     return {
-        "folder": str(exported.folder),
+        "folder": str(exported.place),
         "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
         "beside": exported.beside,
         "files": dict(exported.files),
@@ -172,12 +178,12 @@ def _print(exported: Exported) -> None:
     is_dry = exported.sizes is None
     if is_dry:
         count, total = len(exported.files), sum(exported.files.values())
-        click.echo(f"would write {exported.folder}: {count} file{'s' * (count != 1)}, {total:,} bytes")
+        click.echo(f"would write {exported.place}: {count} file{'s' * (count != 1)}, {total:,} bytes")
         for name, size in exported.files.items():
             click.echo(f"  {name}  {size:,} bytes")
     else:
         for name in (*(name for names in exported.graphs.values() for name in names), *exported.beside):
-            click.echo(exported.folder / name)
+            click.echo(exported.place / name)
     click.echo(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"), err=True)
     if exported.quantized:
         click.echo(exported.quantized.line, err=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -242,11 +242,8 @@ class UnfinishedObjects:
 
     def write_file(self, name: str, content: bytes | Link) -> None:
         """Keeps a small file for `commit`; see `UnfinishedOutput`."""
-        if isinstance(content, Link):
-            raise UnsupportedInput(
-                f"`{name}` would be a symbolic link, which an object store does not have",
-                hint="write to a local folder, with a layout that needs no links",
-            )
+        refuse_links({name: content})
+        assert not isinstance(content, Link)
         self._small[name] = content
         self.finished[name] = file_entry(content)
 
@@ -269,6 +266,15 @@ class UnfinishedObjects:
 def _gate(name: str) -> int:
     """Order of writing: files that no reader looks for first come first."""
     return -GATES.index(name) if name in GATES else -len(GATES)
+
+
+def refuse_links(files: Mapping[str, bytes | Link]) -> None:
+    """Raises UnsupportedInput if one of the files is a link, which a store does not have."""
+    if links := [name for name, content in files.items() if isinstance(content, Link)]:
+        raise UnsupportedInput(
+            f"`{links[0]}` would be a symbolic link, which an object store does not have",
+            hint="write to a local folder, and copy it, links followed, to the store",
+        )
 
 
 class FileBlocks:
