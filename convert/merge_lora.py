@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
@@ -27,6 +27,7 @@ from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
+from llmconv.output.work import Work, done_by, repeatable, require_possible
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES
@@ -63,6 +64,7 @@ class Merge:
         return f"<Merge {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
 
 
+@repeatable("base", "adapters", "output")
 @fetches
 @checked
 def merge_lora(
@@ -74,6 +76,7 @@ def merge_lora(
     resume: bool = False,
     dry_run: bool = False,
     check: bool = False,
+    work: Work | None = None,
     **options: Unpack[MergeOptions],
 ) -> Merge:
     """Writes `base` with adapters added, as a Hugging Face folder; other tensors are copied unchanged.
@@ -89,6 +92,7 @@ def merge_lora(
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
         check: read a sample of the written tensors again and compare it with the sum in float64.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, or `Workers(8)`; None: all in this process.
         options: see `MergeOptions`.
 
     Raises:
@@ -99,6 +103,7 @@ def merge_lora(
         OutputFailed: writing failed.
     """
     options = DEFAULTS | options
+    require_possible(work, overwrite=overwrite)
     _require_possible(options, output_place(output), check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
@@ -113,8 +118,9 @@ def merge_lora(
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
         sources, plan = _sources(checkpoint, opened), merge.plan
-        done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-        merge = replace(merge, plan=replace(merge.plan, found=done.found))
+        asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
+        merge = replace(merge, plan=done_by(work, merge.plan, done.found))
     return _checked(merge, Path(output), recipe) if check else merge
 
 

@@ -140,6 +140,47 @@ def talk(
     return quieted(explained(command))
 
 
+def shares(command: Command) -> Command:
+    """Adds `--part`, `--finish` and `--workers`, which become the argument `work`."""
+
+    def share(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value in (None, False):
+            return
+        from llmconv.output.work import Finish, Part, Work, Workers
+
+        if ctx.params.get("work"):
+            raise click.UsageError("`--part`, `--finish` and `--workers` exclude each other", ctx)
+        given: dict[str, Callable[[Any], Work]] = {"part": Part.parse, "finish": lambda _: Finish(), "workers": Workers}
+        ctx.params["work"] = given[str(param.name)](value)
+
+    for option in (
+        click.option(
+            "--workers",
+            type=int,
+            metavar="N",
+            expose_value=False,
+            callback=share,
+            help="Write the shards in N processes of this machine.",
+        ),
+        click.option(
+            "--finish",
+            is_flag=True,
+            expose_value=False,
+            callback=share,
+            help="Publish OUT, whose parts were written with --part.",
+        ),
+        click.option(
+            "--part",
+            metavar="I/N",
+            expose_value=False,
+            callback=share,
+            help="Write part I of N, from 0/N, and publish nothing.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def writes(command: Command) -> Command:
     """The options of every command that writes a folder."""
     return _with(command, max_shard_size)

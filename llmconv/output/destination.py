@@ -5,7 +5,7 @@ A reader sees all of an output or nothing; what a failed run finished is kept fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,9 @@ class UnfinishedOutput(Protocol):
 
     def release(self, name: str, sources: Sequence[Path]) -> None:
         """Gives back memory that caches the file `name` and the sources, which will not be read again soon."""
+
+    def leave(self) -> None:
+        """Lets other processes go on with the output when this one leaves it."""
 
     def commit(self, manifest: Manifest) -> None:
         """Adds the manifest of all finished files, and makes the output visible."""
@@ -93,4 +96,25 @@ class Destination(Protocol):
 
         Raises:
             OutputFailed: another run is writing it, or writing fails.
+        """
+
+    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> AbstractContextManager[UnfinishedOutput]:
+        """Joins the processes with the same key that write the output, none of which commits; it stays unfinished.
+
+        Args:
+            key: fingerprint of sources and options.
+            files: names of all shards.
+            mine: of those that this process writes.
+
+        Raises:
+            OutputFailed: a run with another key, or one that is about to commit, has the output.
+        """
+
+    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> AbstractContextManager[UnfinishedOutput]:
+        """Starts the last step of an output whose shards were written by processes that called `share`.
+
+        Args:
+            key: fingerprint of sources and options.
+            overwrite: an existing output may be replaced.
+            trusted: this run has just written all of it, so that what is unchanged since is not read again.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.copying import can_clone
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.output.plan import Plan
+from llmconv.output.shared_staging import SharedFolder, signature
 from llmconv.output.staging import StagedFolder, bytes_held, is_complete, require_free
 
 
@@ -67,6 +68,15 @@ class LocalFolder:
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
         """See `Destination`."""
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=resume)
+
+    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> SharedFolder:
+        """See `Destination`."""
+        return SharedFolder(self.path, key=key, files=mine)
+
+    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> StagedFolder:
+        """See `Destination`."""
+        trusts = signature if trusted else None
+        return StagedFolder(self.path, key=key, overwrite=overwrite, resume=True, trusts=trusts)
 
 
 def _home(output: Path) -> Path:

@@ -32,6 +32,7 @@ class Manifest:
 
     Attributes:
         found: the folder was complete before the run, which wrote nothing; not stored in the file.
+        unfinished: only a part was written, and nothing is published; not stored in the file.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Manifest:
     graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     manifest_version: int = 1
     found: bool = False
+    unfinished: bool = False
 
     def encode(self) -> bytes:
         """The file's bytes: stable key order, so equal manifests are equal files."""

@@ -59,6 +59,7 @@ class Plan:
         small_files: other files, name to content, in the order of writing.
         warnings: parts of the source that the output lacks, one line each.
         found: the output was complete before the run, which wrote nothing.
+        part: the part of the output, such as `3/16`, whose shards these are; nothing was published.
     """
 
     checkpoint: Checkpoint
@@ -66,6 +67,7 @@ class Plan:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     found: bool = False
+    part: str = ""
 
     def __repr__(self) -> str:
         count = sum(len(shard.tensors) for shard in self.shards)

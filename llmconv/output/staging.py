@@ -35,6 +35,12 @@ from llmconv.output.streaming import stream_shard
 from llmconv.progress import say
 
 JOURNAL = "journal.jsonl"
+JOURNALS = "journal*.jsonl"
+"""The journal of a run, and those of the processes that work for one; see `shared_staging`."""
+
+SIGNATURE = "signature"
+"""Field of a journal entry: what identifies the file on this machine without reading it."""
+
 LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20
@@ -50,6 +56,7 @@ class StagedFolder:
         key: fingerprint of sources and options; a journal with another key is not resumed.
         overwrite: an existing `output` may be replaced.
         resume: keep finished files of an interrupted run with the same key.
+        trusts: the signature of a file; one whose signature is that of its journal entry is not hashed again.
 
     Raises:
         InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
@@ -57,13 +64,19 @@ class StagedFolder:
         OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
-    def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
+    lock_kind = fcntl.LOCK_EX
+    """`flock(2)`: one run at a time."""
+
+    def __init__(
+        self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None
+    ) -> None:
         self.output = output
         self.path = _partial(output)
         self.finished: dict[str, dict[str, Any]] = {}
         self._key, self._overwrite = key, overwrite
-        self._resume = resume
+        self._resume, self._trusts = resume, trusts
         self._lock = -1
+        self._left = False
 
     def __enter__(self) -> StagedFolder:
         with ExitStack() as stack, failing_safely():
@@ -80,8 +93,12 @@ class StagedFolder:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
         with self._open:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
-            if not (resumable and self.finished) and self._disposable.is_at(self.path):
+            if not self._left and not (resumable and self.finished) and self._disposable.is_at(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+
+    def leave(self) -> None:
+        """Keeps the folder for other processes; see `UnfinishedOutput`."""
+        self._left = True
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
@@ -95,8 +112,8 @@ class StagedFolder:
             self._folder.remove(LOCK)
         self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _lock_folder(self._folder.descriptor)
+            fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
+            _lock_folder(self._folder.descriptor, self.lock_kind)
         except BlockingIOError as error:
             raise self._taken() from error
         if not self._folder.is_at(self.path):
@@ -120,20 +137,25 @@ class StagedFolder:
         self._folder.write(JOURNAL, self._encode_journal())
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """The finished files whose sha256 is unchanged; none if the key differs."""
+        """The finished files whose sha256 is unchanged, of all journals with this key."""
+        lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
+        return {line.pop("file"): _entry(line) for line in lines if self._intact(line)}
+
+    def _lines(self, journal: str) -> list[Any]:
+        """The entries of a journal; none if the key differs."""
         try:
-            text = (self._folder.read(JOURNAL, JOURNAL_BYTES) or b"").decode()
+            text = (self._folder.read(journal, JOURNAL_BYTES) or b"").decode()
             lines = [json.loads(line) for line in text.splitlines()]
         except (ValueError, RecursionError):
-            return {}
-        if not lines or lines[0] != {"key": self._key}:
-            return {}
-        return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
+            return []
+        return lines[1:] if lines and lines[0] == {"key": self._key} else []
 
     def _intact(self, line: Any) -> bool:
         if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
         try:
+            if self._trusts and self._trusts(self.path / name) == line.get(SIGNATURE, ()):
+                return True
             with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
                 same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
                 return same and bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
@@ -208,6 +230,11 @@ class StagedFolder:
             raise OutputFailed(
                 f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
             ) from error
+
+
+def _entry(line: dict[str, Any]) -> dict[str, Any]:
+    """The manifest entry of a line of the journal."""
+    return {name: value for name, value in line.items() if name != SIGNATURE}
 
 
 def check_copy(path: Path, shard: Shard) -> None:
@@ -313,9 +340,9 @@ def _open_partial(path: Path) -> Folder:
     return folder
 
 
-def _lock_folder(descriptor: int) -> None:
+def _lock_folder(descriptor: int, kind: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:  # some network disks lock only files

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,6 +121,14 @@ class StoreFolder:
         """See `Destination`."""
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 
+    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedObjects:
+        """See `Destination`."""
+        return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))
+
+    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> UnfinishedObjects:
+        """See `Destination`; the store's ETags are trusted."""
+        return UnfinishedObjects(self, key, joins=True)
+
 
 @dataclass
 class UnfinishedObjects:
@@ -132,6 +140,7 @@ class UnfinishedObjects:
         files: names of the shards that will be written, by which `llmconv clean` finds them.
         overwrite: an existing output is deleted first.
         joins: a claim with the same key is no other run: this one goes on after it, or beside it.
+        mine: names of the shards that this process writes, beside others that have the same key; None: it is alone.
         finished: manifest entries of finished files, by name.
     """
 
@@ -140,6 +149,7 @@ class UnfinishedObjects:
     files: Sequence[str] = ()
     overwrite: bool = False
     joins: bool = False
+    mine: frozenset[str] | None = None
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
     _small: dict[str, bytes] = field(default_factory=dict)
     _tags: dict[str, str] = field(default_factory=dict)
@@ -161,7 +171,7 @@ class UnfinishedObjects:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keeps what is finished after a failure of the store or an interrupt, deletes it after anything else."""
-        if error is None or self.joins:
+        if error is None or self.mine is not None:
             return
         if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
             return
@@ -192,6 +202,8 @@ class UnfinishedObjects:
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Entries of shards whose size and ETag are those of the store; nothing is read again."""
         heads = {head.key: head for head in self.store.list()} if self.joins else {}
+        if self.mine is not None:
+            heads = {name: heads[name] for own in self.mine for name in (own, entry_key(own)) if name in heads}
         found: dict[str, dict[str, Any]] = {}
         for key in heads:
             line = parse_object(self.store.read(key, SMALL) or b"{}", key) if key.startswith(f"{DONE}/") else {}
@@ -246,6 +258,9 @@ class UnfinishedObjects:
         assert not isinstance(content, Link)
         self._small[name] = content
         self.finished[name] = file_entry(content)
+
+    def leave(self) -> None:
+        """See `UnfinishedOutput`; the claim stays."""
 
     def commit(self, manifest: Manifest) -> None:
         """Puts the small files, then the manifest unless there is one, and deletes the journal."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import parse_object
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
 from llmconv.files.safe_folder import Link
@@ -23,6 +23,8 @@ from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
 from llmconv.output.plan import Plan
 from llmconv.output.store_folder import StoreFolder
+from llmconv.output.work import Part, Shards, Work, Workers, current_call
+from llmconv.output.workers import write_in_workers
 from llmconv.progress import bytes_bar, say, warn_all
 from llmconv.stores.address import StoreAddress
 
@@ -48,7 +50,7 @@ def space_needed(plan: Plan, output: Place) -> int:
     return destination_of(output).space_needed(plan)
 
 
-def write_checkpoint(
+def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     plan: Plan,
     output: Place,
     *,
@@ -58,6 +60,7 @@ def write_checkpoint(
     resume: bool = False,
     more_files: Mapping[str, bytes | Link] | None = None,
     graphs: dict[str, dict[str, Any]] | None = None,
+    work: Work | None = None,
 ) -> Manifest:
     """Writes the folder `output`, for which `check_output` was called: shards, small files, manifest, in that order.
 
@@ -70,6 +73,7 @@ def write_checkpoint(
         resume: continue an interrupted run.
         more_files: content of more files by path, such as graphs; they replace those of the plan.
         graphs: the manifest's entries of these graphs.
+        work: which shards this process writes, and whether it publishes; None: all, and it does.
 
     Raises:
         InputRefused: a source is damaged (MalformedInput), or `output` appeared. With `resume` an `output` that is
@@ -81,13 +85,58 @@ def write_checkpoint(
         return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
     key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
-    with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
-        _write_shards(plan, folder, target.name, sources)
+    manifest = Manifest(list(steps), graphs=graphs or {})
+    if isinstance(work, Part | Shards):
+        _write_part(plan, target, key, work, sources)
+        return replace(manifest, unfinished=True)
+    if isinstance(work, Workers):
+        _write_in_workers(plan, target, key, work, overwrite=overwrite, resume=resume)
+    if work:
+        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers))
+    else:
+        making = target.begin(key, files, overwrite=overwrite, resume=resume)
+    with making as folder:
+        _require_parts(plan, folder, target) if work else _write_shards(plan, folder, target.name, sources)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
-        manifest = Manifest(list(steps), graphs=graphs or {})
         folder.commit(manifest)
     return manifest
+
+
+def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, sources: Sequence[Path]) -> None:
+    """Writes the chosen shards, and publishes nothing."""
+    chosen = work.chosen(plan.shards)
+    part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
+    with target.share(key, [shard.name for shard in plan.shards], chosen) as folder:
+        _write_shards(part, folder, target.name, sources)
+
+
+def _write_in_workers(
+    plan: Plan, target: Destination, key: str, work: Workers, *, overwrite: bool, resume: bool
+) -> None:
+    """Writes the unfinished shards in other processes."""
+    files = [shard.name for shard in plan.shards]
+    with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
+        finished = {*folder.finished}
+        folder.leave()
+    with bytes_bar(f"writing {target.name}", plan.nbytes) as advance:
+        for shard in plan.shards:
+            advance(shard.nbytes if shard.name in finished else 0)
+        try:
+            write_in_workers(current_call(), [s for s in plan.shards if s.name not in finished], work, advance)
+        except BaseException:
+            with target.finish(key, overwrite=overwrite, trusted=True):
+                raise  # keeps or deletes what is finished, as after an error of this process
+
+
+def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) -> None:
+    """Raises OutputFailed if the parts have not written all shards."""
+    missing = [shard.name for shard in plan.shards if shard.name not in folder.finished]
+    if missing:
+        raise OutputFailed(
+            f"{len(missing)} of {len(plan.shards)} shards of `{target}` are missing, such as `{missing[0]}`",
+            hint="run the parts that failed again, then finish; or complete it alone with `--resume`",
+        )
 
 
 def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequence[Path]) -> None:
