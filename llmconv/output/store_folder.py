@@ -172,9 +172,7 @@ class UnfinishedObjects:
         claim = json_bytes({"key": self.key, "run": secrets.token_hex(8)})
         if self.store.create(CLAIM, claim):
             if self.store.create(CLAIM, claim):
-                warn(
-                    f"`{self.target}`: this store cannot refuse a second writer; make sure that no other run writes there"
-                )
+                warn(f"`{self.target}`: this store cannot refuse a second writer; let no other run write there")
             return
         found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
         if found.get("key") == self.key and self.joins:
@@ -184,7 +182,8 @@ class UnfinishedObjects:
             f"another run is writing `{self.target}`, or was interrupted there",
             hint="wait until it has ended; go on with an interrupted run by `--resume`"
             if same
-            else f"it has other inputs or options; wait until it has ended, or remove what it left: `llmconv clean {self.target}`",
+            else "it has other inputs or options; wait until it has ended, or remove what it left: "
+            f"`llmconv clean {self.target}`",
         )
 
     def _unpublish(self) -> None:
@@ -200,9 +199,10 @@ class UnfinishedObjects:
             if key.startswith(f"{DONE}/"):
                 line = parse_object(self.store.read(key, SMALL) or b"{}", key)
                 name, entry = line.get("file"), line.get("entry")
-                if line.get("key") == self.key and isinstance(name, str) and isinstance(entry, dict):
-                    if _is_same(heads.get(name), entry, line.get("e_tag")):
-                        found[name], self._tags[name] = entry, str(line["e_tag"])
+                if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
+                    continue
+                if _is_same(heads.get(name), entry, line.get("e_tag")):
+                    found[name], self._tags[name] = entry, str(line["e_tag"])
         return found
 
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:

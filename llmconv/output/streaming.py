@@ -1,4 +1,4 @@
-"""Streams one file, to the disk or elsewhere: while a block is written, later rows are computed and earlier ones hashed.
+"""Streams one file, to a disk or elsewhere: while a block is written, later rows are computed, earlier ones hashed.
 
 A bounded number of row blocks is in flight, so memory depends on the block size and not on the model.
 """

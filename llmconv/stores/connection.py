@@ -1,7 +1,7 @@
 """Connects to a store with the credentials of the environment, which never leave it.
 
-obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials of
-Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install 'llmconv[aws]'`).
+obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials
+of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install 'llmconv[aws]'`).
 """
 
 from __future__ import annotations
