@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="push")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder")
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Make the repository private; one that exists must be private.")
 @click.option("--revision", metavar="BRANCH", help="Branch, made if it does not exist.  [default: main]")
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Check the folder, compare it with the Hub, and stop.")
 @options.as_json
 @options.talk
-def command(folder: Path, repository: str, as_json: bool, dry_run: bool, **choices: Any) -> None:
+def command(folder: str, repository: str, as_json: bool, dry_run: bool, **choices: Any) -> None:
     """Upload FOLDER to REPOSITORY on the Hugging Face Hub.
 
     All files of FOLDER, which llmconv made, are compared with llmconv.json first; then they become one commit, or
@@ -69,7 +68,7 @@ def _as_result(done: Push, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _print(done: Push, folder: Path, dry_run: bool) -> None:
+def _print(done: Push, folder: str, dry_run: bool) -> None:
     """Prints a line about the commit, in a dry run also each file, and what differs."""
     same = len(done.files) - len(done.changed)
     if not done.is_needed:

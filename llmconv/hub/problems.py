@@ -111,7 +111,10 @@ def _problem(error: BaseException, address: HubAddress) -> LlmconvError | None:
     if isinstance(error, errors.HfHubHTTPError) and status:
         return _denied(status, error, address) or hub_refusal(error, address) or _failed(status, error, address)
     if isinstance(error, errors.HFValidationError):
-        return hub_refusal(error, address)
+        return InputRefused(
+            f"`{address.repository}` is not a name that the Hub accepts for a repository",
+            hint="use letters, digits, `-`, `_` and `.`, at most 96 of them, without `--` and `..`",
+        )
     if isinstance(error, (*NO_ANSWER, errors.LocalEntryNotFoundError)) or type(error).__module__.startswith(CLIENTS):
         return OutputFailed(f"the Hub cannot be reached or broke off ({type(error).__name__})", hint=AGAIN)
     if isinstance(error, ValueError | RuntimeError):

@@ -32,25 +32,27 @@ class HubRepository:
     Args:
         address: of the repository and the branch.
         pull_request: the commit becomes a pull request, which needs no write access.
+        show_progress: show progress bars of uploads on a terminal.
 
     Raises:
         InputRefused: the address is of a folder, a commit, or not of the form `org/name`.
     """
 
-    def __init__(self, address: HubAddress, *, pull_request: bool = False) -> None:
+    def __init__(self, address: HubAddress, *, pull_request: bool = False, show_progress: bool = False) -> None:
         _require_writable(address)
         self.address, self.pull_request = address, pull_request
+        self._show_progress = show_progress and not is_quiet() and sys.stderr is not None and sys.stderr.isatty()
         self.branch = address.revision or MAIN
 
     @cached_property
     def api(self) -> HfApi:
-        """The client; it takes its token from HF_TOKEN or the login, and prints nothing."""
+        """The client; it takes its token from HF_TOKEN or the login."""
         from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that other commands do not pay
         from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
 
         require_sound_token()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings contain signed URLs
-        if is_quiet() or sys.stderr is None or not sys.stderr.isatty():
+        if not self._show_progress:
             disable_progress_bars()
         return HfApi()
 
@@ -152,12 +154,12 @@ class HubRepository:
             return set()
         infos = [UploadInfo(size=size, sample=b"", sha256=bytes.fromhex(name)) for name, size in objects.items()]
         with writing_to(self.address):
-            found, _, _ = post_lfs_batch_info(
+            found = post_lfs_batch_info(
                 upload_infos=infos,
                 token=None,
                 repo_type="model",
                 repo_id=self.address.repository,
-            )
+            )[0]
         return {answer["oid"] for answer in found if answer.get("actions") is None}
 
     def commit(self, additions: Iterable[CommitOperationAdd], deleted: Iterable[str], message: str) -> Commit:
@@ -197,6 +199,11 @@ class HubRepository:
 
 def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
     """Marks an LFS object that the Hub has as sent, so that a commit names it without its content.
+
+    Args:
+        addition: with any content.
+        size: of the object, in bytes.
+        sha256: of the object.
 
     Returns:
         False if this version of huggingface_hub cannot be told so; the file must be sent again.

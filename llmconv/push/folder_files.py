@@ -13,7 +13,7 @@ from llmconv.errors import InputRefused, MalformedInput, listing
 from llmconv.hub.state import FileDigest, file_digest
 from llmconv.output.hub_contents import PAGES
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
-from llmconv.progress import bytes_bar
+from llmconv.progress import bytes_bar, warn
 
 REPORT = {"report.json", "junit.xml", "summary.md", "report.html"}
 """Files that `llmconv verify --report` writes, into this folder or one in it."""
@@ -52,9 +52,17 @@ class FolderFiles:
         return found
 
     def report(self) -> Path | None:
-        """The newest report of `llmconv verify`."""
+        """The newest report of `llmconv verify`, None if the folder has been changed since."""
         reports = [path for name, path in self.files.items() if name.rpartition("/")[2] == "report.json"]
-        return max(reports, key=lambda path: path.stat().st_mtime_ns, default=None)
+        newest = max(reports, key=_changed, default=None)
+        if newest and _changed(newest) < _changed(self.files[MANIFEST]):
+            warn(f"`{newest.name}` is older than `{MANIFEST}`, so the model card does not mention it")
+            return None
+        return newest
+
+
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def files_of(folder: Path) -> FolderFiles:

@@ -90,7 +90,7 @@ def push(
         OutputFailed: the Hub is busy or cannot be reached, or the branch got another commit in the meantime.
         UsageProblem: an option has an impossible value.
     """
-    target = HubRepository(_address(repository, revision, pr=pr), pull_request=pr)
+    target = HubRepository(_address(repository, revision, pr=pr), pull_request=pr, show_progress=True)
     with reading_safely(folder):
         found = files_of(Path(folder))
         digests = found.digests()
@@ -161,6 +161,8 @@ def _message(found: FolderFiles) -> str:
 def _committed(target: HubRepository, plan: Push, contents: Contents, message: str) -> Commit:
     """Sends the changed files and makes the commit, if none of them changed on the disk in the meantime."""
     additions = {name: target.addition(name, contents[name]) for name in plan.changed}
+    once = {plan.files[name].sha256: addition for name, addition in additions.items()}
+    target.preupload(once.values())  # files with equal content are sent once
     target.preupload(additions.values())
     for name, addition in additions.items():
         _require_unchanged(name, addition, contents[name], plan.files[name])

@@ -46,7 +46,7 @@ class Client:
         process = self.start(*words)
         out, err = process.communicate(timeout=120)
         assert CANARY not in out + err
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
+        return subprocess.CompletedProcess([*map(str, words)], process.returncode, out, err)
 
     def cache(self) -> list[Path]:
         """The files of journals and shards that are kept on this machine."""

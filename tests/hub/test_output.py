@@ -53,6 +53,7 @@ def _sha256(model: Path, name: str) -> str:
     return str(json.loads((model / "llmconv.json").read_text())["files"][name]["sha256"])
 
 
+@pytest.mark.slow
 def test_objects_that_the_hub_lost_are_made_again(client: Client, model: Path) -> None:
     client.hub.faults = [Fault("commit/main")]
     assert client.run(*TO_HF, "-o", "hf://me/tiny").returncode == 4
@@ -64,6 +65,7 @@ def test_objects_that_the_hub_lost_are_made_again(client: Client, model: Path) -
     assert client.hub.repositories["me/tiny"].contents() == contents(model)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_read_finished_shards_again(client: Client, model: Path, tmp_path: Path) -> None:
     client.hub.faults = [Fault("commit/main")]
     assert client.run(*TO_HF, "-o", "hf://me/tiny").returncode == 4
@@ -72,6 +74,7 @@ def test_a_resumed_run_does_not_read_finished_shards_again(client: Client, model
     assert sum("objects/batch" in request for request in client.hub.requests) == batches + 1
 
 
+@pytest.mark.slow
 def test_a_complete_repository_is_nothing_to_resume(client: Client) -> None:
     assert client.run(*TO_HF, "-o", "hf://me/tiny").returncode == 0
     again = client.run(*TO_HF, "-o", "hf://me/tiny", "--resume")
@@ -81,6 +84,7 @@ def test_a_complete_repository_is_nothing_to_resume(client: Client) -> None:
     assert other.returncode == 3 and "with other options" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_replaced_only_when_asked(client: Client, tmp_path: Path) -> None:
     assert client.run(*TO_HF, "-o", "hf://me/tiny").returncode == 0
     repository = client.hub.repositories["me/tiny"]
@@ -97,7 +101,7 @@ def test_a_model_is_replaced_only_when_asked(client: Client, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["model_safetensors", "config_json"])
 def test_a_model_of_others_is_never_replaced(client: Client, name: str, flags: tuple[str, ...]) -> None:
     repository = client.hub.repository("me/tiny")
-    repository.put(**{name: b"{}"})
+    repository.put("main", **{name: b"{}"})
     done = client.run(*TO_HF, "-o", "hf://me/tiny", *flags)
     assert done.returncode == 3 and "which llmconv did not make" in done.stderr
     assert len(repository.commits) == 2 and not client.hub.puts
@@ -124,6 +128,7 @@ def test_a_branch_that_moved_fails_and_nothing_is_visible(client: Client) -> Non
     assert repository.contents().keys() == {"README.md"}
 
 
+@pytest.mark.slow
 def test_other_commands_write_there_too(client: Client, model: Path, tmp_path: Path) -> None:
     adapter = CHECKPOINT.parent / "adapter"
     done = client.run("merge-lora", model, adapter, "-o", "hf://me/merged")

@@ -160,6 +160,12 @@ def test_a_token_that_cannot_be_one_is_not_shown(client: Client, model: Path, to
     assert done.returncode == 3 and token not in done.stderr
 
 
+def test_a_hub_that_cannot_be_reached_is_a_failure(client: Client, model: Path) -> None:
+    client.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    done = client.run("push", model, "me/tiny", "-v")
+    assert done.returncode == 4 and "cannot be reached" in done.stderr
+
+
 def test_no_network_is_asked_for_where_none_is_allowed(client: Client, model: Path) -> None:
     client.environment["HF_HUB_OFFLINE"] = "1"
     done = client.run("push", model, "me/tiny")
@@ -226,6 +232,19 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(client: Client, folder: 
     assert done.returncode == 3 and "leads out of the folder" in done.stderr and not client.hub.repositories
 
 
+def test_a_link_in_the_folder_becomes_a_file_that_is_sent_once(client: Client, folder: Path) -> None:
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    (shard, *_) = sorted(path.name for path in folder.glob("*.safetensors"))
+    (folder / "onnx").mkdir()
+    (folder / "onnx/copy.safetensors").symlink_to(f"../{shard}")
+    manifest["files"]["onnx/copy.safetensors"] = {"link": f"../{shard}"}
+    manifest["files"][shard] = {"bytes": manifest["files"][shard]["bytes"], "clone_of": "base.safetensors"}
+    (folder / "llmconv.json").write_text(json.dumps(manifest))
+    assert client.run("push", folder, "me/tiny", "--verify-upload").returncode == 0
+    found = client.hub.repositories["me/tiny"].contents()
+    assert found["onnx/copy.safetensors"] == found[shard] and len({*client.hub.puts}) == len(client.hub.puts)
+
+
 # The repository
 
 
@@ -266,6 +285,7 @@ def test_the_gitignore_of_a_repository_leaves_nothing_out(client: Client, model:
         (["me/x", "--revision", "v2", "--pr"], "begins at `main`"),
         (["me/x", "--revision", "0" * 40], "is a commit"),
         (["me/none", "--pr"], "does not exist"),
+        (["me/a--b"], "not a name that the Hub accepts"),
     ],
 )
 def test_impossible_requests_are_refused(client: Client, model: Path, words: list[str], message: str) -> None:
