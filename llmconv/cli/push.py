@@ -30,7 +30,8 @@ def command(folder: str, repository: str, as_json: bool, dry_run: bool, **choice
     All files of FOLDER, which llmconv made, are compared with llmconv.json first; then they become one commit, or
     none if the Hub has them. An interrupted upload is continued by the same command. Files of an earlier model of
     llmconv that FOLDER does not have are deleted in the same commit; a repository with weights of others is refused.
-    If there is no README.md, a model card is written. The token is that of HF_TOKEN or `hf auth login`.
+    If there is no README.md, a model card is written, and replaced by later ones until you edit it. The token is that
+    of HF_TOKEN or `hf auth login`.
 
     \b
     llmconv push merged me/merged --private

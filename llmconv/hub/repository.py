@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from llmconv.errors import InputRefused, OutputFailed
+from llmconv.errors import InputRefused, OutputFailed, listing
 from llmconv.hub.address import COMMIT, HubAddress
 from llmconv.hub.problems import require_sound_token, require_token, writing_to
 from llmconv.hub.state import Commit, HubFile, HubState
@@ -135,8 +135,10 @@ class HubRepository:
     def preupload(self, additions: Iterable[CommitOperationAdd]) -> None:
         """Sends the files that the Hub keeps as LFS objects, unless it has them; nobody sees them yet.
 
-        The `.gitignore` of the repository is not asked, since it would leave out files without a word.
+        Raises:
+            InputRefused: the Hub would leave one out by the `.gitignore` there, which it is asked not to obey.
         """
+        additions = list(additions)
         with writing_to(self.address):
             self.api.preupload_lfs_files(
                 self.address.repository,
@@ -144,6 +146,11 @@ class HubRepository:
                 revision=self.branch if self.state.has_branch else MAIN,
                 create_pr=self.pull_request,
                 gitignore_content="",
+            )
+        if ignored := [addition.path_in_repo for addition in additions if getattr(addition, "_should_ignore", False)]:
+            raise InputRefused(
+                f"the `.gitignore` of `{self.address.repository}` leaves out {listing(ignored)}",
+                hint="remove that line there",
             )
 
     def has_objects(self, objects: Mapping[str, int]) -> set[str]:

@@ -6,6 +6,7 @@ merge and quantized; a merged adapter is a finetune for the Hub, since the repos
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ RELATIONS = {"merge-lora": "finetune", "delta-apply": "finetune", "to-hf": "fine
 
 REPORT_BYTES = 64 << 20
 
+MARK = b"\n<!-- Written by `llmconv push`, which replaces it as long as it is unedited: sha256 %s -->\n"
+"""The end of a card: the sha256 of what stands above it."""
+
 
 def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, report: Path | None) -> bytes:
     """The content of README.md.
@@ -41,7 +45,16 @@ def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, r
     header = yaml.safe_dump(_header(manifest, config), sort_keys=False, allow_unicode=True)
     title = repository.rpartition("/")[2]
     parts = [f"---\n{header}---\n", f"# {title}\n", _made(manifest), _verified(report), _usage(manifest, repository)]
-    return "\n".join(part for part in parts if part).encode()
+    text = "\n".join(part for part in parts if part).encode()
+    return text + MARK % hashlib.sha256(text).hexdigest().encode()
+
+
+def is_unedited(card: bytes | None) -> bool:
+    """Whether a card may be replaced: there is none, or `model_card` made it and nobody has changed it since."""
+    if card is None:
+        return True
+    text, begin, end = card.rpartition(MARK.partition(b"%")[0])
+    return begin + end == MARK % hashlib.sha256(text).hexdigest().encode()
 
 
 def _header(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from llmconv.hub.state import Commit, FileDigest, digest_of
 from llmconv.output.hub_contents import foreign_files, replaced_files, require_own_weights
 from llmconv.progress import say
 from llmconv.push.folder_files import FolderFiles, files_of
-from llmconv.push.model_card import CARD, model_card
+from llmconv.push.model_card import CARD, is_unedited, model_card
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -36,7 +36,7 @@ class Push:
         changed: those that the branch did not have before.
         deleted: files of an earlier output that this one does not have.
         left_out: hidden files of the folder.
-        card: a model card was written, since there was none.
+        card: a model card was written, since there was none, or an older one that nobody had edited.
         commit: the commit; None in a dry run, and if there was nothing to do.
         differing: files of which the Hub has other bytes; None unless `verify_upload` was given.
     """
@@ -134,7 +134,7 @@ def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubR
     require_own_weights(target)
     contents: dict[str, Path | bytes] = dict(found.files)
     files = dict(digests)
-    card = CARD not in files and CARD not in target.state.files
+    card = CARD not in files and is_unedited(target.read(CARD))
     if card:
         text = model_card(found.manifest, _config(found), target.address.repository, found.report())
         contents[CARD], files[CARD] = text, digest_of(text)
@@ -145,7 +145,9 @@ def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubR
             hint="choose another repository or a new branch (`--revision`), or delete it there yourself",
         )
     deleted = replaced_files(target, files)
-    return contents, Push(target.address, files, tuple(changed), tuple(deleted), found.left_out, card)
+    return contents, Push(
+        target.address, files, tuple(changed), tuple(deleted), found.left_out, card and CARD in changed
+    )
 
 
 def _config(found: FolderFiles) -> dict[str, object]:

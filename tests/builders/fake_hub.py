@@ -119,7 +119,7 @@ class FakeHub:
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.held, self.hold = threading.Event(), ""
-        self.corrupt = False
+        self.corrupt = self.always_ignores = False
         self.address = ""
 
     def repository(self, name: str, *, private: bool = False) -> Repository:
@@ -224,7 +224,7 @@ async def preupload(hub: FakeHub, request: Request, name: str, revision: str) ->
     found, asked = hub.find(request, name, write=True), await request.json()
     files = _at(found, revision)
     ignored = files[".gitignore"].content.decode() if ".gitignore" in files else ""
-    patterns = asked.get("gitIgnore", ignored).split()
+    patterns = (ignored if hub.always_ignores else asked.get("gitIgnore", ignored)).split()
     told = []
     for file in asked["files"]:
         path, size = file["path"], file["size"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llmconv.convert import to_hf
 from llmconv.output.manifest import Manifest
 from llmconv.push.model_card import model_card
 from tests.hub.conftest import Client
@@ -93,6 +94,19 @@ def test_the_card_names_steps_verdict_and_how_to_run_it(client: Client, model: P
     assert "1. `llmconv to-hf` of `ep4-ba2400-rank0.pt`" in card and "**PASS** (2 passed, 0 differ, 1 skipped)" in card
     assert "llmconv generate me/tiny" in card and 'from_pretrained("me/tiny")' in card
     assert "verified/report.json" in found
+
+
+def test_a_card_that_nobody_edited_is_replaced_with_the_model(client: Client, model: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    to_hf(model, half, dtype="float16")
+    assert client.run("push", model, "me/tiny").returncode == 0
+    repository = client.hub.repositories["me/tiny"]
+    assert client.run("push", half, "me/tiny").returncode == 0
+    assert b"`dtype` `float16`" in repository.contents()["README.md"]
+    edited = repository.contents()["README.md"].replace(b"# tiny", b"# Tiny, by hand")
+    repository.put(README_md=edited)
+    assert client.run("push", model, "me/tiny").returncode == 0
+    assert repository.contents()["README.md"] == edited
 
 
 def test_a_report_from_before_the_last_change_is_not_told(client: Client, model: Path, tmp_path: Path) -> None:

@@ -135,6 +135,25 @@ def test_a_busy_store_is_asked_again(client: Client, model: Path) -> None:
     assert done.returncode == 0 and "signature" not in done.stderr
 
 
+def test_a_connection_that_breaks_while_a_file_is_sent_loses_only_that_file(client: Client, model: Path) -> None:
+    client.hub.faults = [Fault("PUT /_objects", 0)]
+    done = client.run("push", model, "me/tiny")
+    assert done.returncode in (0, 4) and (done.returncode == 0 or "broke off" in done.stderr)
+    assert client.run("push", model, "me/tiny").returncode == 0
+    assert len(client.hub.puts) == len({*client.hub.puts}) == len([*model.glob("*.safetensors")])
+
+
+def test_a_terminated_push_can_be_run_again(client: Client, model: Path) -> None:
+    client.hub.hold = "POST /api/models/me/tiny/commit"
+    process = client.start("push", model, "me/tiny")
+    assert client.hub.held.wait(60)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "run the same command again" in err
+    client.hub.hold = ""
+    assert client.run("push", model, "me/tiny").returncode == 0
+
+
 def test_a_gated_repository_is_refused(client: Client, model: Path) -> None:
     client.hub.repository("you/tiny").gated = True
     done = client.run("push", model, "you/tiny")
@@ -273,6 +292,10 @@ def test_the_gitignore_of_a_repository_leaves_nothing_out(client: Client, model:
     repository.put(_gitignore=b"*.safetensors\n")
     assert client.run("push", model, "me/tiny", "--verify-upload").returncode == 0
     assert contents(model).items() <= repository.contents().items()
+    client.hub.always_ignores = True
+    repository.add("main", {name: kept for name, kept in repository.files().items() if name.startswith(".")})
+    done = client.run("push", model, "me/tiny")
+    assert done.returncode == 3 and "`.gitignore` of `me/tiny` leaves out" in done.stderr
 
 
 @pytest.mark.parametrize(
