@@ -11,6 +11,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.files.hub import source_name
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path
 from llmconv.output.manifest import step
@@ -73,7 +74,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
-    named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
+    named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
     given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
     return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
 

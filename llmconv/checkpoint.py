@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput
+from llmconv.files.hub import snapshot_home
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.strict_json import StrictJsonError, unique_keys
@@ -195,7 +196,8 @@ def own_file(folder: Path, name: str) -> Path:
     """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
-    in_hub_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    model = snapshot_home(home)
+    in_hub_cache = model is not None and target.is_relative_to(model / "blobs")
     if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
         raise MalformedInput(
             f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",

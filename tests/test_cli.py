@@ -20,6 +20,7 @@ import llmconv.cli
 import llmconv.convert
 import llmconv.export
 import llmconv.generation
+import llmconv.push
 import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
@@ -41,6 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
     "verify": llmconv.verify.verify,
+    "push": llmconv.push.push,
     "generate": llmconv.generation.generate,
 }
 """The function behind each command; the other commands only list a registry."""

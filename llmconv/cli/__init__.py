@@ -16,6 +16,7 @@ from llmconv.cli import (
     generate,
     inspect,
     merge_lora,
+    push,
     serve,
     to_hf,
     verify,
@@ -36,6 +37,7 @@ def main() -> None:
     llmconv delta apply BASE DELTA -o OUT      add delta weights; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs next to the weights they map
     llmconv verify     MODEL                   compare the graphs with the eager model
+    llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
@@ -49,8 +51,8 @@ def main() -> None:
 
 
 MODULES = (
-    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, generate, chat, serve, bench),
-    *(clean, formats, families),
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, push),
+    *(generate, chat, serve, bench, clean, formats, families),
 )
 """In the order of the work."""
 

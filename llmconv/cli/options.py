@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from llmconv.files.paths import output_path, output_place
+from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
 from llmconv.stores.address import StoreAddress
 
@@ -66,15 +67,19 @@ class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type 
 
     name = "path"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | StoreAddress:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | StoreAddress | HubAddress:
         """See `output_path`; click.Path would change `s3://…` to `s3:/…` before it can be checked."""
         return output_path(value, param.opts[-1] if param else "output")
 
 
 class OutputFolder(Output):
-    """A folder to write, on this machine or in an object store."""
+    """A folder to write, on this machine, in an object store or on the Hub."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | StoreAddress:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | StoreAddress | HubAddress:
         """See `output_place`."""
         return output_place(value, param.opts[-1] if param else "output")
 
@@ -85,7 +90,8 @@ output = click.option(
     type=OutputFolder(),
     required=True,
     metavar="PATH",
-    help="Folder to write, on this machine or in an object store: s3://BUCKET/FOLDER, also gs, az and oci.",
+    help="Folder to write, on this machine, in an object store (s3://BUCKET/FOLDER, also gs, az and oci), or on the "
+    "Hugging Face Hub (hf://ORG/NAME, hf://ORG/NAME@BRANCH).",
 )
 dtype = click.option(
     "--dtype",

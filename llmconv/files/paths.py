@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.hub.address import HubAddress, is_hub_address, parse_hub_address
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 
 ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
@@ -33,22 +34,24 @@ Written = Annotated[str | Path, WRITTEN]
 
 PLACED = "a path or an address to write"
 Placed = Annotated[str | Path, PLACED]
-"""A parameter with a folder to write, on this machine or in an object store; see `output_place`."""
+"""A parameter with a folder to write, on this machine, in an object store or on the Hub; see `output_place`."""
 
 
-def output_place(value: Any, name: str = "output") -> Path | StoreAddress:
-    """The place of an output folder: an address in an object store, or a local path; see `output_path`.
+def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubAddress:
+    """The place of an output folder: an address in an object store or on the Hub, or a local path; see `output_path`.
 
     Raises:
         InputRefused: neither, or an address with credentials in it.
         UsageProblem: it is not a path, or empty.
     """
-    if isinstance(value, StoreAddress):
+    if isinstance(value, StoreAddress | HubAddress):
         return value
+    if is_hub_address(value):
+        return parse_hub_address(value)
     return parse_address(value) if is_store_address(value) else output_path(value, name)
 
 
-def local_only(place: Path | StoreAddress) -> Path | None:
+def local_only(place: Path | StoreAddress | HubAddress) -> Path | None:
     """The place if it is on this machine, else None."""
     return place if isinstance(place, Path) else None
 

@@ -18,6 +18,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.hub import from_hub
 from llmconv.files.paths import is_address, path_of
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
+from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +36,9 @@ FILE_NAME = re.compile(
 
 
 def local_path(name: str | Path) -> Path:
-    """A local path for `name`: itself if it exists, a download for a URI or a hub id (`org/name[@revision]`).
+    """A local path for `name`: itself if it exists, a download for a URI or a model of the hub.
+
+    A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
 
     Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
     is removed when the call that needs it ends (see `fetching`), at the latest with the process.
@@ -48,6 +51,8 @@ def local_path(name: str | Path) -> Path:
         UsageProblem: it is not a path, but for example a loaded model.
     """
     given = path_of(name, "path")
+    if is_hub_address(name):
+        return from_hub(parse_hub_address(str(name)))
     if is_address(name):
         return _download(_uri(name))
     path = follow_local(given)
@@ -59,7 +64,7 @@ def local_path(name: str | Path) -> Path:
         )
     text = str(name)
     if is_hub_id(text):
-        return from_hub(text)
+        return from_hub(hub_address(text))
     raise InputRefused(
         f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
     )

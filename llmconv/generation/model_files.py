@@ -12,6 +12,7 @@ from llmconv.errors import UsageProblem
 from llmconv.files.hub import cached
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_hub_id, local_path
+from llmconv.hub.address import hub_address
 from llmconv.not_a_model_folder import refused_model
 
 
@@ -53,7 +54,7 @@ class ModelFiles:
             return cls._of_graphs(list(model))
         path = path_of(model, "model")
         if is_hub_id(model):
-            kept = cached(str(model))
+            kept = cached(hub_address(str(model)))
             path = kept if kept and (kept / "config.json").is_file() else local_path(model)
         elif not path.exists():
             path = local_path(model)

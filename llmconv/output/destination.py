@@ -98,6 +98,9 @@ class Destination(Protocol):
             OutputFailed: another run is writing it, or writing fails.
         """
 
+    def require_shared(self) -> None:
+        """Raises UnsupportedInput if several processes cannot write it."""
+
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> AbstractContextManager[UnfinishedOutput]:
         """Joins the processes with the same key that write the output, none of which commits; it stays unfinished.
 

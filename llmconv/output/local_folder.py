@@ -69,6 +69,9 @@ class LocalFolder:
         """See `Destination`."""
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=resume)
 
+    def require_shared(self) -> None:
+        """See `Destination`; they can."""
+
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> SharedFolder:
         """See `Destination`."""
         return SharedFolder(self.path, key=key, files=mine)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import MalformedInput
+from llmconv.files.hub import source_name
 from llmconv.files.named_file import is_inner
 from llmconv.version import __version__
 
@@ -123,11 +124,11 @@ def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
 
     Args:
         command: of the command line.
-        source: of which the name is recorded.
+        source: of which the name is recorded; for a model of the hub `org/name@commit`.
         options: of the run; those that are None, False or empty are left out.
     """
     given = {name: value for name, value in options.items() if value not in (None, (), False)}
-    return {"command": command, "llmconv": __version__, "source": source.name, "options": given}
+    return {"command": command, "llmconv": __version__, "source": source_name(source), "options": given}
 
 
 def file_entry(content: bytes) -> dict[str, Any]:

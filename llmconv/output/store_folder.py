@@ -121,6 +121,9 @@ class StoreFolder:
         """See `Destination`."""
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 
+    def require_shared(self) -> None:
+        """See `Destination`; they can."""
+
     def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedObjects:
         """See `Destination`."""
         return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))

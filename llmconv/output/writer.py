@@ -18,7 +18,9 @@ from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
 from llmconv.files.safe_folder import Link
+from llmconv.hub.address import HubAddress
 from llmconv.output.destination import Destination, UnfinishedOutput
+from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
 from llmconv.output.plan import Plan
@@ -36,12 +38,14 @@ HEAP_BYTES = 256 << 20
 """Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
 
 
-Place = Path | StoreAddress
-"""Where an output can be made: a local folder, or one in an object store."""
+Place = Path | StoreAddress | HubAddress
+"""Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""
 
 
 def destination_of(output: Place) -> Destination:
     """The destination at a path or address."""
+    if isinstance(output, HubAddress):
+        return HubFolder(output)
     return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
 
 
@@ -116,6 +120,7 @@ def _write_in_workers(
 ) -> None:
     """Writes the unfinished shards in other processes."""
     files = [shard.name for shard in plan.shards]
+    target.require_shared()
     with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
         finished = {*folder.finished}
         folder.leave()
