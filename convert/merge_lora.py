@@ -29,6 +29,7 @@ from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
+from llmconv.files.source_file import open_source
 from llmconv.tensors import BLOCK_BYTES
 
 
@@ -127,7 +128,7 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base))
+        checkpoint = open_checkpoint(local_path(base, in_parts=True))
     require_model_type(checkpoint.config, base)
     return checkpoint
 
@@ -187,7 +188,7 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 def _sha256(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with open_source(path) as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

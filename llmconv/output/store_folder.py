@@ -30,6 +30,7 @@ from llmconv.output.staging import check_copy, require_unchanged
 from llmconv.output.streaming import ShardContent
 from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress
+from llmconv.files.source_file import open_source
 from llmconv.stores.object_store import Head, ObjectStore
 
 JOURNAL = ".llmconv"
@@ -276,7 +277,7 @@ class FileBlocks:
 
     def blocks(self) -> Generator[memoryview, None, None]:
         """All bytes, to be taken once."""
-        with open(self.path, "rb", buffering=0) as file:
+        with open_source(self.path) as file:
             while block := file.read(COPY_BYTES):
                 self._sha256.update(block)
                 self._read += len(block)

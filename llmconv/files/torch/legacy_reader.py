@@ -15,6 +15,7 @@ from typing import Any
 from llmconv.errors import UnsupportedInput
 from llmconv.files.file_problem import FileProblem, naming
 from llmconv.files.pickles.machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine
+from llmconv.files.source_file import open_source
 from llmconv.files.pickles.reader import HOOKS, Global, StorageRef, interpret, storage_dtype
 
 MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
@@ -33,7 +34,7 @@ def is_legacy(path: Path) -> bool:
     """Whether `path` is a file with the magic number that `torch.save` wrote before torch 1.6."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         return MAGIC in file.read(HEAD)
 
 
