@@ -24,12 +24,12 @@ from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Placed, output_place
+from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.files.source_file import open_source
 from llmconv.tensors import BLOCK_BYTES
 
 

@@ -13,9 +13,9 @@ from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.pickles.machine import Stub
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.not_a_model_folder import foreign_file, known_refusal
-from llmconv.files.source_file import open_source
 from llmconv.quantized_export import is_quantized_export, refused_export
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -24,13 +24,13 @@ from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import page_cache
 from llmconv.files.safe_folder import Link
+from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.output.staging import check_copy, require_unchanged
 from llmconv.output.streaming import ShardContent
 from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress
-from llmconv.files.source_file import open_source
 from llmconv.stores.object_store import Head, ObjectStore
 
 JOURNAL = ".llmconv"

@@ -27,8 +27,8 @@ from llmconv.convert.state_dicts.distributed.metadata import (
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.torch.reader import TorchFile, open_torch_blob
 from llmconv.files.source_file import open_source
+from llmconv.files.torch.reader import TorchFile, open_torch_blob
 from llmconv.tensors import LazyTensor
 
 SUFFIX = ".distcp"

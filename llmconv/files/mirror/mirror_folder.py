@@ -99,7 +99,8 @@ def _make_folder(path: Path, head: Head) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise MalformedInput(
-            f"the object `{head.key}` lies below another object", hint="give a folder in which no object is a folder, too"
+            f"the object `{head.key}` lies below another object",
+            hint="give a folder in which no object is a folder, too",
         ) from error
 
 

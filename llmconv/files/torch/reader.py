@@ -18,9 +18,9 @@ from llmconv.files.packing.codecs import CODECS
 from llmconv.files.pickles.reader import TensorRef, read_pickle
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.legacy_reader import is_legacy, read_legacy
 from llmconv.files.torch.zip_container import NOT_BY_TORCH, is_torch_zip, read_torch_zip
-from llmconv.files.source_file import open_source
 from llmconv.tensors import Array, LazyTensor
 
 SPARSE, SPAN_ELEMENTS = 4, 1 << 14
