@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import obstore
 import uvicorn
 from nanio.app import build_app
 from nanio.config import Settings
+from obstore.store import S3Store
 
 BUCKET = "models"
 REQUESTS = "/-/requests"
@@ -35,6 +37,7 @@ KEYS = {
     "AWS_ACCESS_KEY_ID": "reader",
     "AWS_SECRET_ACCESS_KEY": "not-a-secret",
     "AWS_REGION": "us-east-1",
+    "AWS_ALLOW_HTTP": "true",
 }
 
 
@@ -43,15 +46,25 @@ class Bucket:
     """A bucket of a running server.
 
     Attributes:
-        folder: its objects are the files in it.
         endpoint: address of the server.
     """
 
-    folder: Path
     endpoint: str
 
     def uri(self, name: str) -> str:
         return f"s3://{BUCKET}/{name}"
+
+    def put(self, name: str, content: bytes = b"{}") -> str:
+        """Writes an object, with an ETag, and returns its address."""
+        obstore.put(S3Store(BUCKET), name, content)
+        self.requests()
+        return self.uri(name)
+
+    def put_folder(self, name: str, folder: Path) -> str:
+        """Writes all files of a folder, and returns the address of the folder in the bucket."""
+        for path in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+            self.put(f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+        return self.uri(name)
 
     def requests(self) -> list[tuple[str, str]]:
         """Method and key of all requests since the last call; a listing has no key."""
@@ -68,15 +81,14 @@ def serving(folder: Path, *, busy: float = 0, cut: float = 0) -> Iterator[Bucket
         busy: share of the requests that are answered with 503.
         cut: share of the bodies that end early.
     """
-    home = folder / BUCKET
-    home.mkdir(parents=True, exist_ok=True)
+    (folder / BUCKET).mkdir(parents=True)
     command = [sys.executable, "-m", "tests.stores.reading_server", str(folder), str(busy), str(cut)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, **KEYS}
     with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
-            yield Bucket(home, f"http://127.0.0.1:{process.stdout.readline().strip()}")
+            yield Bucket(f"http://127.0.0.1:{process.stdout.readline().strip()}")
         finally:
             process.kill()
 
