@@ -21,6 +21,7 @@ from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graphs_only import READS_WEIGHTS, GraphsOnly, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
@@ -81,6 +82,7 @@ class Exported:
         beside: paths of the clients' own files in the folder.
         files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
         quantized: what `quant` made of the weights; None without it.
+        missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
     """
 
     folder: Path
@@ -93,6 +95,7 @@ class Exported:
     beside: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedSizes | None = None
+    missing: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def weight_bytes_mapped(self) -> int:
@@ -128,9 +131,11 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
+    require_possible(given, Path(output) if output else None)
     settings = QuantizationSettings.parse(given)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output), settings)
+    streams = not any(given[name] for name in READS_WEIGHTS)  # type: ignore[literal-required]
+    checkpoint, quantization = _with_plain_weights(_open(model, output, in_parts=streams), settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -196,6 +201,7 @@ def _make(
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
         options = {"dtype": given["dtype"], "layers_traced": traced_layers, "parameters": count}
+        options["graphs_only"] = given["graphs_only"]
         done = step("export", source, **options, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -211,6 +217,7 @@ def _make(
         plan.clients.names,
         {**folder.planned(), **made},
         QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
+        folder.missing() if isinstance(folder, GraphsOnly) else {},
     )
 
 
@@ -326,11 +333,11 @@ def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
         raise refused_export(Path(model), " ".join(layouts))
 
 
-def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
+def _open(model: str | Path, output: str | Path | None, *, in_parts: bool) -> Checkpoint:
     """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
     if output is None:
         require_own_folder(model)
-    checkpoint = open_checkpoint(local_path(model))
+    checkpoint = open_checkpoint(local_path(model, in_parts=in_parts))
     require_causal(checkpoint.config, model)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
@@ -384,6 +391,8 @@ def _output_folder(
     is_new = output is not None and Path(output).resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if output and is_new and given["graphs_only"]:
+        return GraphsOnly(Path(output), InPlace(checkpoint, given["dtype"], overwrite, resume), overwrite, resume)
     if output and is_new:
         precision = given["precision"] or FLOAT32
         if precision == FLOAT32:

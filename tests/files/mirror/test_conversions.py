@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_lora, to_hf
+from llmconv.export import export
 from llmconv.files.mirror.chunk_cache import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
 from tests.stores.reading_server import Bucket
@@ -186,3 +187,17 @@ def test_a_terminated_run_leaves_nothing(bucket: Bucket, tmp_path: Path, tempora
         assert [*temporary.glob("llmconv-*")]
         process.send_signal(number)
         process.wait(30)
+
+
+def test_an_export_fetches_every_shard_once(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
+    export(put(bucket, shards), tmp_path / "out", unified=True)
+    assert max(Counter(bucket.requests()).values()) == 1
+    export(shards, tmp_path / "local", unified=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "local")
+
+
+def test_an_export_of_graphs_only_fetches_headers(bucket: Bucket, large: Path, tmp_path: Path) -> None:
+    export(put(bucket, large), tmp_path / "out", unified=True, graphs_only=True)
+    assert Counter(bucket.requests())["GET", f"{large.parent.name}/large/model.safetensors"] == 1
+    export(large, tmp_path / "local", unified=True, graphs_only=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "local")
