@@ -118,7 +118,7 @@ if TYPE_CHECKING:
 @click.option(
     "--graphs-only",
     is_flag=True,
-    help="Write no weights into OUT: the model's files are put there by their names. Of a bucket only headers are read.",
+    help="Write no weights into OUT, where the files of MODEL are put by their names; reads only their headers.",
 )
 @options.overwrite
 @options.resume

@@ -52,7 +52,17 @@ def open_data(path: Path) -> io.RawIOBase:
 
 
 def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` from position `offset` of a file that `open_data` opened; see `read_into`."""
+    """As `read_into`, for several reads.
+
+    Args:
+        file: from `open_data`.
+        buffer: to fill.
+        offset: position of the first byte.
+        path: of the file, for the message.
+
+    Raises:
+        MalformedInput: the file ends before the buffer is full.
+    """
     done = 0
     while done < len(buffer):
         file.seek(offset + done)
