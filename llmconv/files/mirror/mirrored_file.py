@@ -6,6 +6,7 @@ The file itself is a hole until all of the object is needed: a library that open
 from __future__ import annotations
 
 import os
+from collections import deque
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from threading import Lock
@@ -24,6 +25,10 @@ PICKLE = 1 << 20
 
 WITHOUT_EDGES = ".distcp"
 """Suffix of files whose metadata lies in another file."""
+
+
+FILES_WITH_EDGES = 64
+"""Files whose ends stay in memory; a folder may have those of a thousand ranks."""
 
 
 class MirroredFile:
@@ -77,7 +82,16 @@ class MirroredFile:
                 self._edges[0] = self._pool.submit(self._fetch, 0, edge)
                 if suffix != ".safetensors":
                     self._edges[size - edge] = self._pool.submit(self._fetch, size - edge, size)
-            return self._edges
+                _recent.append(self)
+            edges = self._edges
+        if len(_recent) > FILES_WITH_EDGES:
+            _recent.popleft().forget_edges()
+        return edges
+
+    def forget_edges(self) -> None:
+        """Gives the memory of both ends back; they are fetched again where they are read again."""
+        with self._lock:
+            self._edges = {}
 
     def fetch_whole(self) -> None:
         """Puts the whole object into the file, for readers that open it themselves.
@@ -118,8 +132,10 @@ class MirroredFile:
         self._cache = self._new_cache()
 
     def close(self) -> None:
-        """Cancels requests that have not begun."""
+        """Cancels requests that have not begun, and gives everything back."""
         self._cache.cancel()
+        self.forget_edges()
+        self.release()
 
     def _new_cache(self) -> ChunkCache:
         return ChunkCache(self._fetch, self.head.size, self._pool)
@@ -132,3 +148,7 @@ class MirroredFile:
 
     def _set_time(self, path: Path) -> None:
         os.utime(path, ns=(self.head.modified, self.head.modified))
+
+
+_recent: deque[MirroredFile] = deque()
+"""Files whose ends were fetched, the oldest first."""

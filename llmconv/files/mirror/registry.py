@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,11 @@ def release(paths: Iterable[Path], limit: int = KEPT) -> None:
 
 @cache
 def _install_guard() -> None:
-    """Once, since such a hook cannot be removed."""
+    """Once, since such a hook cannot be removed; a file may be open for each rank of a checkpoint."""
     sys.addaudithook(_complete_before_open)
+    with suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _complete_before_open(event: str, arguments: tuple[Any, ...]) -> None:

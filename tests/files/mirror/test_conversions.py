@@ -189,6 +189,7 @@ def test_a_terminated_run_leaves_nothing(bucket: Bucket, tmp_path: Path, tempora
         process.wait(30)
 
 
+@pytest.mark.slow
 def test_an_export_fetches_every_shard_once(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
     export(put(bucket, shards), tmp_path / "out", unified=True)
     assert max(Counter(bucket.requests()).values()) == 1
@@ -196,6 +197,7 @@ def test_an_export_fetches_every_shard_once(bucket: Bucket, shards: Path, tmp_pa
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_an_export_of_graphs_only_fetches_headers(bucket: Bucket, large: Path, tmp_path: Path) -> None:
     export(put(bucket, large), tmp_path / "out", unified=True, graphs_only=True)
     assert Counter(bucket.requests())["GET", f"{large.parent.name}/large/model.safetensors"] == 1
