@@ -21,7 +21,7 @@ from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
-from llmconv.export.graphs_only import READS_WEIGHTS, GraphsOnly, require_possible
+from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
@@ -131,11 +131,10 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
-    require_possible(given, Path(output) if output else None)
+    require_possible(given, writes=output is not None)
     settings = QuantizationSettings.parse(given)
     _refuse_graphs(model, clients)
-    streams = not any(given[name] for name in READS_WEIGHTS)  # type: ignore[literal-required]
-    checkpoint, quantization = _with_plain_weights(_open(model, output, in_parts=streams), settings)
+    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -200,9 +199,8 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        options = {"dtype": given["dtype"], "layers_traced": traced_layers, "parameters": count}
-        options["graphs_only"] = given["graphs_only"]
-        done = step("export", source, **options, **plan.manifest_options())
+        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
@@ -333,11 +331,11 @@ def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
         raise refused_export(Path(model), " ".join(layouts))
 
 
-def _open(model: str | Path, output: str | Path | None, *, in_parts: bool) -> Checkpoint:
+def _open(model: str | Path, output: str | Path | None, given: ExportOptions) -> Checkpoint:
     """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
     if output is None:
         require_own_folder(model)
-    checkpoint = open_checkpoint(local_path(model, in_parts=in_parts))
+    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
     require_causal(checkpoint.config, model)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
@@ -392,7 +390,7 @@ def _output_folder(
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
     if output and is_new and given["graphs_only"]:
-        return GraphsOnly(Path(output), InPlace(checkpoint, given["dtype"], overwrite, resume), overwrite, resume)
+        return GraphsOnly(Path(output), InPlace(checkpoint, given["dtype"]), overwrite, resume)
     if output and is_new:
         precision = given["precision"] or FLOAT32
         if precision == FLOAT32:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, own_file, read_small
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.graph_files import GraphFiles, GraphPlan
 from llmconv.export.output import InPlace, sources_of
@@ -21,11 +22,14 @@ from llmconv.output.staging import require_free
 from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import Array
 
-READS_WEIGHTS = ("quant", "kv_cache", "calibrate")
-"""Options that compute something from the weights."""
+
+def option_that_computes(given: ExportOptions) -> str | None:
+    """The name of an option for which all of the model is read and run, None if there is none."""
+    computed = {"quant": given["quant"], "kv-cache": given["kv_cache"], "calibrate": given["calibrate"]}
+    return next((name for name, value in computed.items() if value), None)
 
 
-def require_possible(given: ExportOptions, output: Path | None) -> None:
+def require_possible(given: ExportOptions, *, writes: bool) -> None:
     """Refuses options that contradict `graphs_only`.
 
     Raises:
@@ -33,19 +37,29 @@ def require_possible(given: ExportOptions, output: Path | None) -> None:
     """
     if not given["graphs_only"]:
         return
-    if output is None:
+    if not writes:
         raise UsageProblem(
             "`--graphs-only` has no effect: without `-o` no weights are written", hint="add `-o OUT`, or leave it out"
         )
-    if name := next((name for name in READS_WEIGHTS if given[name]), ""):  # type: ignore[literal-required]
+    if name := option_that_computes(given):
         raise UsageProblem(
-            f"`--{name.replace('_', '-')}` reads the weights, and `--graphs-only` only their headers",
+            f"`--{name}` reads the weights, and `--graphs-only` only their headers",
             hint="leave one of the two out",
         )
     if given["max_shard_size"] != DEFAULT_SIZE:
         raise UsageProblem(
             "`--max-shard-size` has no effect: `--graphs-only` writes no weights", hint="leave one of the two out"
         )
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Changes the hint of errors about weights that graphs cannot map as they are."""
+    try:
+        yield
+    except InputRefused as error:
+        hint = "leave out `--graphs-only`: the weights are converted into OUT once"
+        raise InputRefused(error.message, hint=hint) from error
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,8 @@ class GraphsOnly:
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses an existing folder without `overwrite`, and weights that the graphs could not map."""
-        self.model.require_mappable(plan)
+        with _without_weights():
+            self.model.require_mappable(plan)
         require_free(self.folder, self.overwrite, [self.model.folder], resume=self.resume)
 
     def weights(self) -> Mapping[str, FileTensor]:
@@ -80,7 +95,8 @@ class GraphsOnly:
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
     ) -> GraphsOnly:
         """See `OutputFolder`; only codes that the model's files contain as graphs read them can be mapped."""
-        return replace(self, model=self.model.quantized(weights, importance, smoothing))
+        with _without_weights():
+            return replace(self, model=self.model.quantized(weights, importance, smoothing))
 
     def planned(self) -> dict[str, int]:
         """See `OutputFolder`."""

@@ -90,7 +90,7 @@ class InPlace:
 
     checkpoint: Checkpoint
     dtype: str
-    overwrite: bool
+    overwrite: bool = False
     resume: bool = False
     codes: Mapping[str, FileTensor] = field(default_factory=dict)
 

@@ -86,5 +86,6 @@ def test_without_a_new_folder_it_has_no_effect(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_dtype_cannot_be_mapped(sharded: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="the weights are float32, so graphs that compute in float16"):
+    with pytest.raises(InputRefused, match="the weights are float32, so graphs that compute in float16") as caught:
         export(sharded, tmp_path / "out", graphs_only=True, precision="float16")
+    assert "leave out `--graphs-only`" in caught.value.hint
