@@ -103,7 +103,7 @@ def apply_delta(
     _check_options(dtype, max_shard_size)
     model = settled(open_model(base))
     with reading_safely(delta):
-        path = local_path(delta)
+        path = local_path(delta, in_parts=True)
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
         require_model_type(tuned.config, path)
     warn_all(tuned.warnings)

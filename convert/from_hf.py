@@ -54,7 +54,7 @@ def from_hf(
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
-        checkpoint = open_model(local_path(model))
+        checkpoint = open_model(local_path(model, in_parts=True))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_side_files_left_out(plan, to)))

@@ -24,6 +24,7 @@ from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Placed, output_place
+from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
@@ -133,7 +134,7 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base))
+        checkpoint = open_checkpoint(local_path(base, in_parts=True))
     require_model_type(checkpoint.config, base)
     return checkpoint
 
@@ -193,7 +194,7 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 def _sha256(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with open_source(path) as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

@@ -66,7 +66,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     require_possible(work, overwrite=overwrite)
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
-    words, base = (local_path(path) if path else None for path in (tokenizer, base))
+    words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
     checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))

@@ -22,6 +22,7 @@ from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
@@ -83,6 +84,7 @@ class Exported:
         beside: paths of the clients' own files in the folder.
         files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
         quantized: what `quant` made of the weights; None without it.
+        missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
     """
 
     place: Place
@@ -95,6 +97,7 @@ class Exported:
     beside: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedSizes | None = None
+    missing: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -141,9 +144,10 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
+    require_possible(given, writes=output is not None)
     settings = QuantizationSettings.parse(given)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output), settings)
+    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -208,8 +212,8 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        options = {"dtype": given["dtype"], "layers_traced": traced_layers, "parameters": count}
-        done = step("export", source, **options, **plan.manifest_options())
+        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
@@ -224,6 +228,7 @@ def _make(
         plan.clients.names,
         {**folder.planned(), **made},
         QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
+        folder.missing() if isinstance(folder, GraphsOnly) else {},
     )
 
 
@@ -339,11 +344,11 @@ def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
         raise refused_export(Path(model), " ".join(layouts))
 
 
-def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
+def _open(model: str | Path, output: str | Path | None, given: ExportOptions) -> Checkpoint:
     """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
     if output is None:
         require_own_folder(model)
-    checkpoint = open_checkpoint(local_path(model))
+    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
     require_causal(checkpoint.config, model)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
@@ -398,6 +403,8 @@ def _output_folder(
     is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if is_new and given["graphs_only"]:
+        return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
     if is_new:
         precision = given["precision"] or FLOAT32
         if precision == FLOAT32:

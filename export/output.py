@@ -92,7 +92,7 @@ class InPlace:
 
     checkpoint: Checkpoint
     dtype: str
-    overwrite: bool
+    overwrite: bool = False
     resume: bool = False
     codes: Mapping[str, FileTensor] = field(default_factory=dict)
 
@@ -110,13 +110,7 @@ class InPlace:
                 f"`{links[0]}` is a symbolic link, which ONNX runtimes refuse to map",
                 hint="give `-o OUT`: the weights are copied there once",
             )
-        stored = {tensor.dtype.name for tensor in tensors.values()}
-        self._require_precision(plan)
-        if self.dtype != "keep" and stored != {self.dtype}:
-            raise InputRefused(
-                f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
-                hint="give `-o OUT`: the weights are cast there once",
-            )
+        self.require_mappable(plan)
         graphs = {role: plan.file_names(role) for role in plan.specs}
         _require_replaceable(self.place, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
         recorded = read_manifest(self.place).graphs
@@ -124,6 +118,16 @@ class InPlace:
         existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.place / name)]
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
+
+    def require_mappable(self, plan: GraphPlan) -> None:
+        """Refuses weights of another dtype than the graphs are to map."""
+        stored = {tensor.dtype.name for tensor in file_tensors(self.checkpoint).values()}
+        self._require_precision(plan)
+        if self.dtype != "keep" and stored != {self.dtype}:
+            raise InputRefused(
+                f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
+                hint="give `-o OUT`: the weights are cast there once",
+            )
 
     def _require_precision(self, plan: GraphPlan) -> None:
         """Refuses half-precision graphs over weights that are mostly stored in another dtype."""
@@ -274,7 +278,7 @@ class NewFolder:
             self._plan,
             self.place,
             steps=[*steps_of_weights(self.checkpoint.path), step],
-            sources=_sources(self.checkpoint),
+            sources=sources_of(self.checkpoint),
             overwrite=self.overwrite,
             resume=self.resume,
             more_files=contents,
@@ -337,7 +341,7 @@ def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
                     inner.require_replaceable(last)
 
 
-def _sources(checkpoint: Checkpoint) -> list[Path]:
+def sources_of(checkpoint: Checkpoint) -> list[Path]:
     """The files that an export reads: weights, config and side files."""
     small = [checkpoint.path / name for name in ("config.json", *checkpoint.side_files)]
     weights = {tensor.path for tensor in file_tensors(checkpoint).values()}

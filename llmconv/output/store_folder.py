@@ -24,6 +24,7 @@ from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import page_cache
 from llmconv.files.safe_folder import Link
+from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.output.staging import check_copy, failing_safely, require_unchanged
@@ -304,7 +305,7 @@ class FileBlocks:
 
     def blocks(self) -> Generator[memoryview, None, None]:
         """All bytes, to be taken once."""
-        with open(self.path, "rb", buffering=0) as file:
+        with open_source(self.path) as file:
             while block := file.read(COPY_BYTES):
                 self._sha256.update(block)
                 self._read += len(block)

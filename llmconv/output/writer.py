@@ -17,6 +17,7 @@ from llmconv.checkpoint import parse_object
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
+from llmconv.files.mirror import registry
 from llmconv.files.safe_folder import Link
 from llmconv.hub.address import HubAddress
 from llmconv.output.destination import Destination, UnfinishedOutput
@@ -155,6 +156,7 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequ
             entry = folder.make_shard(shard, advance)
             checks.finish()
             folder.record(shard.name, entry)
+            registry.release(sources)
             if crowded:
                 folder.release(shard.name, sources)
     warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
@@ -216,5 +218,11 @@ def _reuse_freed_blocks() -> None:
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
     """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
-    stats = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    stats = [_identity(source) for source in sources]
     return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()
+
+
+def _identity(source: Path) -> tuple[str | int, ...]:
+    """What changes with a source: its time, and in a store its ETag."""
+    tag, found = registry.e_tag(source), source.stat()
+    return source.name, found.st_size, found.st_mtime_ns, *([tag] if tag else [])
