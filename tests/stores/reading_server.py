@@ -85,7 +85,8 @@ def serving(folder: Path, *, busy: float = 0, cut: float = 0) -> Iterator[Bucket
     command = [sys.executable, "-m", "tests.stores.reading_server", str(folder), str(busy), str(cut)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, **KEYS}
-    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=root, env=environment, **pipes) as process:
         assert process.stdout
         try:
             yield Bucket(f"http://127.0.0.1:{process.stdout.readline().strip()}")
