@@ -7,17 +7,17 @@ import click
 from llmconv.cli import options
 
 RULE = (
-    "open uploads, which the store bills, could not be listed: install boto3 (`pip install 'llmconv[aws]'`), or let a "
+    "open uploads, which the store bills, could not be listed: install boto3 (`pip install boto3`), or let a "
     "lifecycle rule of the bucket abort incomplete multipart uploads after a day"
 )
 
 
 @click.command(name="clean")
-@click.argument("output", metavar="URI")
+@click.argument("uri")
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and stop.")
 @options.as_json
 @options.talk
-def command(output: str, dry_run: bool, as_json: bool) -> None:
+def command(uri: str, dry_run: bool, as_json: bool) -> None:
     """Delete what an interrupted run left at URI in an object store.
 
     Deletes the journal, the shards that were not published, and open multipart uploads, which the store bills. A
@@ -29,14 +29,14 @@ def command(output: str, dry_run: bool, as_json: bool) -> None:
     """
     from llmconv.output.clean import clean
 
-    done = clean(output, dry_run=dry_run)
+    done = clean(uri, dry_run=dry_run)
     if as_json:
         found = {"objects": list(done.objects), "uploads": done.uploads}
-        options.print_json({"output": output, **found, "deleted": not dry_run})
+        options.print_json({"output": uri, **found, "deleted": not dry_run})
         return
     verb = "would delete" if dry_run else "deleted"
     uploads = "" if done.uploads is None else f" and {done.uploads} open upload(s)"
-    click.echo(f"{verb} {len(done.objects)} object(s){uploads} of {output}")
+    click.echo(f"{verb} {len(done.objects)} object(s){uploads} of {uri}")
     for key in done.objects if dry_run else ():
         click.echo(f"  {key}")
     if done.uploads is None:

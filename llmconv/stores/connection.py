@@ -1,7 +1,7 @@
 """Connects to a store with the credentials of the environment, which never leave it.
 
 obstore reads them itself: keys, web identity and metadata of AWS; service accounts and application default credentials
-of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install 'llmconv[aws]'`).
+of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS need boto3 (`pip install boto3`).
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def connect(address: StoreAddress) -> Connection:
 def require_obstore(address: StoreAddress) -> None:
     """Raises UnsupportedInput if obstore is not installed."""
     if find_spec("obstore") is None:
-        raise UnsupportedInput(
-            f"`{address}` needs obstore, which is not installed", hint="`pip install 'llmconv[cloud]'`"
-        )
+        raise UnsupportedInput(f"`{address}` needs obstore, which is not installed", hint="`pip install obstore`")
 
 
 def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | None:
@@ -117,7 +115,7 @@ def _profile(environment: Mapping[str, str]) -> Any:
     if not environment.get("AWS_PROFILE") or environment.get("AWS_ACCESS_KEY_ID"):
         return None
     if find_spec("boto3") is None:
-        raise UnsupportedInput("AWS_PROFILE needs boto3, which is not installed", hint="`pip install 'llmconv[aws]'`")
+        raise UnsupportedInput("AWS_PROFILE needs boto3, which is not installed", hint="`pip install boto3`")
     from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - an extra
 
     return Boto3CredentialProvider()
