@@ -14,8 +14,10 @@ from llmconv.errors import UsageProblem
 if TYPE_CHECKING:
     from llmconv.generation import TextModel
     from llmconv.runtime import SessionSettings
+    from llmconv.runtime.onnxruntime.session_settings import StageOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Options = TypeVar("Options", "SessionSettings", "StageOptions")
 
 BACKENDS = ["onnx", "torch", "genai"]
 
@@ -149,14 +151,23 @@ def _session(
 ) -> SessionSettings:
     """Session settings of onnxruntime; options override the file."""
     from llmconv.runtime.onnxruntime.session_file import read_session_file
-    from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
+    from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 
     found = SessionSettings(prepack=prepack)
     if session_config:
         found = read_session_file(session_config, found)
+    stages = {number: _overridden(own, provider, threads) for number, own in found.stages.items()}
+    found = replace(_overridden(found, provider, threads), stages=stages)
+    return found if threads is None else replace(found, threads=threads)
+
+
+def _overridden(found: Options, provider: str | None, threads: int | None) -> Options:
+    """Session settings, or those of a stage, without what the options of the command line replace."""
+    from llmconv.runtime.onnxruntime.session_settings import provider_name
+
     if threads is not None:
         attributes = {name: value for name, value in found.attributes.items() if name != "intra_op_num_threads"}
-        found = replace(found, threads=threads, attributes=attributes)
+        found = replace(found, attributes=attributes)
     if provider is not None and provider_name(provider) != found.provider:
         found = replace(found, provider=provider_name(provider), provider_options={})
     return found

@@ -18,7 +18,7 @@ from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueType
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
@@ -75,6 +75,10 @@ class DeclaredGraph:
             UnsupportedInput: always.
         """
         raise UnsupportedInput("a graph with a shared cache buffer cannot run in pieces", hint=LOW_MEMORY_HINT)
+
+    def device_of(self, name: str) -> Device:
+        """As `SessionChain.device_of`: pieces compute on the CPU."""
+        return Device()
 
     def get_inputs(self) -> list[DeclaredValue]:
         """As `SessionChain.get_inputs`."""

@@ -172,7 +172,7 @@ class OrtGraph:
         arrays = past.arrays()
         dtypes = [TENSOR_DTYPES.get(self.types[name], np.float32) for name in self.past_names]
         typed = [array.astype(dtype, copy=False) for array, dtype in zip(arrays.values(), dtypes, strict=True)]
-        return [self._device.place(array) for array in typed]
+        return [self._session.device_of(name).place(array) for name, array in zip(self.past_names, typed, strict=True)]
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
         """Keys or values of no tokens, or a state of zeros.
@@ -183,7 +183,7 @@ class OrtGraph:
         declared = self.inputs[name]
         shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return self._device.place(np.zeros([batch, *shape[1:]], dtype))
+        return self._session.device_of(name).place(np.zeros([batch, *shape[1:]], dtype))
 
 
 class OrtRunner(Runner):
