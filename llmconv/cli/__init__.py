@@ -16,6 +16,7 @@ from llmconv.cli import (
     inspect,
     merge_lora,
     serve,
+    serve_stage,
     to_hf,
     verify,
 )
@@ -38,6 +39,7 @@ def main() -> None:
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
+    llmconv serve-stage FOLDER --stage I       run some of the layers for models on other hosts
     llmconv bench      MODEL --against OTHER   measure how fast they are
 
     Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
@@ -46,7 +48,22 @@ def main() -> None:
     """
 
 
-MODULES = (inspect, to_hf, from_hf, merge_lora, delta, export, verify, generate, chat, serve, bench, formats, families)
+MODULES = (
+    inspect,
+    to_hf,
+    from_hf,
+    merge_lora,
+    delta,
+    export,
+    verify,
+    generate,
+    chat,
+    serve,
+    serve_stage,
+    bench,
+    formats,
+    families,
+)
 """In the order of the work."""
 
 for module in MODULES:
