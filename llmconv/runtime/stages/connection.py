@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -57,6 +58,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         self._socket, self.seconds = connected, seconds
+        weakref.finalize(self, connected.close)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():

@@ -60,11 +60,12 @@ class Message:
         Raises:
             BadMessage: it is larger than the receiver accepts.
         """
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}
+        arrays = {name: np.asarray(array) for name, array in self.tensors.items()}
         listed = [{"name": n, "dtype": a.dtype.name, "shape": list(a.shape)} for n, a in arrays.items()]
         header = json.dumps({**self.fields, "kind": self.kind, "tensors": listed}).encode()
-        body = [array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays.values()]
-        return [_checked_prefix(len(header), sum(map(len, body)), MAX_BODY), header, *body]
+        prefix = _checked_prefix(len(header), sum(array.nbytes for array in arrays.values()), MAX_BODY)
+        body = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays.values())
+        return [prefix, header, *body]
 
     def number(self, name: str, most: int = 2**53) -> int:
         """A field that is a whole number from 0 to `most`.

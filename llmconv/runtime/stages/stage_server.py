@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from llmconv.errors import LlmconvError, first_line
@@ -60,7 +60,7 @@ class StageServer:
         """
         listener.settimeout(POLL)
         while not stop():
-            with suppress(TimeoutError):
+            with suppress(OSError):  # nobody came, or the client is gone already
                 accepted, address = listener.accept()
                 self._start(accepted, f"{address[0]}:{address[1]}")
         for connection in list(self._connections):
@@ -92,6 +92,8 @@ class StageServer:
             reason = "it left"
         except OSError as error:
             reason = error.strerror or first_line(error)
+        except (CancelledError, RuntimeError):  # the worker has ended
+            pass
         finally:
             connection.close()
             self._connections.discard(connection)
