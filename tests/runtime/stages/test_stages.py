@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -90,31 +91,41 @@ def test_a_tuned_prefix_works_over_stages(staged: Staged, tiny: Any, tmp_path: P
         assert tokens_of(over(folder, stage), prompts()) == expected
 
 
-def test_a_stage_needs_only_its_own_files(staged: Staged, tmp_path: Path) -> None:
-    source, folder = staged("llama", 2).parent / "source", tmp_path / "model"
-    export(source, folder, stages=2, max_shard_size="150KB")
-    expected = tokens_of(TextModel.open(folder), prompts())
-    part, client = tmp_path / "part", tmp_path / "client"
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # gemma2 shares a matrix between the first and the last stage
+def test_each_side_needs_only_its_own_files(staged: Staged, tmp_path: Path, kind: str) -> None:
+    folder, part, client = staged(kind, 2), tmp_path / "part", tmp_path / "client"
+    first, second = (files_of(folder, number) for number in (1, 2))
+    assert bool(first & second) == (kind == "gemma2")
     part.mkdir()
-    mapped = {"decode-2-of-2.onnx", "prefill-2-of-2.onnx", "llmconv.json"}
-    for name in mapped | weights_of(folder, 2):
+    for name in {"llmconv.json", *second}:
         shutil.copy(folder / name, part)
-    others = weights_of(folder, 2) - weights_of(folder, 1)
-    assert others
-    shutil.copytree(folder, client, ignore=shutil.ignore_patterns("*-2-of-2.onnx", *others))
+    shutil.copytree(folder, client, ignore=shutil.ignore_patterns(*(second - first)))
     with serving_stage(part, 2) as stage:
-        assert tokens_of(over(client, stage), prompts()) == expected
+        assert tokens_of(over(client, stage), prompts()) == tokens_of(TextModel.open(folder), prompts())
     with pytest.raises(StageFailed, match="is lost: Connection refused"):
         over(client, stage)
+    with pytest.raises(MalformedInput, match="missing"):
+        TextModel.open(client)
 
 
-def weights_of(folder: Path, number: int) -> set[str]:
-    """The weight files that a stage maps."""
-    import onnx  # noqa: PLC0415
+def files_of(folder: Path, number: int) -> set[str]:
+    """The files that a stage needs, by llmconv.json."""
+    graphs = json.loads((folder / "llmconv.json").read_text())["graphs"].values()
+    stages = [graph["stages"][number - 1] for graph in graphs]
+    return {name for stage in stages for name in (stage["file"], *stage["weights"])}
 
-    graphs = [onnx.load(path, load_external_data=False) for path in folder.glob(f"*-{number}-of-*.onnx")]
-    tensors = [tensor for graph in graphs for tensor in graph.graph.initializer]
-    return {pair.value for tensor in tensors for pair in tensor.external_data if pair.key == "location"}
+
+@pytest.mark.parametrize(("kind", "size"), [("llama", "5GB"), ("gemma2", "100KB")])
+def test_a_folder_of_stages_is_a_model_of_transformers(staged: Staged, tmp_path: Path, kind: str, size: str) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+
+    source, folder = staged(kind, 2).parent / "source", tmp_path / "model"
+    export(source, folder, stages=3, max_shard_size=size)
+    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (source, folder))
+    assert one.keys() == two.keys()
+    assert all(bool((one[name] == two[name]).all()) for name in one)
+    shared = set.intersection(*(files_of(folder, number) for number in (1, 2, 3)))
+    assert not shared
 
 
 def test_two_clients_have_caches_of_their_own_which_are_freed_when_they_leave(staged: Staged) -> None:
