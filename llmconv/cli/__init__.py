@@ -43,7 +43,7 @@ def main() -> None:
     llmconv bench      MODEL --against OTHER   measure how fast they are
 
     Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
-    4 I/O failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
+    4 I/O or a stage on another host failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
     130 interrupted and 143 terminated (--resume continues).
     """
 

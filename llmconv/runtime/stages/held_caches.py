@@ -90,7 +90,12 @@ def _edit(fields: Any, cache: Cache) -> CacheEdit:
     if not isinstance(fields, list) or len(fields) != 3:
         raise BadMessage("a change of a cache is not a list of three")
     kind, numbers, virtual = fields
-    if not isinstance(kind, str) or kind not in EDITS or not isinstance(numbers, list) or not 1 <= len(numbers) <= MAX_ROWS:
+    if (
+        not isinstance(kind, str)
+        or kind not in EDITS
+        or not isinstance(numbers, list)
+        or not 1 <= len(numbers) <= MAX_ROWS
+    ):
         raise BadMessage("a change of a cache is of no known kind")
     rows = min(len(array) for array in cache.arrays().values())
     most = rows - 1 if kind == "rows" else cache.length if kind == "cut" else MAX_LENGTH
