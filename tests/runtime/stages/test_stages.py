@@ -26,7 +26,9 @@ from llmconv.runtime.stages.message import MAGIC, PREFIX, Message
 from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from tests.builders.prefix_models import save_adapter
-from tests.builders.stage_process import ServedStage, serving_stage, serving_stages
+from tests.builders.stage_process import ALONE, ServedStage, serving_stage, serving_stages
+from tests.builders.talking import save_letters
+from tests.conftest import save_tiny
 from tests.generation.test_graph_kinds import START, prompts, tokens_of
 from tests.runtime.stages.conftest import Staged
 
@@ -177,6 +179,19 @@ def test_a_silent_stage_is_lost_after_the_timeout(staged: Staged) -> None:
         assert time.monotonic() - began < 5
         stage.process.send_signal(signal.SIGCONT)
         assert tokens_of(model, [START]) == tokens_of(TextModel.open(folder), [START])
+
+
+def test_a_stage_that_computes_for_long_is_not_lost(tmp_path: Path) -> None:
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
+    source = save_letters(save_tiny("llama", tmp_path / "source", **wide))
+    export(source, tmp_path / "model", stages=2)
+    ids = np.random.default_rng(0).integers(3, 96, (16, 120))
+    mask = np.ones_like(ids)
+    with serving_stage(tmp_path / "model", 2, *ALONE, "--threads", "1") as stage:
+        runner = over(tmp_path / "model", stage, timeout=0.4).runner
+        began = time.monotonic()
+        assert runner.prefill(ids, mask, default_positions(mask, 120)).logits.shape == (16, 1, 96)
+        assert time.monotonic() - began > 0.4
 
 
 def test_stages_of_another_model_or_export_are_refused(staged: Staged, tmp_path: Path) -> None:
