@@ -26,10 +26,11 @@ from llmconv.progress import say
 @click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object when ready.")
 @options.talk
 def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any) -> None:
-    """Run stage I of the graphs in FOLDER (`export --stages K`) for models on other hosts.
+    """Run one stage of the graphs in FOLDER for models on other hosts.
 
-    FOLDER needs llmconv.json, the graphs of the stage, and the weights that they map. `llmconv generate`, `chat` and
-    `serve` use the stage with `--stage-at HOST:PORT`. Stops on Ctrl-C or SIGTERM.
+    The graphs are those of `llmconv export --stages K`. FOLDER needs llmconv.json, the graphs of the stage, and the
+    weights that they map. `llmconv generate`, `chat` and `serve` use the stage with `--stage-at HOST:PORT`. Stops on
+    Ctrl-C or SIGTERM.
 
     Connections are neither authenticated nor encrypted: use a private network or an SSH tunnel. If the environment
     variable LLMCONV_STAGE_TOKEN is set, clients must have the same one.
