@@ -42,7 +42,7 @@ def main() -> int:
         [
             "A 135 M Llama in float32, and one of the same width with 2 layers, which takes little time itself,",
             f"with graphs in two stages over 127.0.0.1, greedy, {NEW} new tokens after {PROMPT}, threads per process:",
-            f"{THREADS}; {ROUNDS} rounds in turn, on a machine that ran other jobs at the same time. Tokens are the same.",
+            f"{THREADS}; {ROUNDS} rounds in turn, on a machine that ran other jobs, too. Tokens are the same.",
             "A stage computes while the other waits, so two processes are not faster than one: they hold a model",
             "that does not fit into one. In quiet moments (the fastest twentieth) a token of the small model costs",
             f"{cost:.1f} ms more.\n",

@@ -97,7 +97,7 @@ def _edit(fields: Any, cache: Cache) -> CacheEdit:
         or not 1 <= len(numbers) <= MAX_ROWS
     ):
         raise BadMessage("a change of a cache is of no known kind")
-    rows = min(len(array) for array in cache.arrays().values())
+    rows = min((len(array) for array in cache.arrays().values()), default=1)
     most = rows - 1 if kind == "rows" else cache.length if kind == "cut" else MAX_LENGTH
     found = tuple(as_number(number, "a number in a change of a cache", most) for number in numbers)
     if kind != "rows" and not can_be_cut(cache):
@@ -114,9 +114,10 @@ def _require_inputs(graph: StageGraph, tensors: Mapping[str, Array]) -> None:
     for name, array in tensors.items():
         shape, kind = graph.taken[name], graph.types.get(name, "tensor(int64)")
         dtype = DTYPES["int64"] if kind == "tensor(int64)" else TENSOR_DTYPES.get(kind)
+        shape = shape or list(array.shape)  # quantized graphs do not declare that of a hidden state
         if array.dtype != dtype or array.ndim != len(shape):
             raise BadMessage(f"`{name}` has another dtype, or another number of axes")
         if any(isinstance(axis, int) and axis != size for axis, size in zip(shape, array.shape, strict=True)):
             raise BadMessage(f"`{name}` has the shape {list(array.shape)} instead of {shape}")
-        if not array.size or len(array) != len(next(iter(tensors.values()))):
+        if not array.ndim or not array.size or len(array) != len(next(iter(tensors.values()))):
             raise BadMessage("the batch is empty, or not of one size")

@@ -84,6 +84,26 @@ def test_logits_and_tokens_are_those_of_one_process(
             assert tokens_of(model, [ids], conversation) == tokens_of(usual, [ids])
 
 
+KINDS: list[dict[str, Any]] = [
+    {"postprocess": "topk:5"},
+    {"precision": "bfloat16"},
+    {"precision": "float16", "last_logits": True},
+    {"quant": "int8", "unified": True, "prefill": False, "incremental": False},
+]
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_other_kinds_of_graphs_give_the_tokens_of_one_process(
+    staged: Staged, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    folder = tmp_path / "model"
+    export(staged("llama", 2).parent / "source", folder, stages=2, **options)
+    expected = tokens_of(TextModel.open(folder), prompts())
+    with serving_stages(folder, 1, 2) as stages:
+        assert tokens_of(over(folder, stages[0]), prompts()) == expected
+        assert tokens_of(over(folder, stages[1]), prompts()) == expected
+
+
 def test_a_tuned_prefix_works_over_stages(staged: Staged, tiny: Any, tmp_path: Path) -> None:
     adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PrefixTuning")
     folder = tmp_path / "model"
@@ -166,6 +186,22 @@ def test_a_killed_stage_ends_the_text_with_one_error_and_a_new_one_continues(sta
     with serving_stage(folder, 2, "--listen", stage.address):
         ids = [*START, 7, 8]
         assert tokens_of(model, [ids], conversation) == tokens_of(usual, [ids])  # whose cache was lost
+
+
+def test_an_interrupted_answer_leaves_nothing_behind(staged: Staged) -> None:
+    folder = staged("llama", 2)
+    usual, conversation = TextModel.open(folder), Conversation()
+    with serving_stage(folder, 2) as stage:
+        model = over(folder, stage)
+        assert tokens_of(model, [START], conversation) == tokens_of(usual, [START])
+        stage.process.send_signal(signal.SIGSTOP)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):  # Ctrl-C in a chat
+            tokens_of(model, [[*START, 5]], conversation)
+        signal.signal(signal.SIGALRM, before)
+        stage.process.send_signal(signal.SIGCONT)
+        assert tokens_of(model, [[*START, 7]], conversation) == tokens_of(usual, [[*START, 7]])
 
 
 def test_a_silent_stage_is_lost_after_the_timeout(staged: Staged) -> None:
