@@ -8,7 +8,9 @@ import shutil
 import signal
 import socket
 import struct
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -383,23 +385,23 @@ def test_garbage_on_the_port_does_not_stop_the_stage(one_stage: tuple[ServedStag
     "content", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n" * 9, b"", PREFIX.pack(MAGIC, 9, 9)]
 )
 def test_what_is_not_a_stage_is_refused_in_time(staged: Staged, content: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        began = time.monotonic()
+    folder, done = staged("llama", 2), threading.Event()
 
-        def answer() -> None:
-            accepted, _ = other.accept()
+    def answer() -> None:
+        accepted, _ = other.accept()
+        with accepted, suppress(OSError):
             accepted.sendall(content)
-            answered.append(accepted)
+            done.wait(30)
 
-        answered: list[socket.socket] = []
-        import threading  # noqa: PLC0415
-
-        threading.Thread(target=answer, daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        began = time.monotonic()
         with pytest.raises(StageFailed, match="is lost"):
-            TextModel.open(staged("llama", 2), stages=StageAddresses([f"127.0.0.1:{port}"], 1))
-        assert time.monotonic() - began < 8
-        answered[0].close()
+            TextModel.open(folder, stages=StageAddresses([f"127.0.0.1:{other.getsockname()[1]}"], 1))
+        assert time.monotonic() - began < 10
+        done.set()
+        answering.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
