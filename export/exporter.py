@@ -38,9 +38,11 @@ from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
+from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
+from llmconv.export.weights.stage_parts import stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
@@ -200,6 +202,9 @@ def _make(
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
+    if plan.options.stages > 1:
+        folder = _divided(folder, [(distinct[key], matched) for key, matched in matches.items()], plan.options.stages)
+        weights = folder.weights()
     calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
@@ -230,6 +235,13 @@ def _make(
         QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
         folder.missing() if isinstance(folder, GraphsOnly) else {},
     )
+
+
+def _divided(folder: OutputFolder, graphs: Graphs, stages: int) -> OutputFolder:
+    """The output folder, in which each stage has weight files of its own."""
+    layers = graphs[0][0].num_layers
+    require_stages(stages, layers)
+    return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
 
 
 def _quantized(

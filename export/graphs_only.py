@@ -99,6 +99,10 @@ class GraphsOnly:
         with _without_weights():
             return replace(self, model=self.model.quantized(weights, importance, smoothing))
 
+    def divided(self, parts: Mapping[str, int]) -> GraphsOnly:
+        """See `OutputFolder`: the files are the model's own."""
+        return self
+
     def planned(self) -> dict[str, int]:
         """See `OutputFolder`."""
         return {name: len(content) for name, content in self._small_files().items()}

@@ -63,6 +63,13 @@ class OutputFolder(Protocol):
             smoothing: factors of weights, and of the norms that are divided by them.
         """
 
+    def divided(self, parts: Mapping[str, int]) -> OutputFolder:
+        """The folder with the tensors of different numbers in different files, as far as it writes them.
+
+        Args:
+            parts: numbers by name of a tensor.
+        """
+
     def planned(self) -> dict[str, int]:
         """Bytes of the weights and other files of the model that `write` writes, by name."""
 
@@ -164,6 +171,10 @@ class InPlace:
             codes |= found or {}
         return replace(self, codes=codes)
 
+    def divided(self, parts: Mapping[str, int]) -> InPlace:
+        """See `OutputFolder`: the model's files stay as they are."""
+        return self
+
     def planned(self) -> dict[str, int]:
         """See `OutputFolder`: none."""
         return {}
@@ -216,6 +227,7 @@ class NewFolder:
         resume: continue an interrupted run.
         kept: pattern of the names of tensors that keep their dtype.
         codes: what is stored instead of quantized weights, by name of the weight with a suffix.
+        parts: see `divided`.
     """
 
     place: Place
@@ -226,6 +238,7 @@ class NewFolder:
     resume: bool
     kept: re.Pattern[str] | None = None
     codes: Mapping[str, LazyTensor] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
@@ -242,10 +255,12 @@ class NewFolder:
         """See `OutputFolder`."""
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
+        parts = dict(self.parts)
         for name, tensor in self.checkpoint.items():
             if weight := weights.get(name):
                 factors = smoothing.matrices.get(name, NONE)
                 made = weight.stored(name, tensor, importance.get(name, NONE), factors)
+                parts |= dict.fromkeys(made, parts.get(name, 0))
                 codes |= made
                 tensors |= made
             elif name in smoothing.norms:
@@ -255,7 +270,11 @@ class NewFolder:
             else:
                 tensors[name] = tensor
         ordered = side_by_side(tensors, [weight.group for weight in weights.values()])
-        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes)
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes, parts=parts)
+
+    def divided(self, parts: Mapping[str, int]) -> NewFolder:
+        """See `OutputFolder`."""
+        return replace(self, parts=parts)
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the shards that `write` writes."""
@@ -297,7 +316,7 @@ class NewFolder:
             kept |= self.codes
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL)
+        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts)
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:

@@ -53,7 +53,8 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 
 ELSEWHERE = {
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
-    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"},
+    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"}
+    | {"stage_at", "stage_timeout"},
 }
 """Options for another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
 
@@ -253,6 +254,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,
+        "StageFailed": 4,
         "Inconclusive": 5,
     }
 

@@ -14,6 +14,7 @@ from llmconv.files.paths import path_of
 from llmconv.files.sources import is_hub_id, local_path
 from llmconv.hub.address import hub_address
 from llmconv.not_a_model_folder import refused_model
+from llmconv.output.manifest import MANIFEST, read_manifest
 
 
 @dataclass(frozen=True)
@@ -80,5 +81,7 @@ class ModelFiles:
 def _require_runnable(folder: Path) -> None:
     """Refuses a folder without graphs and weights, and models that are not causal language models."""
     require_causal_folder(folder)
+    if (folder / MANIFEST).is_file() and read_manifest(folder).graphs:
+        return  # whose graphs may be on other hosts
     if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise refused_model(folder)
