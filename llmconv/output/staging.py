@@ -311,7 +311,14 @@ def is_complete(output: Path) -> bool:
 
 def bytes_held(output: Path) -> int:
     """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
-    return sum(file.lstat().st_blocks * 512 for file in _partial(output).glob("*"))
+    return sum(map(_bytes_on_disk, _partial(output).glob("*")))
+
+
+def _bytes_on_disk(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except FileNotFoundError:  # another process of the same run has just renamed it
+        return 0
 
 
 def _partial(output: Path) -> Path:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from llmconv import errors
@@ -91,17 +92,21 @@ class _Driver:
 
     def _ask(self, line: str) -> dict[str, Any] | None:
         """The worker's answer; None if it died."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None:
             command = [sys.executable, "-m", "llmconv.output.workers"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+            answer = self._process.stdout.readline()
         except BrokenPipeError:
-            return None
-        answer = self._process.stdout.readline()
-        return json.loads(answer) if answer.endswith("\n") else None
+            answer = ""
+        if answer.endswith("\n"):
+            return dict(json.loads(answer))
+        self._process.kill()  # it may still be about to end
+        self._end()
+        return None
 
     def stop(self) -> None:
         """Ends the worker in the middle of its shard."""
@@ -114,8 +119,10 @@ class _Driver:
             return
         assert self._process.stdin and self._process.stdout
         for stream in (self._process.stdin, self._process.stdout):
-            stream.close()
+            with suppress(BrokenPipeError):
+                stream.close()
         self._process.wait(JOIN)
+        self._process = None
 
 
 def _raise_if_refused(answer: dict[str, Any]) -> None:
