@@ -19,12 +19,12 @@ from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.delta_models import open_model
 from llmconv.errors import UnsupportedInput
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.sharding import KEEP
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 
 
@@ -74,7 +74,7 @@ class Extracted:
 def apply_delta(
     base: str | Path,
     delta: str | Path,
-    output: Written,
+    output: Placed,
     *,
     dtype: str = "keep",
     max_shard_size: str | int = KEEP,
@@ -103,17 +103,18 @@ def apply_delta(
     _check_options(dtype, max_shard_size)
     model = settled(open_model(base))
     with reading_safely(delta):
-        path = local_path(delta)
+        path = local_path(delta, in_parts=True)
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
         require_model_type(tuned.config, path)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
-    check_output(plan, Path(output), overwrite, [model.path, path], resume=resume)
+    place = output_place(output)
+    check_output(plan, place, overwrite, [model.path, path], resume=resume)
     if not dry_run:
         options = {"delta": path.absolute().name, "kind": kind, "dtype": None if dtype == "keep" else dtype}
         steps = [*steps_of_weights(model.path), step("delta-apply", model.path.absolute(), **options)]
-        sources = _sources(output, model.path, path)
-        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        sources = _sources(place, model.path, path)
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
         if done.found:
             return Applied(replace(plan, found=True), kind)
         warn_all(checksum.problems() if checksum else ())
@@ -141,7 +142,7 @@ def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[st
 def extract_delta(  # noqa: PLR0913 - the options of the command, by the same names
     base: str | Path,
     tuned: str | Path,
-    output: Written,
+    output: Placed,
     *,
     rank: int | None = None,
     dtype: str = "keep",
@@ -176,13 +177,14 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         plan = low_rank.plan
     warn_all((*below.warnings, *above.warnings, *plan.warnings, *_unlike(below, above)))
     kind = "low-rank" if low_rank else "exact"
-    check_output(plan, Path(output), overwrite, [below.path, above.path], resume=resume)
+    place = output_place(output)
+    check_output(plan, place, overwrite, [below.path, above.path], resume=resume)
     if dry_run:
         return Extracted(plan, kind, whole=low_rank.whole if low_rank else ())
     options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype}
     steps = [step("delta-extract", below.path.absolute(), **options)]
-    sources = _sources(output, below.path, above.path)
-    manifest = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    sources = _sources(place, below.path, above.path)
+    manifest = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     size = sum(manifest.files[shard.name]["bytes"] for shard in plan.shards)
     plan = replace(plan, found=manifest.found)
     if low_rank is None or manifest.found:
@@ -204,5 +206,5 @@ def _check_options(dtype: str, max_shard_size: str | int) -> None:
     require_shard_size(max_shard_size)
 
 
-def _sources(output: str | Path, *paths: Path) -> list[Path]:
-    return [file for path in paths for file in files_under(path, Path(output))]
+def _sources(output: Place, *paths: Path) -> list[Path]:
+    return [file for path in paths for file in files_under(path, local_only(output))]

@@ -14,7 +14,7 @@ from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
@@ -26,7 +26,7 @@ from llmconv.progress import warn_all
 @checked
 def from_hf(
     model: str | Path,
-    output: Written,
+    output: Placed,
     *,
     to: str,
     shards: int = 1,
@@ -54,16 +54,17 @@ def from_hf(
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
-        checkpoint = open_model(local_path(model))
+        checkpoint = open_model(local_path(model, in_parts=True))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_side_files_left_out(plan, to)))
-    check_output(plan, Path(output), overwrite, [checkpoint.path], resume=resume)
+    place = output_place(output)
+    check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
         made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
         steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
-        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
         plan = replace(plan, found=done.found)
     return plan
 

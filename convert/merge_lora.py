@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
@@ -23,11 +23,13 @@ from llmconv.convert.quantization.quantized_base import QuantizedBase, check_cho
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written
+from llmconv.files.paths import Placed, output_place
+from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.work import Work, done_by, repeatable, require_possible
+from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES
 
@@ -63,17 +65,19 @@ class Merge:
         return f"<Merge {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
 
 
+@repeatable("base", "adapters", "output")
 @fetches
 @checked
 def merge_lora(
     base: str | Path,
     adapters: str | Path | Sequence[str | Path],
-    output: Written,
+    output: Placed,
     *,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
     check: bool = False,
+    work: Work | None = None,
     **options: Unpack[MergeOptions],
 ) -> Merge:
     """Writes `base` with adapters added, as a Hugging Face folder; other tensors are copied unchanged.
@@ -89,6 +93,7 @@ def merge_lora(
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
         check: read a sample of the written tensors again and compare it with the sum in float64.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, or `Workers(8)`; None: all in this process.
         options: see `MergeOptions`.
 
     Raises:
@@ -99,7 +104,8 @@ def merge_lora(
         OutputFailed: writing failed.
     """
     options = DEFAULTS | options
-    _require_possible(options, check=check, dry_run=dry_run)
+    require_possible(work, overwrite=overwrite)
+    _require_possible(options, output_place(output), check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
@@ -108,12 +114,14 @@ def merge_lora(
     used = [_identity(adapter) for adapter in opened]
     warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
-    check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
+    place = output_place(output)
+    check_output(merge.plan, place, overwrite, inputs, resume=resume)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
         sources, plan = _sources(checkpoint, opened), merge.plan
-        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-        merge = replace(merge, plan=replace(merge.plan, found=done.found))
+        asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
+        merge = replace(merge, plan=done_by(work, merge.plan, done.found))
     return _checked(merge, Path(output), recipe) if check else merge
 
 
@@ -126,18 +134,22 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base))
+        checkpoint = open_checkpoint(local_path(base, in_parts=True))
     require_model_type(checkpoint.config, base)
     return checkpoint
 
 
-def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
+def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:
     """Refuses invalid options before anything is read."""
     require_shard_size(options["max_shard_size"])
     if not check:
         return
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
+    if not isinstance(output, Path):
+        raise UsageProblem(
+            "`--check` reads the output again, from a disk", hint="leave it out, or write to a local folder"
+        )
     if options["base_quant"] == "requantize":
         problem = "`--check` compares with the exact sum, which a quantized weight cannot hold"
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
@@ -182,7 +194,7 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 def _sha256(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
+        with open_source(path) as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

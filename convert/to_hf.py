@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,22 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
-from llmconv.files.paths import Written
+from llmconv.files.hub import source_name
+from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
-from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.output.work import Work, done_by, repeatable, require_possible
+from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 
 
+@repeatable("source", "output")
 @fetches
 @checked
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     source: str | Path,
-    output: Written,
+    output: Placed,
     *,
     format: str | None = None,
     config: Sequence[str | Path] = (),
@@ -39,6 +41,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    work: Work | None = None,
 ) -> Plan:
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
@@ -54,23 +57,26 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
         overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, or `Workers(8)`; None: all in this process.
 
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
     _require_words(dtype, qkv_layout, adapter)
+    require_possible(work, overwrite=overwrite)
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
-    words, base = (local_path(path) if path else None for path in (tokenizer, base))
+    words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
     checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
-    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
-    named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
+    place = output_place(output)
+    check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
+    named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
     given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
-    return plan if dry_run else _write(plan, Path(output), base, given, overwrite=overwrite, resume=resume)
+    return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
 
 
 def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
@@ -80,14 +86,12 @@ def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> N
     require_choice(adapter or "merge", ("merge", "split"), "adapter")
 
 
-def _write(
-    plan: Plan, output: Path, base: Path | None, given: Mapping[str, Any], *, overwrite: bool, resume: bool
-) -> Plan:
+def _write(plan: Plan, output: Place, base: Path | None, given: Mapping[str, Any], **options: Any) -> Plan:
     source = plan.checkpoint.path
     steps = [step("to-hf", source, format=plan.checkpoint.format, **given)]
-    sources = [file for path in (source, base) if path for file in files_under(path, output)]
-    done = write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-    return replace(plan, found=done.found)
+    sources = [file for path in (source, base) if path for file in files_under(path, local_only(output))]
+    done = write_checkpoint(plan, output, steps=steps, sources=sources, **options)
+    return done_by(options["work"], plan, done.found)
 
 
 def _with_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

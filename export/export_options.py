@@ -53,6 +53,8 @@ class ExportOptions(TypedDict, total=False):
         method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime; with
             `calibrate` and 4 bits also `gptq` (error feedback) and `awq` (scaled norms and columns).
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
+        graphs_only: write graphs, configuration and tokenizer into `output`, but no weights: those of the model are to
+            be put next to the graphs, by the names of its files; only their headers are read.
         overwrite: replace existing graphs, or an existing `output`.
         resume: continue an interrupted export.
         dry_run: make and check all graphs, but write nothing.
@@ -88,6 +90,7 @@ class ExportOptions(TypedDict, total=False):
     static_activations: bool
     method: str | None
     max_shard_size: str | int
+    graphs_only: bool
     overwrite: bool
     resume: bool
     dry_run: bool
@@ -124,6 +127,7 @@ DEFAULTS: ExportOptions = {
     "static_activations": False,
     "method": None,
     "max_shard_size": DEFAULT_SIZE,
+    "graphs_only": False,
     "overwrite": False,
     "resume": False,
     "dry_run": False,

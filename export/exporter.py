@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from math import prod
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Unpack, get_type_hints
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
@@ -21,6 +22,7 @@ from llmconv.export.families import decoder_config
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.prefix.adapter import open_prefix
@@ -36,13 +38,16 @@ from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
+from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
-from llmconv.files.paths import Written
+from llmconv.export.weights.stage_parts import stage_parts
+from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.output.writer import Place
 from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
@@ -71,7 +76,7 @@ class Exported:
     """The result of an export or of its dry run.
 
     Attributes:
-        folder: the folder of the graphs.
+        place: the folder of the graphs, on this machine or in an object store.
         graphs: role (`prefill`, `decode`, `unified`, `embeddings`) to file names, one per stage.
         sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
         weight_bytes: bytes of the weights in the folder.
@@ -81,9 +86,10 @@ class Exported:
         beside: paths of the clients' own files in the folder.
         files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
         quantized: what `quant` made of the weights; None without it.
+        missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
     """
 
-    folder: Path
+    place: Place
     graphs: dict[str, list[str]]
     sizes: ExportSizes | None
     weight_bytes: int
@@ -93,6 +99,18 @@ class Exported:
     beside: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedSizes | None = None
+    missing: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the graphs.
+
+        Raises:
+            InputRefused: it is in an object store.
+        """
+        if isinstance(self.place, Path):
+            return self.place
+        raise InputRefused(f"`{self.place}` is not a folder of this machine", hint="use `place`, or copy it here first")
 
     @property
     def weight_bytes_mapped(self) -> int:
@@ -102,12 +120,12 @@ class Exported:
     def __repr__(self) -> str:
         files = ", ".join(name for names in self.graphs.values() for name in names)
         state = "a dry run" if self.sizes is None else f"{self.sizes.graphs:,} bytes"
-        return f"<Exported {self.folder}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
+        return f"<Exported {self.place}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
 
 
 @fetches
 @checked
-def export(model: str | Path, output: Written | None = None, **options: Unpack[ExportOptions]) -> Exported:
+def export(model: str | Path, output: Placed | None = None, **options: Unpack[ExportOptions]) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
@@ -128,9 +146,10 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     clients, roles = _clients_and_roles(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
+    require_possible(given, writes=output is not None)
     settings = QuantizationSettings.parse(given)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output), settings)
+    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -183,6 +202,9 @@ def _make(
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
+    if plan.options.stages > 1:
+        folder = _divided(folder, [(distinct[key], matched) for key, matched in matches.items()], plan.options.stages)
+        weights = folder.weights()
     calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
@@ -195,13 +217,13 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        options = {"dtype": given["dtype"], "layers_traced": traced_layers, "parameters": count}
-        done = step("export", source, **options, **plan.manifest_options())
+        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
     return Exported(
-        folder.folder,
+        folder.place,
         {role: plan.file_names(role) for role in graphs},
         sizes,
         weight_bytes,
@@ -211,7 +233,15 @@ def _make(
         plan.clients.names,
         {**folder.planned(), **made},
         QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
+        folder.missing() if isinstance(folder, GraphsOnly) else {},
     )
+
+
+def _divided(folder: OutputFolder, graphs: Graphs, stages: int) -> OutputFolder:
+    """The output folder, in which each stage has weight files of its own."""
+    layers = graphs[0][0].num_layers
+    require_stages(stages, layers)
+    return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
 
 
 def _quantized(
@@ -235,7 +265,7 @@ def _quantized(
     if text and given["static_activations"]:
         quantized = text.with_ranges(quantized, smoothing)
     if text and given["method"] == "gptq" and not given["dry_run"]:
-        quantized = text.with_feedback(quantized, folder.folder)
+        quantized = text.with_feedback(quantized, local_only(folder.place) or Path(gettempdir(), folder.place.name))
     return quantized, folder.quantized(quantized, importance, smoothing)
 
 
@@ -326,11 +356,11 @@ def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
         raise refused_export(Path(model), " ".join(layouts))
 
 
-def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
+def _open(model: str | Path, output: str | Path | None, given: ExportOptions) -> Checkpoint:
     """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
     if output is None:
         require_own_folder(model)
-    checkpoint = open_checkpoint(local_path(model))
+    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
     require_causal(checkpoint.config, model)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
@@ -381,13 +411,16 @@ def _output_folder(
     model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
-    is_new = output is not None and Path(output).resolve() != checkpoint.path.resolve()
+    place = output_place(output) if output is not None else checkpoint.path
+    is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
-    if output and is_new:
+    if is_new and given["graphs_only"]:
+        return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
+    if is_new:
         precision = given["precision"] or FLOAT32
         if precision == FLOAT32:
-            return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
+            return NewFolder(place, checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
         rest = precision, given["max_shard_size"], overwrite, resume
-        return NewFolder(Path(output), checkpoint, *rest, model.kept_in_float32(precision))
+        return NewFolder(place, checkpoint, *rest, model.kept_in_float32(precision))
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

@@ -232,10 +232,17 @@ def files_of(entry: dict[str, Any]) -> list[str]:
 
 
 def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
-    """`file`, or `stages` with the inputs and outputs of each."""
+    """`file`, or `stages` with the weight files, inputs and outputs of each."""
     if len(names) == 1:
         return {"file": names[0]}
-    return {"stages": [{"file": name, **_ports(part)} for name, part in zip(names, parts, strict=True)]}
+    named = zip(names, parts, strict=True)
+    return {"stages": [{"file": name, "weights": _weight_files(part), **_ports(part)} for name, part in named]}
+
+
+def _weight_files(model: onnx.ModelProto) -> list[str]:
+    """The files that a graph maps."""
+    pairs = (pair for tensor in model.graph.initializer for pair in tensor.external_data)
+    return sorted({pair.value for pair in pairs if pair.key == "location"})
 
 
 def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:

@@ -20,12 +20,15 @@ from llmconv.export.quantization.block_rounding import NONE
 from llmconv.export.quantization.joined_products import side_by_side
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
+from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
-from llmconv.output.staging import failing_safely, require_free
-from llmconv.output.writer import check_output, require_space, write_checkpoint
+from llmconv.output.staging import failing_safely
+from llmconv.output.store_folder import refuse_links
+from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn
 from llmconv.tensors import BY_NAME, Array, Flushed, LazyTensor, cast
 
@@ -40,7 +43,7 @@ class OutputFolder(Protocol):
     """The folder that an export writes into."""
 
     @property
-    def folder(self) -> Path:
+    def place(self) -> Place:
         """The folder that contains the graphs afterwards."""
 
     def check(self, plan: GraphPlan) -> None:
@@ -58,6 +61,13 @@ class OutputFolder(Protocol):
             weights: how each is quantized, by name.
             importance: of the columns of weights, by name; all count alike in those left out.
             smoothing: factors of weights, and of the norms that are divided by them.
+        """
+
+    def divided(self, parts: Mapping[str, int]) -> OutputFolder:
+        """The folder with the tensors of different numbers in different files, as far as it writes them.
+
+        Args:
+            parts: numbers by name of a tensor.
         """
 
     def planned(self) -> dict[str, int]:
@@ -89,12 +99,12 @@ class InPlace:
 
     checkpoint: Checkpoint
     dtype: str
-    overwrite: bool
+    overwrite: bool = False
     resume: bool = False
     codes: Mapping[str, FileTensor] = field(default_factory=dict)
 
     @property
-    def folder(self) -> Path:
+    def place(self) -> Path:
         """The model folder."""
         return self.checkpoint.path
 
@@ -107,20 +117,24 @@ class InPlace:
                 f"`{links[0]}` is a symbolic link, which ONNX runtimes refuse to map",
                 hint="give `-o OUT`: the weights are copied there once",
             )
-        stored = {tensor.dtype.name for tensor in tensors.values()}
+        self.require_mappable(plan)
+        graphs = {role: plan.file_names(role) for role in plan.specs}
+        _require_replaceable(self.place, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
+        recorded = read_manifest(self.place).graphs
+        names = [name for role in graphs if role in recorded for name in graphs[role]]
+        existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.place / name)]
+        if existing and not self.overwrite and not self.resume:
+            raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
+
+    def require_mappable(self, plan: GraphPlan) -> None:
+        """Refuses weights of another dtype than the graphs are to map."""
+        stored = {tensor.dtype.name for tensor in file_tensors(self.checkpoint).values()}
         self._require_precision(plan)
         if self.dtype != "keep" and stored != {self.dtype}:
             raise InputRefused(
                 f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
                 hint="give `-o OUT`: the weights are cast there once",
             )
-        graphs = {role: plan.file_names(role) for role in plan.specs}
-        _require_replaceable(self.folder, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
-        recorded = read_manifest(self.folder).graphs
-        names = [name for role in graphs if role in recorded for name in graphs[role]]
-        existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.folder / name)]
-        if existing and not self.overwrite and not self.resume:
-            raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
     def _require_precision(self, plan: GraphPlan) -> None:
         """Refuses half-precision graphs over weights that are mostly stored in another dtype."""
@@ -157,25 +171,29 @@ class InPlace:
             codes |= found or {}
         return replace(self, codes=codes)
 
+    def divided(self, parts: Mapping[str, int]) -> InPlace:
+        """See `OutputFolder`: the model's files stay as they are."""
+        return self
+
     def planned(self) -> dict[str, int]:
         """See `OutputFolder`: none."""
         return {}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes all files completely before the first of them appears; the manifest appears last."""
-        manifest = read_manifest(self.folder)
+        manifest = read_manifest(self.place)
         before = {name for entry in manifest.graphs.values() for name in files_of(entry)}
         manifest.files |= {name: _entry(content) for name, content in files.files.items()}
         replaced = _forget_replaced(manifest, files)
-        _forget_missing(manifest, self.folder, files)
+        _forget_missing(manifest, self.place, files)
         manifest.graphs.update(files.entries)
         manifest.steps = [*(old for old in manifest.steps if old != step), step]
         contents: dict[str, WritableContent] = {**files.files, MANIFEST: manifest.encode()}
         if self.resume and not self.overwrite and self._is_complete(contents, before):
             return 0
         sizes = [len(content) if isinstance(content, bytes) else 0 for content in contents.values()]
-        require_space(self.folder, sum(BLOCK * -(-size // BLOCK) for size in sizes), home=self.folder)
-        with failing_safely(), Folder.open(self.folder) as folder:
+        require_space(self.place, sum(BLOCK * -(-size // BLOCK) for size in sizes), home=self.place)
+        with failing_safely(), Folder.open(self.place) as folder:
             folder.sweep()
             folder.write_together(contents)
             for name in replaced:
@@ -184,15 +202,15 @@ class InPlace:
 
     def _is_complete(self, files: Mapping[str, WritableContent], before: set[str]) -> bool:
         """Whether every file already exists with this content; refuses graphs that were made with other options."""
-        same = {name for name, content in files.items() if _exists(self.folder / name, content)}
-        other = sorted(name for name in (before & files.keys()) - same if os.path.lexists(self.folder / name))
+        same = {name for name, content in files.items() if _exists(self.place / name, content)}
+        other = sorted(name for name in (before & files.keys()) - same if os.path.lexists(self.place / name))
         if other:
             raise InputRefused(
-                f"`{self.folder / other[0]}` already exists, made with other options or of another model",
+                f"`{self.place / other[0]}` already exists, made with other options or of another model",
                 hint="give `--overwrite` to replace it",
             )
         if len(same) == len(files):
-            say(f"the graphs in `{self.folder}` are complete: nothing to resume")
+            say(f"the graphs in `{self.place}` are complete: nothing to resume")
         return len(same) == len(files)
 
 
@@ -201,7 +219,7 @@ class NewFolder:
     """A new folder: the weights are streamed there once, cast to `dtype`, and mapped there.
 
     Attributes:
-        folder: the folder to make.
+        place: the folder to make.
         checkpoint: the model.
         dtype: `keep`, or the dtype to store the weights in.
         max_shard_size: largest safetensors file, such as `5GB`.
@@ -209,9 +227,10 @@ class NewFolder:
         resume: continue an interrupted run.
         kept: pattern of the names of tensors that keep their dtype.
         codes: what is stored instead of quantized weights, by name of the weight with a suffix.
+        parts: see `divided`.
     """
 
-    folder: Path
+    place: Place
     checkpoint: Checkpoint
     dtype: str
     max_shard_size: str | int
@@ -219,14 +238,16 @@ class NewFolder:
     resume: bool
     kept: re.Pattern[str] | None = None
     codes: Mapping[str, LazyTensor] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     _flushed: Flushed = field(default_factory=Flushed)
 
     def check(self, plan: GraphPlan) -> None:
         """Refuses an existing folder without `overwrite`, one inside of the model folder, and too small a disk."""
         if plan.options.quantization and not self.codes:  # the size of the codes is not known yet
-            require_free(self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
+            target = destination_of(self.place)
+            target.require_free(self.overwrite, [self.checkpoint.path], resume=self.resume)
             return
-        check_output(self._plan, self.folder, self.overwrite, [self.checkpoint.path], resume=self.resume)
+        check_output(self._plan, self.place, self.overwrite, [self.checkpoint.path], resume=self.resume)
 
     def quantized(
         self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
@@ -234,10 +255,12 @@ class NewFolder:
         """See `OutputFolder`."""
         tensors: dict[str, LazyTensor] = {}
         codes: dict[str, LazyTensor] = {}
+        parts = dict(self.parts)
         for name, tensor in self.checkpoint.items():
             if weight := weights.get(name):
                 factors = smoothing.matrices.get(name, NONE)
                 made = weight.stored(name, tensor, importance.get(name, NONE), factors)
+                parts |= dict.fromkeys(made, parts.get(name, 0))
                 codes |= made
                 tensors |= made
             elif name in smoothing.norms:
@@ -247,11 +270,16 @@ class NewFolder:
             else:
                 tensors[name] = tensor
         ordered = side_by_side(tensors, [weight.group for weight in weights.values()])
-        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes)
+        return replace(self, checkpoint=replace(self.checkpoint, tensors=ordered), codes=codes, parts=parts)
+
+    def divided(self, parts: Mapping[str, int]) -> NewFolder:
+        """See `OutputFolder`."""
+        return replace(self, parts=parts)
 
     def weights(self) -> Mapping[str, FileTensor]:
         """The tensors in the shards that `write` writes."""
-        return {name: tensor for shard in self._plan.shards for name, tensor in _placed(shard, self.folder).items()}
+        home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
+        return {name: tensor for shard in self._plan.shards for name, tensor in _placed(shard, home).items()}
 
     def planned(self) -> dict[str, int]:
         """See `OutputFolder`."""
@@ -263,11 +291,13 @@ class NewFolder:
         contents = dict(files.files)
         if files.config:
             contents["config.json"] = json_bytes({**self._plan.checkpoint.config, **files.config})
+        if not isinstance(self.place, Path):
+            refuse_links(contents)
         done = write_checkpoint(
             self._plan,
-            self.folder,
+            self.place,
             steps=[*steps_of_weights(self.checkpoint.path), step],
-            sources=_sources(self.checkpoint),
+            sources=sources_of(self.checkpoint),
             overwrite=self.overwrite,
             resume=self.resume,
             more_files=contents,
@@ -286,7 +316,7 @@ class NewFolder:
             kept |= self.codes
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL)
+        return plan_checkpoint(checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts)
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
@@ -330,7 +360,7 @@ def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
                     inner.require_replaceable(last)
 
 
-def _sources(checkpoint: Checkpoint) -> list[Path]:
+def sources_of(checkpoint: Checkpoint) -> list[Path]:
     """The files that an export reads: weights, config and side files."""
     small = [checkpoint.path / name for name in ("config.json", *checkpoint.side_files)]
     weights = {tensor.path for tensor in file_tensors(checkpoint).values()}

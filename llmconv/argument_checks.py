@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from llmconv.errors import UsageProblem
-from llmconv.files.paths import WRITTEN, kind_of, output_path, path_of
+from llmconv.files.paths import PLACED, WRITTEN, kind_of, output_path, output_place, path_of
 
 OWN = "checked by the function itself"
 """In `Annotated`: a parameter that is not checked here."""
@@ -98,6 +98,8 @@ def fitted(value: Any, hint: Any, name: str) -> Any:
     if origin is Annotated:
         if OWN in options:
             return value
+        if PLACED in options:
+            return output_place(value, name)
         return output_path(value, name) if WRITTEN in options else fitted(value, options[0], name)
     if origin in (Union, UnionType):
         return _one_of(value, options, name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput
+from llmconv.files.hub import snapshot_home
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.strict_json import StrictJsonError, unique_keys
@@ -195,7 +196,8 @@ def own_file(folder: Path, name: str) -> Path:
     """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
-    in_hub_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    model = snapshot_home(home)
+    in_hub_cache = model is not None and target.is_relative_to(model / "blobs")
     if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
         raise MalformedInput(
             f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",
@@ -227,16 +229,26 @@ def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
     Raises:
         MalformedInput: not JSON, not an object, or with duplicate keys.
     """
+    return parse_object(read_small(path, JSON_BYTES), path.name, by_hand=by_hand)
+
+
+def parse_object(text: bytes, name: str, *, by_hand: bool = False) -> dict[str, Any]:
+    """The JSON object in the content of a file; see `read_json`.
+
+    Args:
+        text: the content.
+        name: of the file, for messages.
+        by_hand: the user wrote it; duplicate keys are an error.
+    """
     try:
-        text = read_small(path, JSON_BYTES).decode()
-        content = json.loads(text, object_pairs_hook=unique_keys if by_hand else None)
+        content = json.loads(text.decode(), object_pairs_hook=unique_keys if by_hand else None)
     except StrictJsonError as slip:
-        raise MalformedInput(f"in `{path.name}`: {slip}", hint=slip.hint) from slip
+        raise MalformedInput(f"in `{name}`: {slip}", hint=slip.hint) from slip
     except (ValueError, RecursionError) as error:
-        raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
+        raise MalformedInput(f"`{name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):
-        raise MalformedInput(f"`{path.name}` is not a JSON object", hint="repair or replace the file")
-    require_shallow(content, path.name)
+        raise MalformedInput(f"`{name}` is not a JSON object", hint="repair or replace the file")
+    require_shallow(content, name)
     return content
 
 

@@ -7,6 +7,7 @@ LlmconvError
 │   └── UnsupportedInput         well-formed, but not supported
 ├── OutputFailed        exit 4   writing failed; safe to run again with --resume
 ├── OutOfMemory         exit 4   memory ran out
+├── StageFailed         exit 4   a stage of the model in another process failed, or was lost
 └── Inconclusive        exit 5   nothing could be compared
 """
 
@@ -71,6 +72,12 @@ class OutputFailed(LlmconvError):
 
 class OutOfMemory(LlmconvError):
     """Memory ran out; there is no result."""
+
+    exit_code = 4
+
+
+class StageFailed(LlmconvError):
+    """A stage of the model in another process failed, was lost, or did not answer; there is no result."""
 
     exit_code = 4
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.reader import is_torch_file
 from llmconv.quantized_export import is_quantized_export, refused_export
 
@@ -83,7 +84,7 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
 
 def _file(path: Path) -> InputRefused | None:
     try:
-        with open(path, "rb") as file:
+        with open_source(path) as file:
             head = file.read(HEAD)
     except OSError:
         return None

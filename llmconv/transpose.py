@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 
 import numpy as np
 
-from llmconv.files.safetensors_file import FileTensor, read_exactly
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.source_file import fill, open_data
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
 PANEL_BYTES = 32 << 20
@@ -90,10 +90,7 @@ def _read_columns(tensor: FileTensor, first: int, panel: Array) -> None:
     raw = panel.view(np.uint8)
     if tensor.record:
         tensor.record.was_touched()
-    descriptor = os.open(tensor.path, os.O_RDONLY)
-    try:
+    with open_data(tensor.path) as file:
         for row in range(tensor.shape[0]):
             place = tensor.offset + (row * tensor.shape[1] + first) * size
-            read_exactly(descriptor, raw[row].data, place, tensor.path)
-    finally:
-        os.close(descriptor)
+            fill(file, raw[row].data, place, tensor.path)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.builders.tracing import trace_once
+from tests.stores.bucket import Bucket, served
 
 DECODER = {
     "vocab_size": 96,
@@ -145,6 +147,22 @@ def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 def talking(talking_as: Callable[[str], Path]) -> Path:
     """A Llama with weights, prefill.onnx, decode.onnx and a tokenizer of characters; do not write into it."""
     return talking_as("llama")
+
+
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    """The bucket of an S3 server that runs as long as the tests; see `bucket`."""
+    with served(tmp_path_factory.mktemp("stores")) as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(bucket_server: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A folder of this test in a bucket of a faultless S3 server, with its credentials in the environment."""
+    for name, value in bucket_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket_server.set_faults()
+    return replace(bucket_server, prefix=f"{tmp_path.parent.name}/{tmp_path.name}")
 
 
 @pytest.fixture

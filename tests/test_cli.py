@@ -20,6 +20,7 @@ import llmconv.cli
 import llmconv.convert
 import llmconv.export
 import llmconv.generation
+import llmconv.push
 import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
@@ -41,6 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
     "verify": llmconv.verify.verify,
+    "push": llmconv.push.push,
     "generate": llmconv.generation.generate,
 }
 """The function behind each command; the other commands only list a registry."""
@@ -51,7 +53,8 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 
 ELSEWHERE = {
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
-    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"},
+    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"}
+    | {"stage_at", "stage_timeout"},
 }
 """Options for another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
 
@@ -251,6 +254,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,
+        "StageFailed": 4,
         "Inconclusive": 5,
     }
 

@@ -19,7 +19,8 @@ from llmconv.convert.deltas.exact_format import END, INDEX_LIMIT, MAGIC, NEW_ROW
 from llmconv.convert.deltas.ulp_difference import can_predict, from_planes, known_rows, predicted_rows, with_differences
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.checksums import ChecksummedRange, combine, crc32
-from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
+from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
+from llmconv.files.source_file import open_source, read_into
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
@@ -137,8 +138,7 @@ class DeltaTensor:
 
     def _unpacked(self, position: int, size: int, expected: int) -> bytes:
         frame = bytearray(size)
-        with open(self.path, "rb", buffering=0) as file:
-            read_exactly(file.fileno(), memoryview(frame), position, self.path)
+        read_into(self.path, memoryview(frame), position)
         try:
             if zstandard.frame_content_size(frame) != expected:
                 _refuse(self.path, "has a frame of another size than its rows")
@@ -178,7 +178,7 @@ def open_frames(path: Path) -> dict[str, DeltaTensor]:
 def _index_text(path: Path) -> tuple[int, bytes]:
     """The position of the index, and its JSON."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         file.seek(max(0, size - END.size))
         last = file.read(END.size)
         length, tail = END.unpack(last) if len(last) == END.size else (0, b"")

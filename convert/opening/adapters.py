@@ -69,7 +69,7 @@ def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpo
 
 def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
     with reading_safely(adapter):
-        path = local_path(adapter)
+        path = local_path(adapter, in_parts=True)
         if not is_plainly_peft(path) and (kind := adapter_format(path)):
             return kind.open(path, base, alpha)
         return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
@@ -92,4 +92,4 @@ def is_plainly_peft(path: Path) -> bool:
 def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
     """One of a pair: only PEFT has initializations that change the base."""
     with reading_safely(adapter):
-        return open_adapter(local_path(adapter), alpha, initial=True)
+        return open_adapter(local_path(adapter, in_parts=True), alpha, initial=True)

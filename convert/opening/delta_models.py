@@ -26,7 +26,7 @@ def open_model(name: str | Path) -> Checkpoint:
         InputRefused: not a model that can be read, or a delta or an adapter instead of one.
     """
     with reading_safely(name):
-        path = local_path(name)
+        path = local_path(name, in_parts=True)
         if (path / DELTA_FILE).is_file():
             raise UnsupportedInput(
                 f"`{path}` is a delta, not a model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"

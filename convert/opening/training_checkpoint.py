@@ -41,7 +41,7 @@ def open_training(
         InputRefused: see `to_hf`.
     """
     with reading_safely(source):
-        path = local_path(source)
+        path = local_path(source, in_parts=True)
         inside, found = (unpacked(path), by_name(format)) if format else recognized(path)
         given = {name: value for name, value in (options or {}).items() if value}
         if found is None and rewrite and is_model_folder(inside):

@@ -13,6 +13,7 @@ from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.pickles.machine import Stub
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.not_a_model_folder import foreign_file, known_refusal
 from llmconv.quantized_export import is_quantized_export, refused_export
@@ -71,12 +72,12 @@ def _explain_file(path: Path) -> LlmconvError:
         return InputRefused(f"`{path}` is not a regular file", hint="give a file or a folder")
     if not path.stat().st_size:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
-    with open(path, "rb") as file:
-        head = file.read(300)
+    with open_source(path) as file:
+        head, is_zip = file.read(300), zipfile.is_zipfile(file)
     left = training_file_kind(path.name)
     if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_next_to(path))
-    if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
+    if path.suffix not in SUFFIXES and is_zip and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
         return _explain_torch(path)

@@ -40,9 +40,18 @@ def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int)
         layers_name: name of the list of layers, such as `model.layers`.
         num_layers: number of layers of the model, at least `count`.
     """
-    starts = [-(-index * num_layers // count) for index in range(count)]
-    splitter = _Splitter(model, layers_name, starts)
+    splitter = _Splitter(model, layers_name, first_layers(count, num_layers))
     return [splitter.stage(index) for index in range(count)]
+
+
+def first_layers(count: int, num_layers: int) -> list[int]:
+    """The first layer of each stage.
+
+    Args:
+        count: number of stages.
+        num_layers: number of layers of the model, at least `count`.
+    """
+    return [-(-index * num_layers // count) for index in range(count)]
 
 
 def require_stages(count: int, num_layers: int) -> None:

@@ -7,6 +7,7 @@ import click
 from llmconv.cli import (
     bench,
     chat,
+    clean,
     delta,
     export,
     families,
@@ -15,7 +16,9 @@ from llmconv.cli import (
     generate,
     inspect,
     merge_lora,
+    push,
     serve,
+    serve_stage,
     to_hf,
     verify,
 )
@@ -35,18 +38,24 @@ def main() -> None:
     llmconv delta apply BASE DELTA -o OUT      add delta weights; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs next to the weights they map
     llmconv verify     MODEL                   compare the graphs with the eager model
+    llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
+    llmconv serve-stage FOLDER --stage I       run some of the layers for models on other hosts
     llmconv bench      MODEL --against OTHER   measure how fast they are
+    llmconv clean      URI                     delete what an interrupted run left in an object store
 
     Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
-    4 I/O failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
+    4 I/O or a stage on another host failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
     130 interrupted and 143 terminated (--resume continues).
     """
 
 
-MODULES = (inspect, to_hf, from_hf, merge_lora, delta, export, verify, generate, chat, serve, bench, formats, families)
+MODULES = (
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, push),
+    *(generate, chat, serve, serve_stage, bench, clean, formats, families),
+)
 """In the order of the work."""
 
 for module in MODULES:

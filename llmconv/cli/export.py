@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("model")
-@click.option("-o", "--output", type=options.Output(), help="New folder; by default graphs go into MODEL.")
+@click.option(
+    "-o",
+    "--output",
+    type=options.OutputFolder(),
+    metavar="PATH",
+    help="New folder, on this machine or in an object store; by default graphs go into MODEL.",
+)
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
@@ -114,6 +121,11 @@ if TYPE_CHECKING:
     "matrices behind them scaled so that this text loses least.  [default: search]",
 )
 @options.max_shard_size
+@click.option(
+    "--graphs-only",
+    is_flag=True,
+    help="Write no weights into OUT, where the files of MODEL are put by their names; reads only their headers.",
+)
 @options.overwrite
 @options.resume
 @click.option("--dry-run", is_flag=True, help="Make and check the graphs, print the files and their sizes, and stop.")
@@ -151,7 +163,7 @@ def _result(exported: Exported) -> dict[str, Any]:
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     return {
-        "folder": str(exported.folder),
+        "folder": str(exported.place),
         "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
         "beside": exported.beside,
         "files": dict(exported.files),
@@ -161,6 +173,7 @@ def _result(exported: Exported) -> dict[str, Any]:
         "weight_bytes_copied": copied,
         "weight_bytes_not_copied": max(mapped - copied, 0),
         **({"quantized": exported.quantized.fields()} if exported.quantized else {}),
+        **({"missing": dict(exported.missing)} if exported.missing else {}),
         "layers_traced": exported.traced_layers,
         "layers": exported.num_layers,
         "dry_run": sizes is None,
@@ -172,15 +185,24 @@ def _print(exported: Exported) -> None:
     is_dry = exported.sizes is None
     if is_dry:
         count, total = len(exported.files), sum(exported.files.values())
-        click.echo(f"would write {exported.folder}: {count} file{'s' * (count != 1)}, {total:,} bytes")
+        click.echo(f"would write {exported.place}: {count} file{'s' * (count != 1)}, {total:,} bytes")
         for name, size in exported.files.items():
             click.echo(f"  {name}  {size:,} bytes")
     else:
         for name in (*(name for names in exported.graphs.values() for name in names), *exported.beside):
-            click.echo(exported.folder / name)
+            click.echo(f"{exported.place}/{name}")
     click.echo(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"), err=True)
     if exported.quantized:
         click.echo(exported.quantized.line, err=True)
+    if exported.missing:
+        click.echo(_missing(exported.missing), err=True)
+
+
+def _missing(files: Mapping[str, int]) -> str:
+    """What is still to be done for graphs without weights."""
+    first, count = next(iter(files)), len(files)
+    names = f"`{first}`" if count == 1 else f"{count} files, `{first}` to `{list(files)[-1]}`"
+    return f"before they are run, put the model's weights next to them: {names}, {sum(files.values()):,} bytes"
 
 
 def _summary(exported: Exported, verb: str) -> str:

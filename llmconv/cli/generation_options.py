@@ -14,8 +14,11 @@ from llmconv.errors import UsageProblem
 if TYPE_CHECKING:
     from llmconv.generation import TextModel
     from llmconv.runtime import SessionSettings
+    from llmconv.runtime.onnxruntime.session_settings import StageOptions
+    from llmconv.runtime.stages.staged_runner import StageAddresses
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Options = TypeVar("Options", "SessionSettings", "StageOptions")
 
 BACKENDS = ["onnx", "torch", "genai"]
 
@@ -41,7 +44,7 @@ PICKING = (
     click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Stop string. May be repeated."),
     click.option("--seed", type=click.IntRange(0), help="Random seed for sampling."),
 )
-RUNNING = (
+BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
     click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
@@ -50,6 +53,8 @@ RUNNING = (
         type=click.Choice(["float32", "float16", "bfloat16"]),
         help="Dtype of the model, with `--backend torch`. Default: that of its weights.",
     ),
+)
+SESSION = (
     click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
     click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
     click.option(
@@ -69,6 +74,21 @@ RUNNING = (
         "processes share its memory.",
     ),
 )
+RUNNING = (*BACKEND, *SESSION)
+STAGES = (
+    click.option(
+        "--stage-at",
+        multiple=True,
+        metavar="[N=]HOST:PORT",
+        help="Address of a stage that `llmconv serve-stage` runs, once per stage; the others run here.",
+    ),
+    click.option(
+        "--stage-timeout",
+        type=click.FloatRange(0.1, 3600),
+        metavar="SECONDS",
+        help="A stage is lost after this time without a sign of life. Default: 20.",
+    ),
+)
 
 
 def picking(command: Command) -> Command:
@@ -77,8 +97,13 @@ def picking(command: Command) -> Command:
 
 
 def running(command: Command) -> Command:
-    """Adds the options for backend and session."""
-    return _with(command, RUNNING)
+    """Adds the options for backend, session and stages in other processes."""
+    return _with(command, (*RUNNING, *STAGES))
+
+
+def session(command: Command) -> Command:
+    """Adds the options for sessions of onnxruntime."""
+    return _with(command, SESSION)
 
 
 def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]) -> Command:
@@ -111,20 +136,37 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
         model: a folder, a graph, or a name in the Hub's cache.
         given: values of the options of `running` and `--trust-remote-code`; others are ignored.
     """
-    from llmconv.runtime.onnxruntime.packed_cache import default_folder
-
     if given["backend"] == "torch":
         _refuse_session(given)
-    packed_cache = default_folder() if given["packed_cache"] else None
-    settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
-    settings = replace(settings, timeout=given["timeout"], packed_cache=packed_cache)
+    if given["stage_timeout"] is not None and not given["stage_at"]:
+        raise UsageProblem("`--stage-timeout` needs `--stage-at`", hint="leave it out")
+    settings = session_settings(given)
 
     def opened() -> TextModel:
         from llmconv.generation import TextModel
 
-        return TextModel.open(model, settings=settings, **{name: given[name] for name in OPENING})
+        same = {name: given[name] for name in OPENING}
+        return TextModel.open(model, settings=settings, stages=_stages(given), **same)
 
     return opened
+
+
+def _stages(given: Mapping[str, Any]) -> StageAddresses | None:
+    from llmconv.runtime.stages.staged_runner import StageAddresses
+
+    if not given["stage_at"]:
+        return None
+    timeout = given["stage_timeout"]
+    return StageAddresses(given["stage_at"]) if timeout is None else StageAddresses(given["stage_at"], timeout)
+
+
+def session_settings(given: Mapping[str, Any]) -> SessionSettings:
+    """Session settings from the options of `session`; others are ignored."""
+    from llmconv.runtime.onnxruntime.packed_cache import default_folder
+
+    packed_cache = default_folder() if given["packed_cache"] else None
+    settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
+    return replace(settings, timeout=given["timeout"], packed_cache=packed_cache)
 
 
 def _refuse_session(given: Mapping[str, Any]) -> None:
@@ -140,7 +182,17 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
 OPENING = ("backend", "adapter", "trust_remote_code", "device", "dtype")
 """Options that are passed to `TextModel.open` unchanged."""
 
-OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "packed_cache", "timeout")
+OF_RUNNING = (
+    *OPENING,
+    "provider",
+    "threads",
+    "session_config",
+    "prepack",
+    "packed_cache",
+    "timeout",
+    "stage_at",
+    "stage_timeout",
+)
 """All options that `opener` uses."""
 
 
@@ -149,14 +201,23 @@ def _session(
 ) -> SessionSettings:
     """Session settings of onnxruntime; options override the file."""
     from llmconv.runtime.onnxruntime.session_file import read_session_file
-    from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
+    from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 
     found = SessionSettings(prepack=prepack)
     if session_config:
         found = read_session_file(session_config, found)
+    stages = {number: _overridden(own, provider, threads) for number, own in found.stages.items()}
+    found = replace(_overridden(found, provider, threads), stages=stages)
+    return found if threads is None else replace(found, threads=threads)
+
+
+def _overridden(found: Options, provider: str | None, threads: int | None) -> Options:
+    """Session settings, or those of a stage, without what the options of the command line replace."""
+    from llmconv.runtime.onnxruntime.session_settings import provider_name
+
     if threads is not None:
         attributes = {name: value for name, value in found.attributes.items() if name != "intra_op_num_threads"}
-        found = replace(found, threads=threads, attributes=attributes)
+        found = replace(found, attributes=attributes)
     if provider is not None and provider_name(provider) != found.provider:
         found = replace(found, provider=provider_name(provider), provider_options={})
     return found

@@ -20,6 +20,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
 @options.changes
+@options.shares
 @click.option(
     "--weight",
     "weights",

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
-from llmconv.files.paths import output_path
+from llmconv.files.paths import output_path, output_place
+from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
+from llmconv.stores.address import StoreAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -65,12 +67,32 @@ class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type 
 
     name = "path"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | StoreAddress | HubAddress:
         """See `output_path`; click.Path would change `s3://…` to `s3:/…` before it can be checked."""
         return output_path(value, param.opts[-1] if param else "output")
 
 
-output = click.option("-o", "--output", type=Output(), required=True, help="Folder to write.")
+class OutputFolder(Output):
+    """A folder to write, on this machine, in an object store or on the Hub."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | StoreAddress | HubAddress:
+        """See `output_place`."""
+        return output_place(value, param.opts[-1] if param else "output")
+
+
+output = click.option(
+    "-o",
+    "--output",
+    type=OutputFolder(),
+    required=True,
+    metavar="PATH",
+    help="Folder to write, on this machine, in an object store (s3://BUCKET/FOLDER, also gs, az and oci), or on the "
+    "Hugging Face Hub (hf://ORG/NAME, hf://ORG/NAME@BRANCH).",
+)
 dtype = click.option(
     "--dtype",
     type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
@@ -122,6 +144,47 @@ def talk(
     quieted = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help=quiet)
     explained = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help=verbose)
     return quieted(explained(command))
+
+
+def shares(command: Command) -> Command:
+    """Adds `--part`, `--finish` and `--workers`, which become the argument `work`."""
+
+    def share(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value in (None, False):
+            return
+        from llmconv.output.work import Finish, Part, Work, Workers
+
+        if ctx.params.get("work"):
+            raise click.UsageError("`--part`, `--finish` and `--workers` exclude each other", ctx)
+        given: dict[str, Callable[[Any], Work]] = {"part": Part.parse, "finish": lambda _: Finish(), "workers": Workers}
+        ctx.params["work"] = given[str(param.name)](value)
+
+    for option in (
+        click.option(
+            "--workers",
+            type=int,
+            metavar="N",
+            expose_value=False,
+            callback=share,
+            help="Write the shards in N processes of this machine.",
+        ),
+        click.option(
+            "--finish",
+            is_flag=True,
+            expose_value=False,
+            callback=share,
+            help="Publish OUT, whose parts were written with --part.",
+        ),
+        click.option(
+            "--part",
+            metavar="I/N",
+            expose_value=False,
+            callback=share,
+            help="Write part I of N, from 0/N, and publish nothing.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def writes(command: Command) -> Command:

@@ -30,6 +30,7 @@ def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
         "files": [shard.name for shard in plan.shards],
         "copied": [shard.name for shard in plan.shards if shard.copy_of],
         "written": not dry_run and not plan.found,
+        **({"part": plan.part} if plan.part else {}),
     }
 
 
@@ -52,6 +53,7 @@ def print_plan(
     sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
     sizes += f", {copied:,} of them copied unchanged" if copied else ""
     verb = "would write" if dry_run else "found" if plan.found else "wrote"
+    verb += f" part {plan.part} of" if plan.part else ""
     click.echo(f"{verb} {output}: {printable(plan.checkpoint.kind)}, {sizes}{more}")
     if not dry_run:
         return

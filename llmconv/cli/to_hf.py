@@ -13,6 +13,7 @@ from llmconv.cli import options, plans
 @click.command(name="to-hf")
 @click.argument("source")
 @options.converts
+@options.shares
 @click.option("--from", "format", metavar="FORMAT", help="Training format. [default: detected by content]")
 @click.option(
     "--config",

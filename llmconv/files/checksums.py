@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 
 from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.source_file import open_source
 
 try:
     from isal.isal_zlib import crc32 as crc32  # five times faster than zlib, so that checking costs little
@@ -123,7 +124,7 @@ class _Coverage:
         """Reads the rest of the range."""
         if self.complete:
             return
-        with open(self.record.path, "rb", buffering=0) as file:
+        with open_source(self.record.path) as file:
             for start, stop in self.gaps(0, self.record.size):
                 file.seek(self.record.start + start)
                 while start < stop and (data := file.read(min(READ_BYTES, stop - start))):

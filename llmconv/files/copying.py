@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmconv.background import LOOK_AHEAD, BackgroundQueue
+from llmconv.files.source_file import is_mirrored, open_source
 from llmconv.files.system_calls import copy_in_kernel, flush_data, will_need
 
 FICLONE = 0x40049409
@@ -24,6 +25,8 @@ READ_BYTES = 256 << 10
 
 def can_clone(source: Path, folder: Path) -> bool:
     """Whether a file in `folder` can share the blocks of `source`; tried with a nameless temporary file."""
+    if is_mirrored(source):
+        return False
     try:
         with open(source, "rb") as given:
             trial = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
@@ -49,6 +52,8 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
     Raises:
         OSError: reading or writing failed.
     """
+    if is_mirrored(source):
+        return _copy_fetched(source, made, advance)
     with open(source, "rb", buffering=0) as given:
         size = os.fstat(given.fileno()).st_size
         if _clone(given.fileno(), made.fileno()):
@@ -58,6 +63,20 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
         sha256 = _copy(given.fileno(), made.fileno(), size, advance)
         os.fsync(made.fileno())
         return {"bytes": os.fstat(made.fileno()).st_size, "sha256": sha256}
+
+
+def _copy_fetched(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Copies a mirrored file while it is fetched."""
+    digest, size = hashlib.sha256(), 0
+    with open_source(source) as given:
+        while block := given.read(COPY_BYTES):
+            made.write(block)
+            digest.update(block)
+            size += len(block)
+            advance(len(block))
+    made.flush()
+    os.fsync(made.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _clone(source: int, target: int) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from glob import escape
 from pathlib import Path
 
 from llmconv.errors import InputRefused
+from llmconv.hub.address import HubAddress
+from llmconv.hub.problems import hub_refusal
 
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
@@ -21,79 +24,104 @@ SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""
 
 
-def from_hub(name: str) -> Path:
+def from_hub(address: HubAddress) -> Path:
     """The folder of a model in the hub's cache; missing files are downloaded.
 
     Args:
-        name: `org/name`, or the bare name of one of the oldest models, optionally with `@revision`.
+        address: of a repository, or of a folder or file in it, of which nothing else is downloaded.
 
     Raises:
-        InputRefused: the hub has no such model, or cannot be reached.
+        InputRefused: the hub has no such model or folder, or cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
 
-    repository, _, revision = name.partition("@")
+    repository, revision = address.repository, address.revision or None
     try:
-        info = HfApi().model_info(repository, revision=revision or None, timeout=SECONDS)
-        files = needed(file.rfilename for file in info.siblings or [])
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+        info = HfApi().model_info(repository, revision=revision, timeout=SECONDS)
+        files = _needed_below(address, [file.rfilename for file in info.siblings or []])
+        home = Path(snapshot_download(repository, revision=revision, allow_patterns=[escape(name) for name in files]))
+        return home / address.folder
+    except InputRefused:
+        raise
     except Exception as error:  # the class for "no connection" differs between versions
         if isinstance(error, MemoryError):
             raise
-        problem = _problem(error, name)
-        if problem is None and (found := cached(name)):
+        problem = hub_refusal(error, address)
+        if problem is None and (found := cached(address)):
             return found
-        raise problem or _unreachable(name) from error
+        raise problem or _unreachable(address) from error
 
 
-def _problem(error: Exception, name: str) -> InputRefused | None:
-    """The error for an answer of the hub, None if there was no clear answer."""
-    from huggingface_hub import errors  # noqa: PLC0415
+def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
+    """The files to download for an address, by their paths in the repository.
 
-    repository, _, revision = name.partition("@")
-    if isinstance(error, errors.GatedRepoError):
-        return InputRefused(
-            f"`{repository}` is a gated repository, and access was not granted",
-            hint="request access on its page, and log in with `hf auth login`",
+    Raises:
+        InputRefused: nothing is in the folder.
+    """
+    if not address.folder:
+        return needed(listed)
+    if address.folder in listed:
+        return [address.folder]
+    start = f"{address.folder}/"
+    inside = [name.removeprefix(start) for name in listed if name.startswith(start)]
+    if not inside:
+        raise InputRefused(
+            f"`{address.repository}` on the hub has no folder or file `{address.folder}`",
+            hint="look at the list of its files, on its page",
         )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return InputRefused(
-            f"`{repository}` on the hub has no revision `{revision}`", hint="give a branch, a tag or a commit"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        return InputRefused(
-            f"`{name}` does not exist, neither on this machine nor on the hub",
-            hint="check the spelling; for a private model log in with `hf auth login`",
-        )
-    return None
+    return [start + name for name in needed(inside)]
 
 
-def _unreachable(name: str) -> InputRefused:
+def _unreachable(address: HubAddress) -> InputRefused:
     from huggingface_hub.constants import HF_HUB_OFFLINE  # noqa: PLC0415
 
     why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
     return InputRefused(
-        f"`{name}` does not exist on this machine and is not in the hub's cache; {why}",
+        f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}",
         hint="check the spelling or the network, or give a local path",
     )
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a hub id (`[org/]name[@revision]`) in the hub's cache, None if it is not cached.
+def cached(address: HubAddress) -> Path | None:
+    """The folder (or file) of a model in the hub's cache, None if it is not cached.
 
     A folder with only the needed files counts, too, although `snapshot_download` calls it incomplete.
     """
     from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - see above
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    repository, _, revision = name.partition("@")
+    repository, revision = address.repository, address.revision or None
+    place = f"{address.folder}/" if address.folder else ""
     try:
-        return Path(snapshot_download(repository, revision=revision or None, local_files_only=True))
+        home = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except HFValidationError:
         return None
     except LocalEntryNotFoundError:
-        found = (try_to_load_from_cache(repository, file, revision=revision or None) for file in MARKS)
-        return next((Path(file).parent for file in found if isinstance(file, str)), None)
+        names = [*(place + mark for mark in MARKS), *([address.folder] if place else [])]
+        found = [try_to_load_from_cache(repository, name, revision=revision) for name in names]
+        files = [Path(file) for file in found if isinstance(file, str)]
+        return next((file if file.name not in MARKS else file.parent for file in files), None)
+    path = home / address.folder
+    return path if path.exists() else None
+
+
+def snapshot_home(path: Path) -> Path | None:
+    """The folder `models--org--name` of the hub's cache whose snapshots contain `path`, None outside the cache."""
+    above = [path, *path.parents]
+    return next((home for folder, home in zip(above[1:], above[2:], strict=False) if _is_cache(folder, home)), None)
+
+
+def _is_cache(folder: Path, home: Path) -> bool:
+    return folder.name == "snapshots" and home.name.startswith("models--")
+
+
+def source_name(path: Path) -> str:
+    """The name of an input: `org/name@commit[/folder]` in the hub's cache, else the last part of its path."""
+    home = snapshot_home(path)
+    if home is None:
+        return path.name
+    commit, *folder = path.relative_to(home / "snapshots").parts
+    return "/".join([f"{home.name.removeprefix('models--').replace('--', '/')}@{commit}", *folder])
 
 
 def needed(files: Iterable[str]) -> list[str]:

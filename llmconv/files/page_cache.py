@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from llmconv.files.source_file import is_mirrored
+
 MEMINFO = Path("/proc/meminfo")
 """`proc_meminfo(5)`: `MemAvailable` is the memory that programs may take without swapping, in KiB."""
 
@@ -22,6 +24,6 @@ def fits(nbytes: int) -> bool:
 def forget(paths: Iterable[Path]) -> None:
     """Drops files that are on the disk from the page cache (`posix_fadvise(2)`)."""
     for path in paths:
-        if path.is_file() and hasattr(os, "posix_fadvise"):
+        if not is_mirrored(path) and path.is_file() and hasattr(os, "posix_fadvise"):
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

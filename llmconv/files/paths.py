@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.hub.address import HubAddress, is_hub_address, parse_hub_address
+from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 
 ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
 """`scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive."""
@@ -28,6 +30,30 @@ COPY_TOOLS = {
 WRITTEN = "a path to write"
 Written = Annotated[str | Path, WRITTEN]
 """A parameter with a file or folder to write; see `output_path`."""
+
+
+PLACED = "a path or an address to write"
+Placed = Annotated[str | Path, PLACED]
+"""A parameter with a folder to write, on this machine, in an object store or on the Hub; see `output_place`."""
+
+
+def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubAddress:
+    """The place of an output folder: an address in an object store or on the Hub, or a local path; see `output_path`.
+
+    Raises:
+        InputRefused: neither, or an address with credentials in it.
+        UsageProblem: it is not a path, or empty.
+    """
+    if isinstance(value, StoreAddress | HubAddress):
+        return value
+    if is_hub_address(value):
+        return parse_hub_address(value)
+    return parse_address(value) if is_store_address(value) else output_path(value, name)
+
+
+def local_only(place: Path | StoreAddress | HubAddress) -> Path | None:
+    """The place if it is on this machine, else None."""
+    return place if isinstance(place, Path) else None
 
 
 def output_path(value: Any, name: str = "output") -> Path:

@@ -23,6 +23,7 @@ from llmconv.errors import MalformedInput
 from llmconv.files.checksums import ChecksummedRange
 from llmconv.files.file_problem import FileProblem, naming
 from llmconv.files.pointer_files import GIT_LFS, refuse_git_lfs
+from llmconv.files.source_file import open_source, read_into
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
 HEADER_LIMIT = 100_000_000
@@ -58,8 +59,7 @@ class FileTensor(LazyTensor):
     def _read_rows(self, start: int, stop: int) -> Array:
         row_bytes = self.nbytes // max(1, self.num_rows)
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
-        with open(self.path, "rb", buffering=0) as file:
-            read_exactly(file.fileno(), array.data, self.offset + start * row_bytes, self.path)
+        read_into(self.path, array.data, self.offset + start * row_bytes)
         if self.record:
             self.record.was_read(self.offset + start * row_bytes - self.record.start, array.data)
         return array.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
@@ -104,7 +104,7 @@ def read_header(path: Path) -> Header:
         UnsupportedInput: the file is a Git LFS pointer.
     """
     size = path.stat().st_size
-    with naming(f"`{path.name}`", DAMAGED), open(path, "rb") as file:
+    with naming(f"`{path.name}`", DAMAGED), open_source(path) as file:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise FileProblem(f"has {size} bytes, too few for a header")

@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from llmconv.errors import InputRefused
 from llmconv.files.hub import from_hub
+from llmconv.files.mirror import registry
+from llmconv.files.mirror.mirror_folder import make_mirror
 from llmconv.files.paths import is_address, path_of
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
+from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
+from llmconv.stores.address import is_store_address
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,22 +39,27 @@ FILE_NAME = re.compile(
 """Bare names that are clearly files, not models of the hub."""
 
 
-def local_path(name: str | Path) -> Path:
-    """A local path for `name`: itself if it exists, a download for a URI or a hub id (`org/name[@revision]`).
+def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
+    """A local path for `name`: itself if it exists, a download for a URI or a model of the hub.
+
+    A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
 
     Pointer files of Composer are followed, on the disk and in a bucket. A URI is fetched into a temporary folder, which
     is removed when the call that needs it ends (see `fetching`), at the latest with the process.
 
     Args:
         name: path, URI or hub id.
+        in_parts: of a bucket, fetch only what llmconv's own readers ask for; no other library may read weights then.
 
     Raises:
         InputRefused: the path does not exist, and is neither a reachable URI nor a hub id.
         UsageProblem: it is not a path, but for example a loaded model.
     """
     given = path_of(name, "path")
+    if is_hub_address(name):
+        return from_hub(parse_hub_address(str(name)))
     if is_address(name):
-        return _download(_uri(name))
+        return _download(_uri(name), in_parts=in_parts)
     path = follow_local(given)
     if path.exists():
         return path
@@ -59,7 +69,7 @@ def local_path(name: str | Path) -> Path:
         )
     text = str(name)
     if is_hub_id(text):
-        return from_hub(text)
+        return from_hub(hub_address(text))
     raise InputRefused(
         f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
     )
@@ -108,6 +118,7 @@ _folders: set[Path] = set()
 def remove_downloads(folders: set[Path] | None = None) -> None:
     """Removes temporary folders; by default all of this process, for when it ends."""
     for folder in set(_folders if folders is None else folders):
+        registry.remove(folder)
         shutil.rmtree(folder, ignore_errors=True)
         _folders.discard(folder)
 
@@ -171,17 +182,16 @@ def _uri(name: str | Path) -> str:
     return text
 
 
-def _download(uri: str) -> Path:
-    import fsspec  # noqa: PLC0415 - not needed for local paths
-
+def _download(uri: str, *, in_parts: bool) -> Path:
+    """Fetches a URI; object stores with obstore, which can fetch parts, and everything else with fsspec."""
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
     _folders.add(folder)
     if fetched := _fetched.get():
         fetched.folders.add(folder)
     try:
-        filesystem, remote = fsspec.url_to_fs(uri)
-        remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
-        filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
+        if is_store_address(uri) and find_spec("obstore"):
+            return make_mirror(uri, folder, whole=not in_parts)
+        return _download_all(uri, folder)
     except BaseException as error:
         remove_downloads({folder})
         if not isinstance(error, OSError | ImportError | ValueError):
@@ -189,6 +199,14 @@ def _download(uri: str) -> Path:
         raise InputRefused(
             f"cannot fetch `{uri.partition('?')[0]}`: {error}", hint="check the address and the credentials"
         ) from error
+
+
+def _download_all(uri: str, folder: Path) -> Path:
+    import fsspec  # noqa: PLC0415 - not needed for local paths
+
+    filesystem, remote = fsspec.url_to_fs(uri)
+    remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
+    filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
     return next(folder.iterdir(), folder)
 
 

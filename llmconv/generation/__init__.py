@@ -9,6 +9,7 @@ from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.stages.staged_runner import StageAddresses
 
 __all__ = [
     "Completion",
@@ -19,6 +20,7 @@ __all__ = [
     "ModelFiles",
     "TextPiece",
     "SharedPrefix",
+    "StageAddresses",
     "TextModel",
     "Wording",
     "generate",

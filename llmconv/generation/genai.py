@@ -195,6 +195,8 @@ def _library() -> Any:
 def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
     if session.attributes or session.free_dimensions:
         raise UsageProblem("GenAI does not support [session] or [free_dimensions]", hint="use [entries] and [provider]")
+    if session.stages:
+        raise UsageProblem("GenAI does not run graphs in stages", hint="leave out the sections `[stage N]`")
     if session.packed_cache:
         raise UsageProblem("GenAI packs the weights whenever it opens a model", hint="leave out `--packed-cache`")
     options: dict[str, Any] = dict(session.entries)

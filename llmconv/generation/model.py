@@ -19,12 +19,13 @@ from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner
+from llmconv.generation.runners import load_genai, load_runner, refuse_stages
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
 
 
@@ -64,6 +65,7 @@ class TextModel:
         trust_remote_code: bool = False,
         device: str | None = None,
         dtype: str | None = None,
+        stages: StageAddresses | None = None,
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
@@ -76,10 +78,12 @@ class TextModel:
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
             device: torch's name of the device, for `torch`; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
+            stages: where stages of `export --stages` run that do not run here.
 
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights.
             OutOfMemory: the device has too little memory.
+            StageFailed: there is no stage at an address, or one of another model or export.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions(adapter, device, dtype)
@@ -88,11 +92,13 @@ class TextModel:
             tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
                 options.refuse()
+                refuse_stages(stages, backend)
                 engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
-                runner = load_runner(files, backend, settings, options, trust_remote_code=trust_remote_code)
+                rest = {"trust_remote_code": trust_remote_code}
+                runner = load_runner(files, backend, settings, options, stages, **rest)
                 lengths = [context_length(files.folder), runner.cache_capacity]
                 length = min((length for length in lengths if length), default=None)
             defaults = GenerationSettings.of(files.generation_config or files.folder)

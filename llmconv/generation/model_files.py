@@ -12,7 +12,9 @@ from llmconv.errors import UsageProblem
 from llmconv.files.hub import cached
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_hub_id, local_path
+from llmconv.hub.address import hub_address
 from llmconv.not_a_model_folder import refused_model
+from llmconv.output.manifest import MANIFEST, read_manifest
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ModelFiles:
             return cls._of_graphs(list(model))
         path = path_of(model, "model")
         if is_hub_id(model):
-            kept = cached(str(model))
+            kept = cached(hub_address(str(model)))
             path = kept if kept and (kept / "config.json").is_file() else local_path(model)
         elif not path.exists():
             path = local_path(model)
@@ -79,5 +81,7 @@ class ModelFiles:
 def _require_runnable(folder: Path) -> None:
     """Refuses a folder without graphs and weights, and models that are not causal language models."""
     require_causal_folder(folder)
+    if (folder / MANIFEST).is_file() and read_manifest(folder).graphs:
+        return  # whose graphs may be on other hosts
     if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise refused_model(folder)

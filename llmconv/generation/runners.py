@@ -15,6 +15,7 @@ from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.runner import Runner
+from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 
 
 def load_runner(
@@ -22,6 +23,7 @@ def load_runner(
     backend: str,
     settings: SessionSettings | None = None,
     options: TorchOptions | None = None,
+    stages: StageAddresses | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> Runner:
@@ -32,19 +34,24 @@ def load_runner(
         backend: `onnx` or `torch`.
         settings: session settings of onnxruntime; `torch` takes the number of threads from them.
         options: of the eager model, for `torch`.
+        stages: where stages run that do not run here, for `onnx`.
         trust_remote_code: run the model code in the folder, for `torch`.
 
     Raises:
         InputRefused: the folder has no graphs, or transformers cannot load it.
+        StageFailed: there is no stage at an address, or one of another model.
         UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
     """
     options = options or TorchOptions()
     if backend == "onnx":
         options.refuse()
+        if stages:
+            return StagedRunner.open(_stages_folder(files), stages, settings)
         WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
         return OrtRunner.from_folder(files.folder, settings)
+    refuse_stages(stages, backend)
     if backend != "torch":
         raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
     _refuse_session(settings)
@@ -59,6 +66,27 @@ def load_runner(
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
     )
+
+
+def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
+    """Refuses stages in other processes for other backends than `onnx`.
+
+    Raises:
+        UsageProblem: there are some.
+    """
+    if stages:
+        raise UsageProblem(
+            f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run",
+            hint="leave out `--backend`, or `--stage-at`",
+        )
+
+
+def _stages_folder(files: ModelFiles) -> Path:
+    if files.prefill:
+        raise UsageProblem(
+            "`--stage-at` needs a folder, and not single graphs", hint="give the folder that has llmconv.json"
+        )
+    return files.folder
 
 
 def _graph_files(files: ModelFiles) -> list[Path]:

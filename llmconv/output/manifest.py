@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmconv.checkpoint import own_file, read_json
+from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import MalformedInput
+from llmconv.files.hub import source_name
 from llmconv.files.named_file import is_inner
 from llmconv.version import __version__
 
@@ -32,6 +33,7 @@ class Manifest:
 
     Attributes:
         found: the folder was complete before the run, which wrote nothing; not stored in the file.
+        unfinished: only a part was written, and nothing is published; not stored in the file.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -39,6 +41,7 @@ class Manifest:
     graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     manifest_version: int = 1
     found: bool = False
+    unfinished: bool = False
 
     def encode(self) -> bytes:
         """The file's bytes: stable key order, so equal manifests are equal files."""
@@ -59,7 +62,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
-    content = read_json(own_file(folder, MANIFEST))
+    return _checked(read_json(own_file(folder, MANIFEST)))
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """The manifest with this content.
+
+    Raises:
+        MalformedInput: as `read_manifest`.
+    """
+    return _checked(parse_object(content, MANIFEST))
+
+
+def _checked(content: dict[str, Any]) -> Manifest:
     steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
     if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
         _refuse("`steps` is not a list of objects")
@@ -109,11 +124,11 @@ def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
 
     Args:
         command: of the command line.
-        source: of which the name is recorded.
+        source: of which the name is recorded; for a model of the hub `org/name@commit`.
         options: of the run; those that are None, False or empty are left out.
     """
     given = {name: value for name, value in options.items() if value not in (None, (), False)}
-    return {"command": command, "llmconv": __version__, "source": source.name, "options": given}
+    return {"command": command, "llmconv": __version__, "source": source_name(source), "options": given}
 
 
 def file_entry(content: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, Checkpoint
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.safetensors_file import NAME_LIMIT, file_of, safetensors_pieces
-from llmconv.output.sharding import KEEP, by_size, by_source
+from llmconv.output.sharding import KEEP, Group, by_size, by_source
 from llmconv.tensors import Container, LazyTensor
 
 MODEL = "model"
@@ -59,6 +59,7 @@ class Plan:
         small_files: other files, name to content, in the order of writing.
         warnings: parts of the source that the output lacks, one line each.
         found: the output was complete before the run, which wrote nothing.
+        part: the part of the output, such as `3/16`, whose shards these are; nothing was published.
     """
 
     checkpoint: Checkpoint
@@ -66,6 +67,7 @@ class Plan:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     found: bool = False
+    part: str = ""
 
     def __repr__(self) -> str:
         count = sum(len(shard.tensors) for shard in self.shards)
@@ -77,7 +79,12 @@ class Plan:
         return sum(shard.nbytes for shard in self.shards)
 
 
-def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_SIZE, stem: str = MODEL) -> Plan:
+def plan_checkpoint(
+    checkpoint: Checkpoint,
+    max_shard_size: str | int = DEFAULT_SIZE,
+    stem: str = MODEL,
+    parts: Mapping[str, int] | None = None,
+) -> Plan:
     """Plans a Hugging Face folder.
 
     A shard whose tensors are unchanged is planned as a copy of their file.
@@ -87,6 +94,7 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
         max_shard_size: maximum size of a shard (a larger tensor gets its own), in bytes or as `5GB`. `keep` keeps the
             shards of a Hugging Face folder, and means `5GB` for other sources.
         stem: beginning of the names of the files.
+        parts: numbers by name of a tensor (0 if it has none); tensors of different numbers are not in one file.
 
     Raises:
         UsageProblem: `max_shard_size` is not a size such as `5GB`.
@@ -98,7 +106,9 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
         _check_name(checkpoint.path, name)
-    groups = by_source(checkpoint, checkpoint.files, limit) if kept else by_size(checkpoint, limit)
+    groups = []
+    for part in _divided(checkpoint, parts or {}):
+        groups += by_source(part, checkpoint.files, limit) if kept else by_size(part, limit)
     shards = tuple(
         Shard(_shard_name(stem, number, len(groups)), group, copy_of=file_of(group))
         for number, group in enumerate(groups, 1)
@@ -109,6 +119,12 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
         shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
         small_files[place + ADAPTER_CONFIG] = json_bytes(checkpoint.adapter.config)
     return Plan(checkpoint, shards, small_files)
+
+
+def _divided(tensors: Mapping[str, LazyTensor], parts: Mapping[str, int]) -> list[Group]:
+    """The tensors of each number in `parts`."""
+    numbers = sorted({parts.get(name, 0) for name in tensors})
+    return [{name: t for name, t in tensors.items() if parts.get(name, 0) == number} for number in numbers]
 
 
 def _check_name(path: Path, name: str) -> None:

@@ -16,19 +16,31 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
+from llmconv.files import page_cache
+from llmconv.files.copying import copy_file
 from llmconv.files.named_file import is_inner
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
+from llmconv.files.safetensors_file import FileTensor, holds
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.output.plan import Shard
+from llmconv.output.streaming import stream_shard
 from llmconv.progress import say
 
 JOURNAL = "journal.jsonl"
+JOURNALS = "journal*.jsonl"
+"""The journal of a run, and those of the processes that work for one; see `shared_staging`."""
+
+SIGNATURE = "signature"
+"""Field of a journal entry: what identifies the file on this machine without reading it."""
+
 LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20
@@ -44,6 +56,7 @@ class StagedFolder:
         key: fingerprint of sources and options; a journal with another key is not resumed.
         overwrite: an existing `output` may be replaced.
         resume: keep finished files of an interrupted run with the same key.
+        trusts: the signature of a file; one whose signature is that of its journal entry is not hashed again.
 
     Raises:
         InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
@@ -51,13 +64,19 @@ class StagedFolder:
         OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
     """
 
-    def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
+    lock_kind = fcntl.LOCK_EX
+    """`flock(2)`: one run at a time."""
+
+    def __init__(
+        self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None
+    ) -> None:
         self.output = output
         self.path = _partial(output)
         self.finished: dict[str, dict[str, Any]] = {}
         self._key, self._overwrite = key, overwrite
-        self._resume = resume
+        self._resume, self._trusts = resume, trusts
         self._lock = -1
+        self._left = False
 
     def __enter__(self) -> StagedFolder:
         with ExitStack() as stack, failing_safely():
@@ -74,8 +93,12 @@ class StagedFolder:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
         with self._open:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
-            if not (resumable and self.finished) and self._disposable.is_at(self.path):
+            if not self._left and not (resumable and self.finished) and self._disposable.is_at(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+
+    def leave(self) -> None:
+        """Keeps the folder for other processes; see `UnfinishedOutput`."""
+        self._left = True
 
     def _close_lock(self) -> None:
         if self._lock >= 0:
@@ -89,8 +112,8 @@ class StagedFolder:
             self._folder.remove(LOCK)
         self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _lock_folder(self._folder.descriptor)
+            fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
+            _lock_folder(self._folder.descriptor, self.lock_kind)
         except BlockingIOError as error:
             raise self._taken() from error
         if not self._folder.is_at(self.path):
@@ -114,20 +137,25 @@ class StagedFolder:
         self._folder.write(JOURNAL, self._encode_journal())
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """The finished files whose sha256 is unchanged; none if the key differs."""
+        """The finished files whose sha256 is unchanged, of all journals with this key."""
+        lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
+        return {line.pop("file"): _entry(line) for line in lines if self._intact(line)}
+
+    def _lines(self, journal: str) -> list[Any]:
+        """The entries of a journal; none if the key differs."""
         try:
-            text = (self._folder.read(JOURNAL, JOURNAL_BYTES) or b"").decode()
+            text = (self._folder.read(journal, JOURNAL_BYTES) or b"").decode()
             lines = [json.loads(line) for line in text.splitlines()]
         except (ValueError, RecursionError):
-            return {}
-        if not lines or lines[0] != {"key": self._key}:
-            return {}
-        return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
+            return []
+        return lines[1:] if lines and lines[0] == {"key": self._key} else []
 
     def _intact(self, line: Any) -> bool:
         if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
         try:
+            if self._trusts and self._trusts(self.path / name) == line.get(SIGNATURE, ()):
+                return True
             with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
                 same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
                 return same and bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
@@ -143,6 +171,19 @@ class StagedFolder:
         self.finished[name] = entry
         with failing_safely():
             self._folder.write(JOURNAL, self._encode_journal())
+
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""
+        with failing_safely(), self.new_file(shard.name) as new:
+            entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
+            new.place()
+        if shard.copy_of:
+            check_copy(self.path / shard.name, shard)
+        return entry
+
+    def release(self, name: str, sources: Sequence[Path]) -> None:
+        """Gives back the pages of the file `name` and of the sources; see `UnfinishedOutput`."""
+        page_cache.forget([self.path / name, *sources])
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[NewFile]:
@@ -189,6 +230,35 @@ class StagedFolder:
             raise OutputFailed(
                 f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
             ) from error
+
+
+def _entry(line: dict[str, Any]) -> dict[str, Any]:
+    """The manifest entry of a line of the journal."""
+    return {name: value for name, value in line.items() if name != SIGNATURE}
+
+
+def check_copy(path: Path, shard: Shard) -> None:
+    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy at `path`."""
+    for tensor in shard.tensors.values():
+        if isinstance(tensor, FileTensor) and tensor.record:
+            replace(tensor.record, path=path).was_touched()
+
+
+def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    assert shard.copy_of
+    entry = copy_file(shard.copy_of, new.file, advance)
+    require_unchanged(new.path, shard)
+    return entry
+
+
+def require_unchanged(path: Path, shard: Shard) -> None:
+    """Raises MalformedInput if the copy, or the source, of an unchanged file no longer has the planned tensors."""
+    assert shard.copy_of
+    if not holds(path, shard.tensors):
+        raise MalformedInput(
+            f"`{shard.copy_of.name}` changed while it was copied",
+            hint="make sure that nothing writes to it, and run again",
+        )
 
 
 def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
@@ -241,7 +311,14 @@ def is_complete(output: Path) -> bool:
 
 def bytes_held(output: Path) -> int:
     """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
-    return sum(file.lstat().st_blocks * 512 for file in _partial(output).glob("*"))
+    return sum(map(_bytes_on_disk, _partial(output).glob("*")))
+
+
+def _bytes_on_disk(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except FileNotFoundError:  # another process of the same run has just renamed it
+        return 0
 
 
 def _partial(output: Path) -> Path:
@@ -270,9 +347,9 @@ def _open_partial(path: Path) -> Folder:
     return folder
 
 
-def _lock_folder(descriptor: int) -> None:
+def _lock_folder(descriptor: int, kind: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:  # some network disks lock only files

@@ -1,4 +1,4 @@
-"""Streams one file to the disk: while a block is written, later rows are computed and earlier ones hashed.
+"""Streams one file: while a block is written, later rows are computed and earlier ones hashed.
 
 A bounded number of row blocks is in flight, so memory depends on the block size and not on the model.
 """
@@ -9,8 +9,8 @@ import ctypes
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import IO, Any
 
@@ -29,18 +29,43 @@ FALLOC_FL_KEEP_SIZE = 1
 """Reserves blocks without changing the length of the file (`linux/falloc.h`)."""
 
 
-@dataclass
-class _Checksums:
-    """The sha256 of all bytes added, and the CRC-32 of each tensor, unless `crcs` is empty."""
+class ShardContent:
+    """The bytes of one file in order; meanwhile later rows are computed, and earlier ones hashed, on other threads.
 
-    crcs: list[int]
-    sha256: Any = field(default_factory=hashlib.sha256)
+    Args:
+        shard: the tensors and their container.
+    """
 
-    def add(self, number: int | None, block: memoryview) -> None:
-        """Adds the next bytes, which belong to tensor `number`, if any."""
-        self.sha256.update(block)
-        if number is not None and self.crcs:
-            self.crcs[number] = zlib.crc32(block, self.crcs[number])
+    def __init__(self, shard: Shard) -> None:
+        self.pieces = list(shard.container(shard.tensors))
+        self.nbytes = shard.nbytes
+        self._size = 0
+        self._sha256 = hashlib.sha256()
+        checked = any(callable(piece) for piece in self.pieces)
+        self._crcs = [0] * len(shard.tensors) if checked else []
+
+    def blocks(self) -> Generator[memoryview, None, None]:
+        """All bytes of the file, to be taken once."""
+        with BackgroundQueue(LOOK_AHEAD) as hashing:
+            for number, content in prefetch((partial(_content, *block) for block in _blocks(self.pieces)), LOOK_AHEAD):
+                if callable(content):
+                    hashing.finish()
+                block = memoryview(content(self._crcs)) if callable(content) else content
+                hashing.submit(self._add, number, block)
+                self._size += len(block)
+                yield block
+            hashing.finish()
+
+    def _add(self, number: int | None, block: memoryview) -> None:
+        """Adds the next bytes, which belong to tensor `number`, if any, to the checksums."""
+        self._sha256.update(block)
+        if number is not None and self._crcs:
+            self._crcs[number] = zlib.crc32(block, self._crcs[number])
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The manifest entry: bytes and sha256 of the blocks that were taken."""
+        return {"bytes": self._size, "sha256": self._sha256.hexdigest()}
 
 
 def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -54,27 +79,21 @@ def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) 
     Returns:
         The manifest entry: bytes and sha256.
     """
-    pieces = list(shard.container(shard.tensors))
-    checksums = _Checksums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
+    content = ShardContent(shard)
     size = flushed = 0
-    with BackgroundQueue(LOOK_AHEAD) as hashing, BackgroundQueue(1) as flushing:
-        _allocate(file.fileno(), sum(tensor.nbytes for tensor in shard.tensors.values()))
-        for number, content in prefetch((partial(_content, *block) for block in _blocks(pieces)), LOOK_AHEAD):
-            if callable(content):
-                hashing.finish()
-            block = memoryview(content(checksums.crcs)) if callable(content) else content
-            hashing.submit(checksums.add, number, block)
+    with BackgroundQueue(1) as flushing, closing(content.blocks()) as blocks:
+        _allocate(file.fileno(), content.nbytes)
+        for block in blocks:
             write_fully(file.fileno(), block)
             advance(len(block))
             size += len(block)
             if size - flushed > FLUSH_BYTES and flushing.is_idle():
                 flushing.submit(flush_data, file.fileno())
                 flushed = size
-        hashing.finish()
         flushing.finish()
         os.ftruncate(file.fileno(), size)  # releases blocks that XFS reserves after the end
         os.fsync(file.fileno())
-    return {"bytes": size, "sha256": checksums.sha256.hexdigest()}
+    return content.entry
 
 
 def _allocate(fd: int, size: int) -> None:

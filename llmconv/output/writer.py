@@ -8,24 +8,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.checkpoint import parse_object
+from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
-from llmconv.files.copying import can_clone, copy_file
-from llmconv.files.safe_folder import Link, NewFile
-from llmconv.files.safetensors_file import FileTensor, holds
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, read_manifest
-from llmconv.output.plan import Plan, Shard
-from llmconv.output.staging import StagedFolder, bytes_held, failing_safely, is_complete, require_free
-from llmconv.output.streaming import stream_shard
+from llmconv.files.mirror import registry
+from llmconv.files.safe_folder import Link
+from llmconv.hub.address import HubAddress
+from llmconv.output.destination import Destination, UnfinishedOutput
+from llmconv.output.hub_folder import HubFolder
+from llmconv.output.local_folder import LocalFolder
+from llmconv.output.manifest import Manifest, file_entry
+from llmconv.output.plan import Plan
+from llmconv.output.store_folder import StoreFolder
+from llmconv.output.work import Part, Shards, Work, Workers, current_call
+from llmconv.output.workers import write_in_workers
 from llmconv.progress import bytes_bar, say, warn_all
+from llmconv.stores.address import StoreAddress
 
 CONFIG = "config.json"
 UNCHECKED = "`{}` was saved without checksums, so damage to it cannot be detected"
@@ -35,9 +39,25 @@ HEAP_BYTES = 256 << 20
 """Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
 
 
-def write_checkpoint(
+Place = Path | StoreAddress | HubAddress
+"""Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""
+
+
+def destination_of(output: Place) -> Destination:
+    """The destination at a path or address."""
+    if isinstance(output, HubAddress):
+        return HubFolder(output)
+    return StoreFolder(output) if isinstance(output, StoreAddress) else LocalFolder(output)
+
+
+def space_needed(plan: Plan, output: Place) -> int:
+    """Bytes of new storage that the plan takes in `output`."""
+    return destination_of(output).space_needed(plan)
+
+
+def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     plan: Plan,
-    output: Path,
+    output: Place,
     *,
     steps: Sequence[dict[str, Any]],
     sources: Sequence[Path],
@@ -45,6 +65,7 @@ def write_checkpoint(
     resume: bool = False,
     more_files: Mapping[str, bytes | Link] | None = None,
     graphs: dict[str, dict[str, Any]] | None = None,
+    work: Work | None = None,
 ) -> Manifest:
     """Writes the folder `output`, for which `check_output` was called: shards, small files, manifest, in that order.
 
@@ -57,25 +78,74 @@ def write_checkpoint(
         resume: continue an interrupted run.
         more_files: content of more files by path, such as graphs; they replace those of the plan.
         graphs: the manifest's entries of these graphs.
+        work: which shards this process writes, and whether it publishes; None: all, and it does.
 
     Raises:
         InputRefused: a source is damaged (MalformedInput), or `output` appeared. With `resume` an `output` that is
             complete and of the same inputs and options is kept, and nothing is written.
         OutputFailed: writing failed.
     """
-    if resume and not overwrite and is_complete(output):
-        return _same_as_before(plan, output, steps, sources, adds=bool(more_files))
+    target = destination_of(output)
+    if resume and not overwrite and target.is_complete():
+        return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
-        _write_shards(plan, folder, output.name, sources)
+    key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
+    manifest = Manifest(list(steps), graphs=graphs or {})
+    if isinstance(work, Part | Shards):
+        _write_part(plan, target, key, work, sources)
+        return replace(manifest, unfinished=True)
+    if isinstance(work, Workers):
+        _write_in_workers(plan, target, key, work, overwrite=overwrite, resume=resume)
+    if work:
+        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers))
+    else:
+        making = target.begin(key, files, overwrite=overwrite, resume=resume)
+    with making as folder:
+        _require_parts(plan, folder, target) if work else _write_shards(plan, folder, target.name, sources)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
-        manifest = Manifest(list(steps), graphs=graphs or {})
         folder.commit(manifest)
     return manifest
 
 
-def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence[Path]) -> None:
+def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, sources: Sequence[Path]) -> None:
+    """Writes the chosen shards, and publishes nothing."""
+    chosen = work.chosen(plan.shards)
+    part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
+    with target.share(key, [shard.name for shard in plan.shards], chosen) as folder:
+        _write_shards(part, folder, target.name, sources)
+
+
+def _write_in_workers(
+    plan: Plan, target: Destination, key: str, work: Workers, *, overwrite: bool, resume: bool
+) -> None:
+    """Writes the unfinished shards in other processes."""
+    files = [shard.name for shard in plan.shards]
+    target.require_shared()
+    with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
+        finished = {*folder.finished}
+        folder.leave()
+    with bytes_bar(f"writing {target.name}", plan.nbytes) as advance:
+        for shard in plan.shards:
+            advance(shard.nbytes if shard.name in finished else 0)
+        try:
+            write_in_workers(current_call(), [s for s in plan.shards if s.name not in finished], work, advance)
+        except BaseException:
+            with target.finish(key, overwrite=overwrite, trusted=True):
+                raise  # keeps or deletes what is finished, as after an error of this process
+
+
+def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) -> None:
+    """Raises OutputFailed if the parts have not written all shards."""
+    missing = [shard.name for shard in plan.shards if shard.name not in folder.finished]
+    if missing:
+        raise OutputFailed(
+            f"{len(missing)} of {len(plan.shards)} shards of `{target}` are missing, such as `{missing[0]}`",
+            hint="run the parts that failed again, then finish; or complete it alone with `--resume`",
+        )
+
+
+def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequence[Path]) -> None:
     """Writes the unfinished shards; `name` is the title of the progress bar."""
     crowded = not page_cache.fits(plan.nbytes)
     with bytes_bar(f"writing {name}", plan.nbytes) as advance, checked_reading() as checks:
@@ -83,22 +153,22 @@ def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence
             if shard.name in folder.finished:
                 advance(shard.nbytes)
                 continue
-            entry = _make_shard(folder, shard, advance)
+            entry = folder.make_shard(shard, advance)
             checks.finish()
             folder.record(shard.name, entry)
+            registry.release(sources)
             if crowded:
-                page_cache.forget([folder.path / shard.name, *sources])
+                folder.release(shard.name, sources)
     warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
 
 
 def _same_as_before(
-    plan: Plan, output: Path, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
+    plan: Plan, output: Destination, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
 ) -> Manifest:
     """The manifest of a complete folder, if this run would make the same one."""
-    manifest = read_manifest(output)
-    made = (output / MANIFEST).stat().st_mtime_ns
+    manifest, made = output.manifest(), output.made_at()
     changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
-    replaced = {CONFIG} if adds and _extends(output / CONFIG, plan.small_files[CONFIG]) else set()
+    replaced = {CONFIG} if adds and _extends(output.read(CONFIG), plan.small_files[CONFIG]) else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
@@ -112,13 +182,13 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _extends(path: Path, content: bytes) -> bool:
+def _extends(found: bytes | None, content: bytes) -> bool:
     """Whether a JSON file has all fields of `content` with the same values; exported graphs may add some."""
-    made = read_json(path) if path.is_file() else {}
+    made = parse_object(found, CONFIG) if found else {}
     return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
-def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
+def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
     """Checks before a run that its output can be written.
 
     Args:
@@ -131,23 +201,10 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
     Raises:
         InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
     """
-    require_free(output, overwrite, inputs, resume=resume)
-    if resume and not overwrite and is_complete(output):
-        return
-    require_space(output, space_needed(plan, output) - bytes_held(output))
-
-
-def _home(output: Path) -> Path:
-    """The nearest existing folder above `output`."""
-    return next(folder for folder in output.absolute().parents if folder.is_dir())
-
-
-def space_needed(plan: Plan, output: Path) -> int:
-    """Bytes that the plan needs on the disk of `output`; clones need none."""
-    source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
-    if source and can_clone(source, _home(output)):
-        return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
-    return plan.nbytes
+    target = destination_of(output)
+    target.require_free(overwrite, inputs, resume=resume)
+    if not (resume and not overwrite and target.is_complete()):
+        target.require_space(plan)
 
 
 def _reuse_freed_blocks() -> None:
@@ -158,55 +215,14 @@ def _reuse_freed_blocks() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
-def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies or streams one file and returns its manifest entry."""
-    with failing_safely(), folder.new_file(shard.name) as new:
-        entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
-        new.place()
-    if shard.copy_of:
-        _check_copy(folder.path / shard.name, shard)
-    return entry
-
-
-def _check_copy(path: Path, shard: Shard) -> None:
-    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy."""
-    for tensor in shard.tensors.values():
-        if isinstance(tensor, FileTensor) and tensor.record:
-            replace(tensor.record, path=path).was_touched()
-
-
-def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    assert shard.copy_of
-    entry = copy_file(shard.copy_of, new.file, advance)
-    if not holds(new.path, shard.tensors):
-        raise MalformedInput(
-            f"`{shard.copy_of.name}` changed while it was copied",
-            hint="make sure that nothing writes to it, and run again",
-        )
-    return entry
-
-
-def require_space(output: Path, needed: int, home: Path | None = None) -> None:
-    """Requires free space on the disk.
-
-    Args:
-        output: the folder to write.
-        needed: bytes.
-        home: an existing folder on the disk of `output` (default: the nearest above it).
-
-    Raises:
-        InputRefused: fewer than `needed` bytes are free.
-    """
-    free = shutil.disk_usage(home or _home(output)).free
-    if needed > free:
-        raise InputRefused(
-            f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",
-            hint="free some space, or choose an output on another disk",
-        )
-
-
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
     """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
-    stats = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    stats = [_identity(source) for source in sources]
     return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()
+
+
+def _identity(source: Path) -> tuple[str | int, ...]:
+    """What changes with a source: its time, and in a store its ETag."""
+    tag, found = registry.e_tag(source), source.stat()
+    return source.name, found.st_size, found.st_mtime_ns, *([tag] if tag else [])

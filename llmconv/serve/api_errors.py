@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.errors import LlmconvError
+from llmconv.errors import LlmconvError, StageFailed
 
 KINDS = {
     401: "authentication_error",
@@ -57,6 +57,8 @@ def as_api_error(error: BaseException) -> ApiError:
     """The error for the client: llmconv's errors with message and hint, a bug without details."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, StageFailed):
+        return ApiError(f"{error.message} ({error.hint})", status=503, code="stage_failed")
     if isinstance(error, LlmconvError):
         return ApiError(f"{error.message} ({error.hint})")
     return ApiError("internal server error; see the log of the server", status=500, code="internal_error")

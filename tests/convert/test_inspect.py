@@ -18,6 +18,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput
 from llmconv.files import safetensors_file
+from llmconv.files.source_file import read_into
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {
@@ -150,13 +151,13 @@ def test_gigabytes_are_told_in_a_moment_without_reading_them(tmp_path: Path, mon
     params = {"dim": WIDTH, "n_layers": 1, "n_heads": 32, "norm_eps": 1e-5, "multiple_of": 256}
     (tmp_path / "params.json").write_text(json.dumps(params))
     read: list[int] = []
-    genuine = safetensors_file.read_exactly
+    genuine = read_into
 
-    def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def counting(path: Path, buffer: memoryview, offset: int) -> None:
         read.append(len(buffer))
-        genuine(fd, buffer, offset, path)
+        genuine(path, buffer, offset)
 
-    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_into", counting)
     began = time.process_time()
     found = inspect(tmp_path)
     assert found.nbytes > 2 << 30 and found.config["vocab_size"] == WORDS

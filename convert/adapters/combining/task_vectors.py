@@ -12,6 +12,7 @@ from llmconv.convert.adapters.combining.methods import Combination, TaskVector, 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.weight_updates import add_changes
+from llmconv.files.source_file import open_source
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 FLOAT64 = BY_NAME["float64"]
@@ -78,7 +79,7 @@ def _digest(adapter: Adapter) -> str:
     """sha256 of the adapter's config and weights."""
     digest = hashlib.sha256(adapter.settings.read_bytes())
     for path in adapter.weights:
-        with open(path, "rb") as file:
+        with open_source(path) as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

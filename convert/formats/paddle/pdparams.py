@@ -23,6 +23,7 @@ from llmconv.files.pickles.machine import PickleHooks, PickleMachine, Stub
 from llmconv.files.pickles.opcodes import STRING_LIMIT, text
 from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.source_file import open_source
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 KEPT_BYTES = 1024
@@ -78,7 +79,7 @@ def is_pdparams(path: Path) -> bool:
     """Whether `path` is a pickle (protocol 2 to 5) with numpy arrays at its beginning."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         head = file.read(HEAD_BYTES)
     is_pickle = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
     return is_pickle and not head.startswith(TORCH_MAGIC) and any(mark in head for mark in MARKS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.files.safetensors_file import read_exactly
+from llmconv.files.source_file import read_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 CHUNK_BYTES = 1 << 20
@@ -63,8 +63,7 @@ class Utf8Bytes:
 
     def _chunk(self, start: int, stop: int) -> bytes:
         buffer = bytearray(min(stop, self.size) - start)
-        with open(self.path, "rb", buffering=0) as file:
-            read_exactly(file.fileno(), memoryview(buffer), self.position + start, self.path)
+        read_into(self.path, memoryview(buffer), self.position + start)
         return bytes(buffer)
 
     def _damaged(self) -> MalformedInput:

@@ -27,6 +27,7 @@ from llmconv.convert.state_dicts.distributed.metadata import (
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.reader import TorchFile, open_torch_blob
 from llmconv.tensors import LazyTensor
 
@@ -166,7 +167,7 @@ def is_folder(path: Path) -> bool:
 def _has_metadata(path: Path) -> bool:
     if not (path / FILE).is_file():
         return False
-    with open(path / FILE, "rb") as file:
+    with open_source(path / FILE) as file:
         head = file.read(200)
     return head.startswith(b"\x80") and b"torch.distributed." in head
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import RANK_LIMIT, Global, read_pickle
+from llmconv.files.source_file import open_source
 from llmconv.tensors import BY_NAME, DType
 
 FILE = ".metadata"
@@ -185,7 +186,7 @@ def _check_apart(folder: Path, locations: Any) -> None:
 def _is_safetensors(path: Path, start: int) -> bool:
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         file.seek(start)
         return file.read(9)[8:] == b"{"
 

@@ -21,6 +21,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files.packing.codecs import Codec
 from llmconv.files.packing.compression import BLOCK, find_codec, open_stream
 from llmconv.files.packing.tar_archive import RECORD, TarArchive, is_tar
+from llmconv.files.source_file import open_source
 from llmconv.progress import bytes_bar
 
 DESCRIPTORS = Path("/proc/self/fd")
@@ -53,11 +54,12 @@ def unpacked(path: Path) -> Path:
 
 @cache
 def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         codec = find_codec(file, path.name)
         file.seek(0)
         if codec is None and not is_tar(file.read(RECORD)):
             return None
+    with open(path, "rb") as file:
         folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         try:

@@ -16,6 +16,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.files.file_problem import FileProblem, naming
 from llmconv.files.pickles.machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine
 from llmconv.files.pickles.reader import HOOKS, Global, StorageRef, interpret, storage_dtype
+from llmconv.files.source_file import open_source
 
 MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 """The first pickle, the number 0x1950a86a20f9469cfc6c, without its two protocol bytes."""
@@ -33,7 +34,7 @@ def is_legacy(path: Path) -> bool:
     """Whether `path` is a file with the magic number that `torch.save` wrote before torch 1.6."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         return MAGIC in file.read(HEAD)
 
 

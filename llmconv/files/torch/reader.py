@@ -18,6 +18,7 @@ from llmconv.files.packing.codecs import CODECS
 from llmconv.files.pickles.reader import TensorRef, read_pickle
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.source_file import open_source
 from llmconv.files.torch.legacy_reader import is_legacy, read_legacy
 from llmconv.files.torch.zip_container import NOT_BY_TORCH, is_torch_zip, read_torch_zip
 from llmconv.tensors import Array, LazyTensor
@@ -178,7 +179,7 @@ def _read_any(path: Path, size: int) -> TorchFile:
 
 
 def _read(path: Path, start: int, size: int) -> TorchFile:
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         file.seek(start)
         head = file.read(min(300, size))
     if not head.startswith(b"PK"):

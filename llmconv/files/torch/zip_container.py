@@ -20,6 +20,7 @@ from typing import IO, Any
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.checksums import ChecksummedRange
 from llmconv.files.file_problem import FileProblem, naming
+from llmconv.files.source_file import is_mirrored, open_source
 
 PICKLE_LIMIT = 256 << 20
 MEMBER_LIMIT = 1_000_000
@@ -31,6 +32,10 @@ LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 END, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q4sLQL")
 """The end record, and the zip64 end record with its locator, which large files have before it (APPNOTE 4.3.14-16)."""
 
+ALIGNMENT = 64
+"""Of the data of each member, in every version of torch."""
+
+UINT32_MAX = 0xFFFFFFFF
 HAS_DESCRIPTOR, UTF8_NAME = 0x08, 0x800
 DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError)
 """Exceptions that reading a damaged zip raises."""
@@ -41,8 +46,8 @@ NOT_BY_TORCH = "it was not written by `torch.save`, or was changed since"
 class _FileSlice(io.RawIOBase):
     """Bytes `start:start + size` of an open file, presented as a file."""
 
-    def __init__(self, fd: int, start: int, size: int) -> None:
-        self.fd, self.start, self.size, self.position = fd, start, size, 0
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self.file, self.start, self.size, self.position = file, start, size, 0
 
     def readable(self) -> bool:
         return True
@@ -59,15 +64,18 @@ class _FileSlice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         left = max(0, self.size - self.position)
-        count = os.preadv(self.fd, [memoryview(buffer)[:left]], self.start + self.position) if left else 0
-        self.position += count
-        return count
+        self.file.seek(self.start + self.position)
+        found = self.file.read(min(len(buffer), left))
+        buffer[: len(found)] = found
+        self.position += len(found)
+        return len(found)
 
 
-def _slice(fd: int, start: int, size: int) -> IO[bytes]:
+def _slice(file: IO[bytes], start: int, size: int) -> IO[bytes]:
     if size <= BUFFER:
-        return io.BytesIO(os.pread(fd, size, start))
-    return io.BufferedReader(_FileSlice(fd, start, size), BUFFER)
+        file.seek(start)
+        return io.BytesIO(file.read(size))
+    return io.BufferedReader(_FileSlice(file, start, size), BUFFER)
 
 
 def is_torch_zip(path: Path) -> bool:
@@ -80,7 +88,7 @@ def is_torch_zip(path: Path) -> bool:
 def _is_torch_zip(path: Path, _size: int, _changed: int) -> bool:
     """Cached, because every format asks."""
     try:
-        with open(path, "rb") as file, _open_zip(file) as archive:
+        with open_source(path) as file, _open_zip(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
     except DAMAGE:
         return False
@@ -100,12 +108,12 @@ def read_torch_zip(path: Path, start: int, size: int) -> tuple[bytes, dict[str, 
     """
     with (
         naming(f"`{path.name}`", NOT_BY_TORCH),
-        open(path, "rb", buffering=0) as whole,
-        _slice(whole.fileno(), start, size) as file,
+        open_source(path) as whole,
+        _slice(whole, start, size) as file,
     ):
         try:
             with _open_zip(file) as archive:
-                members = _checked_members(path, archive, file, size)
+                members = _checked_members(path, archive, file, size, far=is_mirrored(path))
         except DAMAGE as error:
             raise MalformedInput(
                 f"`{path.name}` is truncated or damaged: {error}", hint="copy it again from where it was saved"
@@ -156,25 +164,36 @@ def _read_member(file: IO[bytes], members: Mapping[str, ChecksummedRange], name:
     return content
 
 
-def _checked_members(path: Path, archive: zipfile.ZipFile, file: IO[bytes], size: int) -> dict[str, ChecksummedRange]:
-    """Members by name without the folder, with positions in `file`."""
+def _checked_members(
+    path: Path, archive: zipfile.ZipFile, file: IO[bytes], size: int, *, far: bool
+) -> dict[str, ChecksummedRange]:
+    """Members by name without the folder, with positions in `file`.
+
+    With `far`, each local header would be a request: if the first storage lies where torch places it, so do the others,
+    which their CRC-32 confirms when they are read.
+    """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     prefix = infos[0].filename.partition("/")[0] + "/" if infos else ""
     if len(infos) > MEMBER_LIMIT or not infos or infos[0].header_offset != 0:
         raise FileProblem("is a zip with bytes before its first member, or without members")
     has_checksums = any(info.CRC for info in infos)
     members: dict[str, ChecksummedRange] = {}
-    end = 0
+    end, usual = 0, False
     for info in infos:
         name = info.filename.removeprefix(prefix)
+        if not _is_stored(info):
+            raise _not_stored(info)
         if name == info.filename or name in members or not _is_plain(info):
             raise FileProblem(f"has a duplicate or misplaced member {info.filename[:80]!r}")
         if name == "constants.pkl" or name.startswith("code/"):
             raise UnsupportedInput(
                 f"`{path.name}` is a TorchScript program, not a checkpoint", hint="save the `state_dict()` instead"
             )
-        file.seek(info.header_offset)
-        start = info.header_offset + _check_local(info, file.read(LOCAL_HEADER.size + 4 * 1024))
+        start = _usual_start(info)
+        if not usual or (info.file_size and not info.CRC):
+            file.seek(info.header_offset)
+            start = info.header_offset + _check_local(info, file.read(LOCAL_HEADER.size + 4 * 1024))
+            usual = far and (usual or name.startswith("data/")) and start == _usual_start(info)
         if info.header_offset < end or start + info.file_size > archive.start_dir or size < archive.start_dir:
             raise FileProblem(f"has a member `{name}` that overlaps another or ends outside the file")
         end = start + info.file_size
@@ -183,12 +202,29 @@ def _checked_members(path: Path, archive: zipfile.ZipFile, file: IO[bytes], size
     return members
 
 
+def _is_stored(info: zipfile.ZipInfo) -> bool:
+    same_size = info.file_size == info.compress_size
+    return same_size and not info.compress_type and not info.flag_bits & ~(HAS_DESCRIPTOR | UTF8_NAME)
+
+
+def _not_stored(info: zipfile.ZipInfo) -> FileProblem:
+    return FileProblem(f"has a compressed or encrypted member `{info.filename[:80]}`, which torch never writes")
+
+
 def _is_plain(info: zipfile.ZipInfo) -> bool:
     """Whether a member is a regular file below the folder, on the first disk, with a printable name."""
     kind = stat.S_IFMT(info.external_attr >> 16)
     parts = info.filename.split("/")
     is_file = kind in (0, stat.S_IFREG) and not info.is_dir() and info.volume == 0
     return is_file and info.filename.isprintable() and not {"", ".", ".."} & {*parts} and "\\" not in info.filename
+
+
+def _usual_start(info: zipfile.ZipInfo) -> int:
+    """The position of a member's data as torch places it (`inline_container.cc`, `getPadding`)."""
+    start = info.header_offset + LOCAL_HEADER.size + len(info.orig_filename.encode()) + 4
+    large = info.file_size >= UINT32_MAX, info.header_offset >= UINT32_MAX
+    start += 4 * any(large) + 16 * large[0] + 8 * large[1]
+    return start + -start % ALIGNMENT
 
 
 def _check_local(info: zipfile.ZipInfo, header: bytes) -> int:
@@ -201,6 +237,6 @@ def _check_local(info: zipfile.ZipInfo, header: bytes) -> int:
     sizes_agree = all(one == other or one in left_open for one, other in zip(local, central, strict=True))
     if magic != b"PK\x03\x04" or name != info.orig_filename.encode() or flags != info.flag_bits or not sizes_agree:
         raise FileProblem(f"has contradictory headers of member `{info.filename[:80]}`")
-    if method or info.compress_type or info.file_size != info.compress_size or flags & ~(HAS_DESCRIPTOR | UTF8_NAME):
-        raise FileProblem(f"has a compressed or encrypted member `{info.filename[:80]}`, which torch never writes")
+    if method:
+        raise _not_stored(info)
     return int(LOCAL_HEADER.size + name_length + extra_length)

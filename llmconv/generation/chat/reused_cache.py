@@ -8,7 +8,7 @@ from typing import Protocol
 from llmconv.generation.loop import pad_left
 from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
-from llmconv.runtime.array_cache import can_be_cut, cut, moved_right, rows_of
+from llmconv.runtime.array_cache import can_be_cut, cut, is_lost, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
 
 
@@ -36,7 +36,7 @@ class Conversation:
 
     def past(self, prompts: Sequence[Sequence[int]], runner: Runner) -> Past | None:
         """The cache, cut to the tokens that the one prompt begins with; None if the cache cannot be cut there."""
-        if self.cache is None or len(prompts) != 1:
+        if self.cache is None or len(prompts) != 1 or is_lost(self.cache):
             return None
         same = common_length([self.ids, prompts[0]], most=len(prompts[0]) - 1)
         if same == 0 or not runner.continues_in_one_run(1, same, len(prompts[0]) - same):
@@ -81,7 +81,7 @@ class SharedPrefix:
         """Does nothing: the prefix stays the same."""
 
     def _run(self, runner: Runner) -> Cache:
-        if self._cache is None:
+        if self._cache is None or is_lost(self._cache):
             ids, mask = pad_left([self._ids])
             present = runner.prefill(ids, mask, self._positions(mask, len(self._ids)), None).present
             self._cache = rows_of(present, [0])  # a copy: some runners reuse the memory

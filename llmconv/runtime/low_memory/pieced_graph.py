@@ -18,12 +18,12 @@ from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueType
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
+from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings
+from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings, step_of
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Step
@@ -75,6 +75,10 @@ class DeclaredGraph:
             UnsupportedInput: always.
         """
         raise UnsupportedInput("a graph with a shared cache buffer cannot run in pieces", hint=LOW_MEMORY_HINT)
+
+    def device_of(self, name: str) -> Device:
+        """As `SessionChain.device_of`: pieces compute on the CPU."""
+        return Device()
 
     def get_inputs(self) -> list[DeclaredValue]:
         """As `SessionChain.get_inputs`."""
@@ -206,4 +210,4 @@ class PiecedGraph(OrtGraph):
         lengths = [values[name].shape()[LENGTH_AXIS] for name in self.present_names if not is_state(name)]
         length = max(lengths, default=call.attention_mask.shape[1])
         present = OrtCache(self.present_names, [values[name] for name in self.present_names], length)
-        return self._step([values[name].numpy() for name in self.result_names], present)
+        return step_of(self.result_names, [values[name].numpy() for name in self.result_names], present)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,10 +132,19 @@ class OrtGraph:
             MalformedInput: onnxruntime cannot run the graph on them.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        try:
+        with self._refusing():
             results, present = (
-                self._buffered.run(**given, past=past) if self._buffered else self._run_growing(given, past)
+                self._buffered.run(**given, past=past)
+                if self._buffered
+                else self._run_growing({**given, **self.embed(input_ids)}, past)
             )
+        return step_of(self.result_names, results, present)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Context in which the graph runs; its errors are those of llmconv."""
+        try:
+            yield
         except LlmconvError:
             raise
         except TimeoutError as error:
@@ -144,25 +154,16 @@ class OrtGraph:
             fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
             hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
             raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
-        return self._step(results, present)
 
     def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
-        tokens = {**given, **self.embed(given["input_ids"])}
-        feeds = {name: as_input(array) for name, array in tokens.items() if name in self.inputs}
-        feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
+        feeds = {name: as_input(array) for name, array in given.items() if name in self.inputs}
+        feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [as_array(value) for value in outputs[: len(self.result_names)]]
         present = outputs[len(self.result_names) :]
         lengths = [present[at].shape()[LENGTH_AXIS] for at in self._grows]
         return results, OrtCache(self.present_names, present, max(lengths, default=given["attention_mask"].shape[1]))
-
-    def _step(self, results: Sequence[Array], present: Cache) -> Step:
-        if self.result_names == ["logits"]:
-            return Step(results[0], present)
-        # `argmax` returns [batch, new tokens]
-        tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
-        return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
         if past is None:
@@ -172,7 +173,7 @@ class OrtGraph:
         arrays = past.arrays()
         dtypes = [TENSOR_DTYPES.get(self.types[name], np.float32) for name in self.past_names]
         typed = [array.astype(dtype, copy=False) for array, dtype in zip(arrays.values(), dtypes, strict=True)]
-        return [self._device.place(array) for array in typed]
+        return [self._session.device_of(name).place(array) for name, array in zip(self.past_names, typed, strict=True)]
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
         """Keys or values of no tokens, or a state of zeros.
@@ -183,7 +184,22 @@ class OrtGraph:
         declared = self.inputs[name]
         shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return self._device.place(np.zeros([batch, *shape[1:]], dtype))
+        return self._session.device_of(name).place(np.zeros([batch, *shape[1:]], dtype))
+
+
+def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> Step:
+    """The outputs of a graph as a step.
+
+    Args:
+        names: `logits`, or `tokens` and `scores`.
+        results: the outputs of these names.
+        present: the cache.
+    """
+    if list(names) == ["logits"]:
+        return Step(results[0], present)
+    # `argmax` returns [batch, new tokens]
+    tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
+    return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
 
 class OrtRunner(Runner):

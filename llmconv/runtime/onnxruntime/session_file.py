@@ -10,11 +10,15 @@ name = cuda
 device_id = 0
 [free_dimensions]           symbols of the graph's axes
 batch_size = 1
+[stage 2]                   what differs for one stage of `export --stages`: a provider and its options, fields of
+provider = cuda             SessionOptions, and configuration keys (those with a dot)
+device_id = 1
 """
 
 from __future__ import annotations
 
 import configparser
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +28,11 @@ import onnxruntime as ort
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.onnxruntime.session_settings import LEVELS, SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import CPU, LEVELS, SessionSettings, StageOptions, short_provider
 
 SECTIONS = ("session", "entries", "provider", "free_dimensions")
+STAGE = re.compile(r"stage\s+([1-9]\d{0,5})")
+"""Name of the section of one stage."""
 TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 COUNTERPARTS = {
@@ -51,13 +57,33 @@ def read_session_file(path: Path, settings: SessionSettings | None = None) -> Se
     provider = {name: str(value) for name, value in content.get("provider", {}).items()}
     settings = settings or SessionSettings()
     name = provider.pop("name", settings.provider)
-    return replace(
+    general = replace(
         settings,
         provider=name,
         provider_options={**settings.provider_options, **provider},
         entries={**settings.entries, **{key: str(value) for key, value in content.get("entries", {}).items()}},
         attributes={**settings.attributes, **_attributes(path, content.get("session", {}))},
         free_dimensions={name: _int(path, name, size) for name, size in content.get("free_dimensions", {}).items()},
+    )
+    stages = [(match, section) for name, section in content.items() if (match := STAGE.fullmatch(name))]
+    return replace(general, stages={int(match[1]): _stage(path, fields, general) for match, fields in stages})
+
+
+def _stage(path: Path, fields: Mapping[str, Any], general: SessionSettings) -> StageOptions:
+    """The options of a stage, those of `general` where its section has none."""
+    own = {name: value for name, value in fields.items() if name != "provider"}
+    provider = str(fields.get("provider", general.provider))
+    same = short_provider(provider) == short_provider(general.provider)
+    keys = {name: str(value) for name, value in own.items() if "." in name}
+    known = {name: value for name, value in own.items() if hasattr(ort.SessionOptions, name)}
+    rest = {name: str(value) for name, value in own.items() if name not in keys.keys() | known.keys()}
+    if rest and short_provider(provider) == short_provider(CPU):  # the CPU has no options of its own
+        _malformed(path, f"has the unknown session option `{next(iter(rest))}`")
+    return StageOptions(
+        provider,
+        {**(general.provider_options if same else {}), **rest},
+        {**general.entries, **keys},
+        {**general.attributes, **_attributes(path, known)},
     )
 
 
@@ -89,7 +115,12 @@ def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
             raise InputRefused(
                 f"`{path.name}` is written for MindSpore's graph engine (section `{name}`)", hint=COUNTERPARTS[name]
             )
-        if name not in SECTIONS:
+        if name.startswith("stage") and not STAGE.fullmatch(name):
+            raise MalformedInput(
+                f"`{path.name}` has the section `{name}`, which is not the number of a stage",
+                hint="stages are numbered from 1: `[stage 1]`, `[stage 2]`, …",
+            )
+        if name not in SECTIONS and not STAGE.fullmatch(name):
             _malformed(path, f"has the unknown section `{name}`")
 
 
@@ -131,4 +162,6 @@ def _int(path: Path, name: str, value: Any) -> int:
 
 
 def _malformed(path: Path, problem: str) -> NoReturn:
-    raise MalformedInput(f"`{path.name}` {problem}", hint=f"sections are {', '.join(SECTIONS)}; see docs/generation.md")
+    raise MalformedInput(
+        f"`{path.name}` {problem}", hint=f"sections are {', '.join(SECTIONS)}, stage N; see docs/generation.md"
+    )

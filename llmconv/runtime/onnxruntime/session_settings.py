@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,16 @@ LEVELS = {
 
 
 @dataclass(frozen=True)
+class StageOptions:
+    """What the settings of one stage replace; the attributes are those of `SessionSettings`."""
+
+    provider: str
+    provider_options: Mapping[str, str]
+    entries: Mapping[str, str]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class SessionSettings:
     """Options with which onnxruntime opens a graph.
 
@@ -62,6 +72,7 @@ class SessionSettings:
         widened: shares float32 copies of half-precision weights with other sessions; not with `prepack`.
         packed_cache: folder where packed weights are kept for later sessions, which map them, see `packed_cache`; None
             to pack them in memory.
+        stages: options of single stages of graphs in stages, by their number from 1.
     """
 
     threads: int = 0
@@ -81,6 +92,25 @@ class SessionSettings:
     timeout: float | None = None
     widened: WidenedWeights | None = field(default=None, compare=False, repr=False)
     packed_cache: Path | None = None
+    stages: Mapping[int, StageOptions] = field(default_factory=dict)
+
+    def of_stage(self, number: int) -> SessionSettings:
+        """The settings of one stage, the first of which has number 1."""
+        own = self.stages.get(number)
+        return replace(self, stages={}, **(vars(own) if own else {}))
+
+    def require_stages(self, count: int) -> None:
+        """Checks that the settings of single stages are of stages that exist.
+
+        Raises:
+            UsageProblem: there are fewer stages.
+        """
+        if odd := [number for number in self.stages if number > count]:
+            raise UsageProblem(
+                f"the session options have a section `[stage {odd[0]}]`, but the graphs have {count} "
+                f"stage{'s' * (count > 1)}",
+                hint=f"stages are numbered from 1 to {count}; `llmconv export --stages K` makes K of them",
+            )
 
     def options(self) -> ort.SessionOptions:
         """The settings as `onnxruntime.SessionOptions`.

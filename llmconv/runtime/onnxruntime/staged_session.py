@@ -13,7 +13,7 @@ import onnxruntime as ort
 from llmconv.errors import LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
-from llmconv.runtime.onnxruntime.device import HOST
+from llmconv.runtime.onnxruntime.device import HOST, Device
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
 from llmconv.runtime.onnxruntime.packed_operators import is_packed
@@ -30,19 +30,22 @@ class SessionChain:
 
     Args:
         paths: files of the graph.
-        settings: of every session.
+        settings: of every session; each stage may have its own options and device.
         joins: with `settings.prepack`, join projections before they are packed.
 
     Raises:
         MalformedInput: a file is refused, see `guard`, or onnxruntime cannot open it.
+        UsageProblem: there are settings of a stage that does not exist.
     """
 
     def __init__(self, paths: Sequence[Path], settings: SessionSettings, *, joins: bool = True) -> None:
+        settings.require_stages(len(paths))
+        every = [settings.of_stage(number) for number in range(1, len(paths) + 1)]
         models = [load_guarded(path) for path in paths]
         limits = [TimeLimit(weight_bytes(model), settings.timeout) for model in models]
-        opened = zip(paths, models, limits, strict=True)
-        self._device = settings.device
-        self._sessions = [_open(path, model, settings, limit, joins) for path, model, limit in opened]
+        opened = zip(paths, models, every, limits, strict=True)
+        self._devices = [one.device for one in every]
+        self._sessions = [_open(path, model, own, limit, joins) for path, model, own, limit in opened]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._results = self.get_outputs()
         self._names = [  # onnxruntime builds these lists anew for every request
@@ -54,6 +57,11 @@ class SessionChain:
     def last(self) -> LimitedSession:
         """The last session, the only one of a graph in one file."""
         return self._sessions[-1]
+
+    def device_of(self, name: str) -> Device:
+        """The device of the first session that reads the input `name`."""
+        found = (device for device, (inputs, _) in zip(self._devices, self._names, strict=True) if name in inputs)
+        return next(found, self._devices[0])
 
     def get_inputs(self) -> list[Any]:
         """The declared inputs that no earlier session computes, each once."""
@@ -75,23 +83,27 @@ class SessionChain:
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
         """The values of the outputs `names` of any session; `feeds` are all inputs by name.
 
-        The results lie in the host's memory; the cache, and what one session passes to the next, stay on the device.
+        The results lie in the host's memory; the cache stays on the device of its stage, and so does what one session
+        passes to the next if all have the same device.
         """
         values = dict(feeds)
-        for session, (inputs, outputs) in zip(self._sessions, self._names, strict=True):
+        for session, device, (inputs, outputs) in zip(self._sessions, self._devices, self._names, strict=True):
             feeds = {name: values[name] for name in inputs}
             made = (
                 session.run_with_ort_values(outputs, feeds)
-                if self._device.memory == HOST
-                else session.run_on_device(self._places(outputs), feeds, self._device.index)
+                if device.memory == HOST
+                else session.run_on_device(self._places(outputs, device), feeds, device.index)
             )
             values.update(zip(outputs, made, strict=True))
         return [values[name] for name in names]
 
-    def _places(self, outputs: Sequence[str]) -> dict[str, str]:
+    def _places(self, outputs: Sequence[str], device: Device) -> dict[str, str]:
         """The memory of each output."""
         results = {arg.name for arg in self._results if not is_present(arg.name)}
-        return {name: HOST if name in results else self._device.memory for name in outputs}
+        passed = len(set(self._devices)) > 1  # through the host
+        return {
+            name: HOST if name in results or (passed and not is_present(name)) else device.memory for name in outputs
+        }
 
 
 def _open(

@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from llmconv.tensors import Array
 
-STORED = "quantized.safetensors"
+STORED = "quantized*.safetensors"
+"""Graphs in stages have a file for each."""
+
 Tensors = dict[str, Array]
 
 
@@ -38,10 +40,7 @@ class FolderMutant:
         shutil.copytree(folder, target)
         done = True
         if self.store:
-            tensors = load_file(target / STORED)
-            done = self.store(tensors)
-            save_file(tensors, target / "other.safetensors")
-            _keep_layout(target / "other.safetensors", target / STORED)
+            done = any(_change_file(path, self.store) for path in sorted(target.glob(STORED)))
         if self.graph:
             model = onnx.load(target / "decode.onnx", load_external_data=False)
             done = self.graph(model)
@@ -49,6 +48,16 @@ class FolderMutant:
         manifest = json.loads((target / "llmconv.json").read_text())
         (target / "llmconv.json").write_text(json.dumps({**manifest, "files": {}}))
         return done
+
+
+def _change_file(path: Path, store: Callable[[Tensors], bool]) -> bool:
+    """Changes the tensors of a file in place; returns whether `store` found what it changes."""
+    tensors = load_file(path)
+    done = store(tensors)
+    other = path.with_name("other.safetensors")
+    save_file(tensors, other)
+    _keep_layout(other, path)
+    return done
 
 
 def _keep_layout(changed: Path, stored: Path) -> None:

@@ -24,6 +24,7 @@ from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files import safetensors_file
+from llmconv.files.source_file import read_into
 
 CASES = ["llama_full", "weights_only", "gpt2_full", "legacy_gpt2_0135"]
 FILE = "ep0-ba2-rank0.pt"
@@ -77,13 +78,13 @@ def test_a_link_to_the_latest_checkpoint_is_followed(composer: Path, tmp_path: P
 
 def test_no_byte_is_read_but_the_weights(composer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[int] = []
-    read = safetensors_file.read_exactly
+    read = read_into
 
-    def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def counting(path: Path, buffer: memoryview, offset: int) -> None:
         spans.append(len(buffer))
-        read(fd, buffer, offset, path)
+        read(path, buffer, offset)
 
-    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_into", counting)
     plan = to_hf(composer / "llama_full" / FILE, tmp_path / "hf")
     assert sum(spans) == plan.nbytes == 176_768
 

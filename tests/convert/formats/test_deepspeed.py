@@ -22,6 +22,7 @@ from llmconv.convert.inspect import inspect
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused
 from llmconv.files import safetensors_file
+from llmconv.files.source_file import read_into
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.tensors import BY_NAME, cast
 
@@ -105,13 +106,13 @@ def test_a_run_in_float32_gets_no_hint_to_round() -> None:
 
 def test_no_byte_is_read_but_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[int] = []
-    read = safetensors_file.read_exactly
+    read = read_into
 
-    def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    def counting(path: Path, buffer: memoryview, offset: int) -> None:
         spans.append(len(buffer))
-        read(fd, buffer, offset, path)
+        read(path, buffer, offset)
 
-    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_into", counting)
     plan = to_hf(FIXTURES / "z3_bf16_subgroups", tmp_path / "hf")
     assert sum(spans) == plan.nbytes
 

@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.runtime.onnxruntime.session_file import read_session_file
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageOptions, provider_name
 
 INI = """
 [session]
@@ -76,3 +76,56 @@ def test_a_provider_is_found_by_its_short_name() -> None:
     assert provider_name("cpu") == provider_name("CPUExecutionProvider") == "CPUExecutionProvider"
     with pytest.raises(UsageProblem, match="no provider `warp`"):
         provider_name("warp")
+
+
+STAGES = """
+[session]
+intra_op_num_threads = 3
+[entries]
+session.intra_op.allow_spinning = 0
+[stage 2]
+intra_op_num_threads = 1
+session.intra_op.allow_spinning = 1
+"""
+
+
+def test_a_stage_has_options_of_its_own_and_the_rest_of_the_general_ones(tmp_path: Path) -> None:
+    found = settings(tmp_path, STAGES)
+    first, second = found.of_stage(1).options(), found.of_stage(2).options()
+    assert (first.intra_op_num_threads, second.intra_op_num_threads) == (3, 1)
+    assert first.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert second.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+
+
+def test_a_stage_on_another_device_has_the_options_of_its_own_provider(tmp_path: Path) -> None:
+    content = (
+        "[provider]\nname = cuda\narena_extend_strategy = x\n[stage 1]\ndevice_id = 1\n[stage 3]\nprovider = dml\n"
+    )
+    found = settings(tmp_path, content)
+    assert found.of_stage(1).provider_options == {"arena_extend_strategy": "x", "device_id": "1"}
+    assert found.of_stage(2).provider_options == {"arena_extend_strategy": "x"}
+    assert (found.of_stage(3).provider, found.of_stage(3).provider_options) == ("dml", {})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[stage 0]\nintra_op_num_threads = 1\n", "not the number of a stage"),
+        ("[stage two]\n", "not the number of a stage"),
+        ("[stage]\n", "not the number of a stage"),
+        ("[stage 1]\nintra_op_treads = 1\n", "unknown session option `intra_op_treads`"),
+        ("[stage 1]\nintra_op_num_threads = many\n", "not an integer"),
+    ],
+)
+def test_invalid_sections_of_stages_are_refused(tmp_path: Path, content: str, problem: str) -> None:
+    with pytest.raises(MalformedInput, match=problem) as caught:
+        settings(tmp_path, content)
+    assert caught.value.hint
+
+
+def test_a_section_of_a_stage_that_does_not_exist_is_refused() -> None:
+    none = SessionSettings().of_stage(1)
+    own = StageOptions(none.provider, {}, {}, {})
+    with pytest.raises(UsageProblem, match=r"section `\[stage 3\]`, but the graphs have 2 stages") as caught:
+        SessionSettings(stages={3: own}).require_stages(2)
+    assert "numbered from 1 to 2" in caught.value.hint

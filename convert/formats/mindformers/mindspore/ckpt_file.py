@@ -17,7 +17,8 @@ import numpy as np
 
 from llmconv.convert.formats.mindformers.mindspore.protobuf import BYTES, Field, ProtobufFile
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
+from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
+from llmconv.files.source_file import fill, open_data, open_source
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 TYPES = {
@@ -67,7 +68,7 @@ def is_mindspore_ckpt(path: Path) -> bool:
     """Whether a file begins as `save_checkpoint` writes: a message with a tag and a tensor, or an encrypted block."""
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         head = file.read(HEAD)
     if head[:4] in ENCRYPTED:
         return True
@@ -95,7 +96,7 @@ def read_ckpt(path: Path) -> MindSporeFile:
         UnsupportedInput: the file is encrypted, or safetensors does not have an element type.
         MalformedInput: the file is truncated, or lengths, shapes or the checksum contradict each other.
     """
-    with open(path, "rb") as file:
+    with open_source(path) as file:
         head = file.read(4)
     if head in ENCRYPTED:
         raise UnsupportedInput(
@@ -200,11 +201,11 @@ def _chunked(path: Path, dtype: DType, shape: tuple[int, ...], spans: Sequence[t
     def load(start: int, stop: int) -> Array:
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         done, skip = 0, start * row_bytes
-        with open(path, "rb", buffering=0) as file:
+        with open_data(path) as file:
             for begin, end in spans:
                 count = min(max(0, end - begin - skip), len(array) - done)
                 if count:
-                    read_exactly(file.fileno(), array.data[done : done + count], begin + skip, path)
+                    fill(file, array.data[done : done + count], begin + skip, path)
                 done, skip = done + count, max(0, skip - (end - begin))
         return array.view(dtype.numpy).reshape(stop - start, *shape[1:])
 

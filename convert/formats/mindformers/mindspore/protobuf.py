@@ -6,7 +6,6 @@ Encoding (protobuf.dev "Encoding"): each field is a varint key `number << 3 | wi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from llmconv.errors import MalformedInput
+from llmconv.files.source_file import open_data
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES = 10
@@ -52,7 +52,7 @@ class ProtobufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size
-        self._fd = os.open(path, os.O_RDONLY)
+        self._file = open_data(path)
         self._window = b""
         self._window_start = 0
 
@@ -62,7 +62,7 @@ class ProtobufFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def bytes(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`.
@@ -72,7 +72,8 @@ class ProtobufFile:
         """
         low = start - self._window_start
         if low < 0 or low + stop - start > len(self._window):
-            self._window = os.pread(self._fd, max(WINDOW, stop - start), start)
+            self._file.seek(start)
+            self._window = self._file.read(max(WINDOW, stop - start)) or b""
             self._window_start, low = start, 0
         if stop > self.size or low + stop - start > len(self._window):
             self.refuse(f"ends at byte {self.size}, inside a field")

@@ -1,0 +1,45 @@
+"""`llmconv serve-stage`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmconv.cli import generation_options, options
+from llmconv.progress import say
+
+
+@click.command("serve-stage")
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.option("--stage", "number", type=click.IntRange(1), required=True, metavar="I", help="Which stage, from 1.")
+@click.option(
+    "--listen",
+    default="127.0.0.1:7700",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address to listen on; port 0 for any free one.",
+)
+@generation_options.session
+@click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object when ready.")
+@options.talk
+def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any) -> None:
+    """Run one stage of the graphs in FOLDER for models on other hosts.
+
+    The graphs are those of `llmconv export --stages K`. FOLDER needs llmconv.json, the graphs of the stage, and the
+    weights that they map. `llmconv generate`, `chat` and `serve` use the stage with `--stage-at HOST:PORT`. Stops on
+    Ctrl-C or SIGTERM.
+
+    Connections are neither authenticated nor encrypted: use a private network or an SSH tunnel. If the environment
+    variable LLMCONV_STAGE_TOKEN is set, clients must have the same one.
+    """
+    from llmconv.runtime.stages.serving import serve_stage
+
+    def on_ready(address: str, count: int) -> None:
+        say(f"stage {number} of {count} listens on {address}; Ctrl-C stops")
+        if as_json:
+            click.echo(json.dumps({"address": address, "stage": number, "stages": count}))
+
+    serve_stage(folder, number, listen, generation_options.session_settings(given), on_ready)

@@ -1,0 +1,148 @@
+"""Makes the mirror of an object, or of all objects of a folder, in an object store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.mirror import registry
+from llmconv.files.mirror.mirrored_file import MirroredFile
+from llmconv.files.pointer_files import TEXT_LIMIT, follow
+from llmconv.stores.address import StoreAddress, parse_address
+from llmconv.stores.object_store import Head, ObjectStore
+
+REQUESTS_AT_ONCE = 16
+"""Of one mirror: a connection to a store carries about 90 MB/s."""
+
+SMALL = 8 << 20
+"""Bytes up to which files that are not known as weights are fetched at once."""
+
+SIDE_FILES = frozenset((".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".py", ".yaml", ".yml", ".tiktoken"))
+"""Suffixes of files that are fetched at once: other libraries read them."""
+
+WEIGHTS = frozenset(
+    (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".pdparams", ".onnx", ".data", ".gguf", ".npz", ".npy")
+)
+"""Suffixes of files of which only what is needed is fetched."""
+
+
+def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
+    """Mirrors the object or the folder at `uri` in `folder`, and returns its path there.
+
+    Args:
+        uri: an address that `is_store_address` accepts; the pointer files of Composer are followed.
+        folder: empty, and not removed before `registry.remove(folder)`.
+        whole: fetch all content now; else only small files.
+
+    Raises:
+        InputRefused: nothing is there, access is denied, or an object changed.
+        OutputFailed: the store failed.
+    """
+    address = parse_address(uri)
+    tree = StoreTree(ObjectStore(StoreAddress(address.scheme, address.bucket)))
+    found = parse_address(follow(str(address), tree))
+    heads = tree.heads(found)
+    if not heads:
+        raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
+    root = folder / found.name
+    files = [(root / name, head) for name, head in _below(found.key, heads)]
+    pool = fetching_pool()
+    for path, head in files:
+        _make_folder(path.parent, head)
+    lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
+    for path, head in lazy:
+        registry.add(MirroredFile(path, tree.store, head, folder, pool))
+    list(pool.map(lambda file: _fetch(tree.store, *file), (file for file in files if file not in lazy)))
+    if whole:
+        registry.complete(folder)
+    return root
+
+
+@cache
+def fetching_pool() -> Executor:
+    """The threads that fetch, for all mirrors."""
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="fetch")
+
+
+def _is_small(head: Head) -> bool:
+    suffix = PurePosixPath(head.key).suffix
+    return suffix in SIDE_FILES or (suffix not in WEIGHTS and head.size <= SMALL)
+
+
+def _fetch(store: ObjectStore, path: Path, head: Head) -> None:
+    """Writes all of a small object, with the time of the object."""
+    path.write_bytes(store.read_range(head, 0, head.size) if head.size else b"")
+    os.utime(path, ns=(head.modified, head.modified))
+
+
+def _below(key: str, heads: Sequence[Head]) -> Iterator[tuple[str, Head]]:
+    """Objects with their paths below `key`, empty for the object `key` itself.
+
+    Raises:
+        MalformedInput: a path that leads out of the folder.
+    """
+    for head in heads:
+        parts = PurePosixPath(head.key.removeprefix(key).strip("/")).parts
+        if ".." in parts or not head.key.isprintable():
+            raise MalformedInput(
+                f"the folder contains an object with the name {head.key[:80]!r}", hint="rename or delete it"
+            )
+        yield "/".join(parts), head
+
+
+def _make_folder(path: Path, head: Head) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise MalformedInput(
+            f"the object `{head.key}` lies below another object",
+            hint="give a folder in which no object is a folder, too",
+        ) from error
+
+
+class StoreTree:
+    """The objects of a bucket, for `follow`; paths are addresses.
+
+    Args:
+        store: the whole bucket.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self._found: dict[str, list[Head]] = {}
+
+    def heads(self, place: StoreAddress) -> list[Head]:
+        """The object at an address, or all objects of that folder."""
+        if place.key not in self._found:
+            head = self.store.head(place.key) if place.key else None
+            self._found[place.key] = [head] if head else [one for one in self.store.list(place.key) if _is_file(one)]
+        return self._found[place.key]
+
+    def exists(self, path: str) -> bool:
+        """Whether an object or a folder exists."""
+        return bool(self.heads(parse_address(path)))
+
+    def head(self, path: str) -> bytes | None:
+        """See `PointerTree`."""
+        place = parse_address(path)
+        found = self.heads(place)
+        if [one.key for one in found] != [place.key]:
+            return None
+        return self.store.read_range(found[0], 0, min(found[0].size, TEXT_LIMIT + 1)) if found[0].size else b""
+
+    def roots(self, path: str) -> Iterator[str]:
+        """The bucket first; any folder above the pointer may be what its names are relative to."""
+        place = parse_address(path)
+        parts = place.key.split("/") if place.key else []
+        bucket = StoreAddress(place.scheme, place.bucket)
+        yield str(bucket)
+        yield from (str(bucket / "/".join(parts[:count])) for count in range(1, len(parts) + 1))
+
+
+def _is_file(head: Head) -> bool:
+    """Consoles of stores make empty objects as folders."""
+    return not head.key.endswith("/")

@@ -1,0 +1,154 @@
+"""MirroredFile: an object of a store as a file of its true size, whose content is fetched where it is read.
+
+The file itself is a hole until all of the object is needed: a library that opens it unnoticed finds no header.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Executor, Future, wait
+from pathlib import Path
+from threading import Lock
+
+from llmconv.files.mirror.chunk_cache import CHUNK, ChunkCache, write_at
+from llmconv.stores.object_store import Head, ObjectStore
+
+SMALL = 2 << 20
+"""Bytes of an object that is fetched by one request, its header and its data together."""
+
+HEADER = 128 << 10
+"""Bytes for the header of a safetensors file: more than 97 % of them have."""
+
+PICKLE = 1 << 20
+"""Bytes at either end of other files: the pickle of a torch file, and the directory of its zip."""
+
+WITHOUT_EDGES = ".distcp"
+"""Suffix of files whose metadata lies in another file."""
+
+
+FILES_WITH_EDGES = 64
+"""Files whose ends stay in memory; a folder may have those of a thousand ranks."""
+
+
+class MirroredFile:
+    """An object, and the file that stands for it.
+
+    Args:
+        path: the file, which this makes.
+        store: contains the object.
+        head: of the object; it must not change while it is read.
+        scratch: folder for a file that is not complete, on the same disk.
+        pool: its threads fetch.
+    """
+
+    def __init__(self, path: Path, store: ObjectStore, head: Head, scratch: Path, pool: Executor) -> None:
+        self.path, self.head, self.is_whole = path, head, False
+        self._store, self._scratch, self._pool = store, scratch, pool
+        self._cache = self._new_cache()
+        self._edges: dict[int, Future[bytes]] = {}
+        self._lock, self._whole_lock = Lock(), Lock()
+        path.touch()
+        os.truncate(path, head.size)
+        self._set_time(path)
+
+    @property
+    def cached(self) -> int:
+        """Bytes on the disk."""
+        return self._cache.nbytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fills `buffer` with data; see `ChunkCache.read_into`."""
+        return self._cache.read_into(buffer, offset)
+
+    def peek_into(self, buffer: memoryview, offset: int) -> int:
+        """As `read_into`, for headers: what lies at the ends of the object is fetched without the data next to it."""
+        for start, edge in self._requested_edges(offset).items():
+            content = edge.result()
+            if start <= offset < start + len(content):
+                found = content[offset - start :][: len(buffer)]
+                buffer[: len(found)] = found
+                return len(found)
+        return self.read_into(buffer, offset)
+
+    def _requested_edges(self, offset: int) -> dict[int, Future[bytes]]:
+        """The ends of the object by position, requested together; none if `offset` is in neither."""
+        size, suffix = self.head.size, self.path.suffix
+        edge = HEADER if suffix == ".safetensors" else PICKLE
+        if size <= SMALL or suffix == WITHOUT_EDGES or edge <= offset < size - edge:
+            return {}
+        with self._lock:
+            if not self._edges:
+                self._edges[0] = self._pool.submit(self._fetch, 0, edge)
+                if suffix != ".safetensors":
+                    self._edges[size - edge] = self._pool.submit(self._fetch, size - edge, size)
+                _recent.append(self)
+            edges = self._edges
+        if len(_recent) > FILES_WITH_EDGES:
+            _recent.popleft().forget_edges()
+        return edges
+
+    def forget_edges(self) -> None:
+        """Gives the memory of both ends back; they are fetched again where they are read again."""
+        with self._lock:
+            self._edges = {}
+
+    def fetch_whole(self) -> None:
+        """Puts the whole object into the file, for readers that open it themselves.
+
+        Raises:
+            InputRefused: the object changed.
+            OutputFailed: the store failed.
+        """
+        with self._whole_lock:
+            if self.is_whole:
+                return
+            made = self._scratch / f"fetching-{id(self)}"
+            fd = os.open(made, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+            try:
+                self._fill(fd)
+            finally:
+                os.close(fd)
+            self._set_time(made)
+            made.replace(self.path)
+            self.is_whole = True
+            self.release()
+
+    def _fill(self, fd: int) -> None:
+        parts = [self._pool.submit(self._copy, fd, start) for start in range(0, self.head.size, CHUNK)]
+        try:
+            for part in parts:
+                part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            wait(parts)  # none may write into a descriptor that is closed
+
+    def _copy(self, fd: int, start: int) -> None:
+        write_at(fd, self._fetch(start, min(start + CHUNK, self.head.size)), start)
+
+    def release(self) -> None:
+        """Gives the disk space back; what is read again is fetched again. Readers at work keep what they have."""
+        self._cache = self._new_cache()
+
+    def close(self) -> None:
+        """Cancels requests that have not begun, and gives everything back."""
+        self._cache.cancel()
+        self.forget_edges()
+        self.release()
+
+    def _new_cache(self) -> ChunkCache:
+        return ChunkCache(self._fetch, self.head.size, self._pool)
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        content = self._store.read_range(self.head, start, stop)
+        if len(content) != stop - start:
+            raise self._store.changed(self.head.key)
+        return content
+
+    def _set_time(self, path: Path) -> None:
+        os.utime(path, ns=(self.head.modified, self.head.modified))
+
+
+_recent: deque[MirroredFile] = deque()
+"""Files whose ends were fetched, the oldest first."""

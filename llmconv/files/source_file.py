@@ -1,0 +1,106 @@
+"""Opens files that are read: local ones, and mirrored ones, of which only what is read is fetched.
+
+All code of llmconv that reads weights uses these functions; what opens a mirrored file otherwise fetches all of it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import MalformedInput
+from llmconv.files.mirror.mirrored_file import MirroredFile
+from llmconv.files.mirror.registry import find
+
+
+def open_source(path: Path) -> io.BufferedReader:
+    """Opens a file to read headers, or all of it in order.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    mirrored = find(path)
+    return io.BufferedReader(_MirroredReader(mirrored)) if mirrored else open(path, "rb")
+
+
+def read_into(path: Path, buffer: memoryview, offset: int) -> None:
+    """Fills `buffer` with data of a file.
+
+    Args:
+        path: the file.
+        buffer: to fill.
+        offset: position of the first byte.
+
+    Raises:
+        MalformedInput: the file ends before the buffer is full.
+        OSError: it cannot be opened.
+    """
+    with open_data(path) as file:
+        fill(file, buffer, offset, path)
+
+
+def open_data(path: Path) -> io.RawIOBase:
+    """Opens a file to read data at many places with `fill`.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    mirrored = find(path)
+    return _MirroredReader(mirrored, data=True) if mirrored else open(path, "rb", buffering=0)
+
+
+def fill(file: io.RawIOBase, buffer: memoryview, offset: int, path: Path) -> None:
+    """As `read_into`, for several reads.
+
+    Args:
+        file: from `open_data`.
+        buffer: to fill.
+        offset: position of the first byte.
+        path: of the file, for the message.
+
+    Raises:
+        MalformedInput: the file ends before the buffer is full.
+    """
+    done = 0
+    while done < len(buffer):
+        file.seek(offset + done)
+        count = file.readinto(buffer[done:])
+        if not count:
+            raise MalformedInput(
+                f"`{path.name}` ends at byte {offset + done}, {len(buffer) - done} bytes early",
+                hint="the file is truncated, or changed while it was read; copy it again",
+            )
+        done += count
+
+
+def is_mirrored(path: Path) -> bool:
+    """Whether reading the file fetches what is read."""
+    return find(path) is not None
+
+
+class _MirroredReader(io.RawIOBase):
+    """A mirrored file, presented as a file without a descriptor, which would lead to unfetched bytes."""
+
+    def __init__(self, mirrored: MirroredFile, *, data: bool = False) -> None:
+        self._read = mirrored.read_into if data else mirrored.peek_into
+        self._size, self._position = mirrored.head.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + (0, self._position, self._size)[whence]
+        if position < 0:
+            raise ValueError("a position before the start")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._read(memoryview(buffer).cast("B"), self._position)
+        self._position += count
+        return count

@@ -1,0 +1,236 @@
+"""HubRepository: one branch of a model repository on the Hugging Face Hub: what it contains, uploads, one commit.
+
+preupload     large files, one by one; nobody sees them until a commit names them
+commit        all files at once, on top of the head that was seen: a branch that moved is refused by the Hub
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from llmconv.errors import InputRefused, OutputFailed, listing
+from llmconv.hub.address import COMMIT, HubAddress
+from llmconv.hub.problems import require_sound_token, require_token, writing_to
+from llmconv.hub.state import Commit, HubFile, HubState
+from llmconv.progress import is_quiet
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+MAIN = "main"
+
+
+class HubRepository:
+    """A branch of a model repository.
+
+    Args:
+        address: of the repository and the branch.
+        pull_request: the commit becomes a pull request, which needs no write access.
+        show_progress: show progress bars of uploads on a terminal.
+
+    Raises:
+        InputRefused: the address is of a folder, a commit, or not of the form `org/name`.
+    """
+
+    def __init__(self, address: HubAddress, *, pull_request: bool = False, show_progress: bool = False) -> None:
+        _require_writable(address)
+        self.address, self.pull_request = address, pull_request
+        self._show_progress = show_progress and not is_quiet() and sys.stderr is not None and sys.stderr.isatty()
+        self.branch = address.revision or MAIN
+
+    @cached_property
+    def api(self) -> HfApi:
+        """The client; it takes its token from HF_TOKEN or the login."""
+        from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that other commands do not pay
+        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+
+        require_sound_token()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings contain signed URLs
+        if not self._show_progress:
+            disable_progress_bars()
+        return HfApi()
+
+    @cached_property
+    def state(self) -> HubState:
+        """What the branch contains now; it is asked once."""
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError  # noqa: PLC0415
+
+        with writing_to(self.address):
+            try:
+                return self._look(self.branch, has_branch=True)
+            except RevisionNotFoundError:
+                return self._look(MAIN, has_branch=False)
+            except GatedRepoError:
+                raise
+            except RepositoryNotFoundError as error:
+                status = error.response.status_code if error.response is not None else 0
+                if status == 403:
+                    raise
+                return HubState()
+
+    def _look(self, revision: str, *, has_branch: bool) -> HubState:
+        from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
+
+        info = self.api.model_info(self.address.repository, revision=revision)
+        head = info.sha or ""
+        listed = self.api.list_repo_tree(self.address.repository, revision=head or revision, recursive=True)
+        files = {
+            entry.path: HubFile(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
+            for entry in listed
+            if isinstance(entry, RepoFile)
+        }
+        changed = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
+        return HubState(True, head, has_branch, bool(info.private), changed, files)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file, None if there is none."""
+        if name not in self.state.files:
+            return None
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+        with TemporaryDirectory() as folder, writing_to(self.address):
+            revision = self.state.head or self.branch
+            path = hf_hub_download(self.address.repository, name, revision=revision, cache_dir=folder)
+            return Path(path).read_bytes()
+
+    def create(self, *, private: bool | None) -> None:
+        """Makes the repository unless it exists.
+
+        Raises:
+            InputRefused: there is no token; it has no access; or the repository is public and may not be.
+        """
+        require_token()
+        if self.state.exists:
+            if private and not self.state.private:
+                raise InputRefused(
+                    f"`{self.address.repository}` exists and is public",
+                    hint="make it private in its settings, or leave out `--private`",
+                )
+            return
+        if self.pull_request:
+            raise InputRefused(
+                f"`{self.address.repository}` does not exist, or the token does not see it",
+                hint="a pull request needs a repository; leave out `--pr` to make one",
+            )
+        with writing_to(self.address):
+            self.api.create_repo(self.address.repository, private=private, exist_ok=True)
+        self.__dict__.pop("state")
+        if not self.state.exists:
+            raise OutputFailed(
+                f"the Hub made `{self.address.repository}`, but does not find it", hint="run the same command again"
+            )
+
+    def addition(self, name: str, content: Path | bytes) -> CommitOperationAdd:
+        """A file of the next commit."""
+        from huggingface_hub import CommitOperationAdd  # noqa: PLC0415
+
+        return CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
+
+    def preupload(self, additions: Iterable[CommitOperationAdd]) -> None:
+        """Sends the files that the Hub keeps as LFS objects, unless it has them; nobody sees them yet.
+
+        Raises:
+            InputRefused: the Hub would leave one out by the `.gitignore` there, which it is asked not to obey.
+        """
+        additions = list(additions)
+        with writing_to(self.address):
+            self.api.preupload_lfs_files(
+                self.address.repository,
+                additions,
+                revision=self.branch if self.state.has_branch else MAIN,
+                create_pr=self.pull_request,
+                gitignore_content="",
+            )
+        if ignored := [addition.path_in_repo for addition in additions if getattr(addition, "_should_ignore", False)]:
+            raise InputRefused(
+                f"the `.gitignore` of `{self.address.repository}` leaves out {listing(ignored)}",
+                hint="remove that line there",
+            )
+
+    def has_objects(self, objects: Mapping[str, int]) -> set[str]:
+        """The LFS objects among `objects`, sha256 to size, that the Hub has already."""
+        from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info  # noqa: PLC0415
+
+        if not objects:
+            return set()
+        infos = [UploadInfo(size=size, sample=b"", sha256=bytes.fromhex(name)) for name, size in objects.items()]
+        with writing_to(self.address):
+            found = post_lfs_batch_info(
+                upload_infos=infos,
+                token=None,
+                repo_type="model",
+                repo_id=self.address.repository,
+            )[0]
+        return {answer["oid"] for answer in found if answer.get("actions") is None}
+
+    def commit(self, additions: Iterable[CommitOperationAdd], deleted: Iterable[str], message: str) -> Commit:
+        """Makes one commit on top of the head that was seen; the branch is made just before, if there is none.
+
+        Args:
+            additions: files, for which `preupload` was called.
+            deleted: paths to delete.
+            message: of the commit; its first line is the title.
+
+        Raises:
+            OutputFailed: the branch got another commit in the meantime.
+        """
+        from huggingface_hub import CommitOperationDelete  # noqa: PLC0415
+
+        operations: list[Any] = [*additions, *(CommitOperationDelete(name, is_folder=False) for name in deleted)]
+        title, _, description = message.partition("\n")
+        with writing_to(self.address):
+            if not self.state.has_branch:
+                self.api.create_branch(self.address.repository, branch=self.branch, revision=self.state.head or None)
+            done = self.api.create_commit(
+                self.address.repository,
+                operations,
+                commit_message=title,
+                commit_description=description.strip(),
+                revision=None if self.pull_request else self.branch,
+                create_pr=self.pull_request,
+                parent_commit=self.state.head or None,
+            )
+        return Commit(done.oid, done.commit_url, done.pr_url or "")
+
+    def at(self, commit: str) -> HubState:
+        """What a commit contains."""
+        with writing_to(self.address):
+            return self._look(commit, has_branch=True)
+
+
+def sent(addition: CommitOperationAdd, size: int, sha256: str) -> bool:
+    """Marks an LFS object that the Hub has as sent, so that a commit names it without its content.
+
+    Args:
+        addition: with any content.
+        size: of the object, in bytes.
+        sha256: of the object.
+
+    Returns:
+        False if this version of huggingface_hub cannot be told so; the file must be sent again.
+    """
+    from huggingface_hub.lfs import UploadInfo  # noqa: PLC0415
+
+    state: dict[str, Any] = {"_upload_mode": "lfs", "_should_ignore": False, "_is_uploaded": True}
+    if not all(hasattr(addition, name) for name in state):
+        return False
+    addition.upload_info = UploadInfo(size=size, sample=b"", sha256=bytes.fromhex(sha256))
+    for name, value in state.items():
+        setattr(addition, name, value)
+    return True
+
+
+def _require_writable(address: HubAddress) -> None:
+    if "/" not in address.repository or address.folder:
+        raise InputRefused(
+            f"`{address}` is not a repository that can be written",
+            hint="an output is a whole repository: `hf://org/name` or `hf://org/name@branch`",
+        )
+    if COMMIT.fullmatch(address.revision):
+        raise InputRefused(f"`{address.revision}` is a commit, which does not change", hint="give a branch")

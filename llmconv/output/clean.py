@@ -1,0 +1,67 @@
+"""clean: deletes what an interrupted run left in an object store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmconv.checkpoint import parse_object
+from llmconv.errors import InputRefused
+from llmconv.files.named_file import is_inner
+from llmconv.output.manifest import MANIFEST
+from llmconv.output.store_folder import CLAIM, JOURNAL, SMALL
+from llmconv.stores.address import StoreAddress, is_store_address, parse_address
+from llmconv.stores.connection import open_uploads
+from llmconv.stores.object_store import ObjectStore
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was, or would be, deleted.
+
+    Attributes:
+        objects: paths of objects below the address.
+        uploads: number of multipart uploads that were open; None: they cannot be listed (no boto3, or no S3).
+    """
+
+    objects: tuple[str, ...]
+    uploads: int | None
+
+
+def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
+    """Deletes the journal and the shards that an interrupted run left below `output`, and its open uploads.
+
+    A published output stays, and so does everything that llmconv did not write.
+
+    Args:
+        output: the address that was given to `-o`.
+        dry_run: delete nothing.
+
+    Raises:
+        InputRefused: not an address in an object store, or access was denied.
+        OutputFailed: the store failed.
+    """
+    if not is_store_address(output):
+        raise InputRefused(
+            f"`{output}` is not an address in an object store",
+            hint="a local run that was interrupted left a folder `.OUT.llmconv-partial` beside OUT: remove it",
+        )
+    address = output if isinstance(output, StoreAddress) else parse_address(output)
+    store = ObjectStore(address)
+    objects = _left(store)
+    if not dry_run:
+        store.delete([*(key for key in objects if key != CLAIM), CLAIM])
+    found = open_uploads(address)
+    if found and not dry_run:
+        client, uploads = found
+        for upload in uploads:
+            client.abort_multipart_upload(**upload)
+    return Cleaned(tuple(objects), len(found[1]) if found else None)
+
+
+def _left(store: ObjectStore) -> list[str]:
+    """The journal, and the shards that the claim lists if they are not published."""
+    keys = {head.key for head in store.list()}
+    claim = parse_object(store.read(CLAIM, SMALL) or b"{}", CLAIM)
+    names = claim.get("files") if MANIFEST not in keys else []
+    shards = [name for name in names or () if isinstance(name, str) and is_inner(name)]
+    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in shards)

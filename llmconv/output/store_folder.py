@@ -1,0 +1,329 @@
+"""StoreFolder: a folder in an object store as a Destination. A store cannot rename, so the manifest comes last.
+
+    OUT/.llmconv/claim.json        put only if there is none: one run, or several with the same key, own the output
+    OUT/model-00001-of-00002.…     shards, as multipart uploads while they are made
+    OUT/.llmconv/done/NAME.json    the journal: one object per finished shard, with size, sha256 and ETag
+    OUT/tokenizer.json, …          small files, `config.json` last of them
+    OUT/llmconv.json               put only if there is none: this publishes the output; then `.llmconv/` is deleted
+
+`--resume` compares size and ETag of each shard with the journal, and reads nothing again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import INDEX, parse_object
+from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
+from llmconv.files import page_cache
+from llmconv.files.safe_folder import Link
+from llmconv.files.source_file import open_source
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
+from llmconv.output.plan import Plan, Shard, json_bytes
+from llmconv.output.staging import check_copy, failing_safely, require_unchanged
+from llmconv.output.streaming import ShardContent
+from llmconv.progress import warn
+from llmconv.stores.address import StoreAddress
+from llmconv.stores.object_store import ObjectStore
+
+JOURNAL = ".llmconv"
+CLAIM = f"{JOURNAL}/claim.json"
+DONE = f"{JOURNAL}/done"
+
+SMALL = 64 << 20
+"""Largest size, in bytes, of a manifest, configuration or journal entry that is read."""
+
+COPY_BYTES = 8 << 20
+"""Bytes per block of an unchanged file."""
+
+GATES = (MANIFEST, "config.json", INDEX)
+"""Files by which readers know a model; the first that go when an output is replaced, and the last that come."""
+
+
+@dataclass(frozen=True)
+class StoreFolder:
+    """See `Destination`.
+
+    Attributes:
+        address: of the folder.
+    """
+
+    address: StoreAddress
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    @property
+    def name(self) -> str:
+        """See `Destination`."""
+        return self.address.name
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """The objects in the folder."""
+        return ObjectStore(self.address)
+
+    def is_complete(self) -> bool:
+        """See `Destination`."""
+        files = self.manifest().files
+        sizes = {head.key: head.size for head in self.store.list()} if files else {}
+        return bool(files) and CLAIM not in sizes and all(sizes.get(n) == entry["bytes"] for n, entry in files.items())
+
+    def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
+        """See `Destination`."""
+        found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
+        if MANIFEST not in found and self.store.head(CLAIM) is None and found:
+            raise InputRefused(
+                f"`{self.address}` contains `{min(found)}` and was not made by llmconv",
+                hint="choose another `-o`, or remove it yourself",
+            )
+        if MANIFEST not in found:
+            return
+        if not overwrite and not (resume and self.is_complete()):
+            raise InputRefused(
+                f"`{self.address}` already exists", hint="choose another `-o`, or give `--overwrite` to make it again"
+            )
+        foreign = sorted(found - {MANIFEST, *self.manifest().files})
+        if overwrite and foreign:
+            raise InputRefused(
+                f"`{self.address}` also contains `{foreign[0]}`, which llmconv did not make, so it is not overwritten",
+                hint="choose another `-o`, or remove it yourself",
+            )
+
+    def require_space(self, plan: Plan) -> None:
+        """See `Destination`; a store has room."""
+
+    def space_needed(self, plan: Plan) -> int:
+        """See `Destination`."""
+        return plan.nbytes
+
+    def manifest(self) -> Manifest:
+        """See `Destination`."""
+        content = self.read(MANIFEST)
+        return Manifest() if content is None else parse_manifest(content)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Destination`."""
+        return self.store.read(name, SMALL)
+
+    def made_at(self) -> int:
+        """See `Destination`."""
+        head = self.store.head(MANIFEST)
+        return head.modified if head else 0
+
+    def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
+        """See `Destination`."""
+        return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
+
+    def require_shared(self) -> None:
+        """See `Destination`; they can."""
+
+    def share(self, key: str, files: Sequence[str], mine: Collection[str]) -> UnfinishedObjects:
+        """See `Destination`."""
+        return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))
+
+    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> UnfinishedObjects:
+        """See `Destination`; the store's ETags are trusted."""
+        return UnfinishedObjects(self, key, joins=True)
+
+
+@dataclass
+class UnfinishedObjects:
+    """An output in a store that is being made; a context manager. See the module's docstring.
+
+    Attributes:
+        target: the folder.
+        key: fingerprint of sources and options.
+        files: names of the shards that will be written, by which `llmconv clean` finds them.
+        overwrite: an existing output is deleted first.
+        joins: a claim with the same key is no other run: this one goes on after it, or beside it.
+        mine: names of the shards that this process writes, beside others that have the same key; None: it is alone.
+        finished: manifest entries of finished files, by name.
+    """
+
+    target: StoreFolder
+    key: str
+    files: Sequence[str] = ()
+    overwrite: bool = False
+    joins: bool = False
+    mine: frozenset[str] | None = None
+    finished: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _small: dict[str, bytes] = field(default_factory=dict)
+    _tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def store(self) -> ObjectStore:
+        """The objects in the folder."""
+        return self.target.store
+
+    def __enter__(self) -> UnfinishedObjects:
+        self._claim()
+        if self.overwrite:
+            self._unpublish()
+        elif self.store.head(MANIFEST):
+            self.store.delete([CLAIM])
+            raise self._appeared()
+        self.finished = self._read_journal()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Keeps what is finished after a failure of the store or an interrupt, deletes it after anything else."""
+        if error is None or self.mine is not None:
+            return
+        if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
+            return
+        names = [*self._tags, *(entry_key(name) for name in self._tags), CLAIM]
+        with suppress(OutputFailed, InputRefused):  # the first error is the one to show
+            self.store.delete(names)
+
+    def _claim(self) -> None:
+        """Puts the claim; a store that replaces it, although it was asked not to, cannot keep two runs apart."""
+        claim = json_bytes({"key": self.key, "run": secrets.token_hex(8), "files": list(self.files)})
+        if self.store.create(CLAIM, claim):
+            if self.store.create(CLAIM, claim):
+                warn(f"the store of `{self.target}` cannot refuse a second writer: let no other run write there")
+            return
+        found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
+        if found.get("key") == self.key and self.joins:
+            return
+        way = f"it has other inputs or options: wait, or remove what it left with `llmconv clean {self.target}`"
+        if found.get("key") == self.key:
+            way = "wait until it has ended; `--resume` continues an interrupted run"
+        raise OutputFailed(f"another run is writing `{self.target}`, or was interrupted there", hint=way)
+
+    def _unpublish(self) -> None:
+        """Deletes an existing output, first what readers know it by, so that nobody sees a mixture of two."""
+        old = self.target.manifest().files
+        self.store.delete([*GATES, *(name for name in old if name not in GATES)])
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        """Entries of shards whose size and ETag are those of the store; nothing is read again."""
+        heads = {head.key: head for head in self.store.list()} if self.joins else {}
+        if self.mine is not None:
+            heads = {name: heads[name] for own in self.mine for name in (own, entry_key(own)) if name in heads}
+        found: dict[str, dict[str, Any]] = {}
+        for key in heads:
+            line = parse_object(self.store.read(key, SMALL) or b"{}", key) if key.startswith(f"{DONE}/") else {}
+            name, entry, e_tag = line.get("file"), line.get("entry"), line.get("e_tag")
+            if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
+                continue
+            if (head := heads.get(name)) and (head.size, head.e_tag) == (entry.get("bytes"), e_tag):
+                found[name], self._tags[name] = entry, head.e_tag
+        return found
+
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Uploads one file while it is made; see `UnfinishedOutput`."""
+        with failing_safely():
+            return self._copy_shard(shard, shard.copy_of, advance) if shard.copy_of else self._stream(shard, advance)
+
+    def _stream(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        content = ShardContent(shard)
+        self._tags[shard.name] = self.store.write(shard.name, _counted(content.blocks(), advance), shard.nbytes)
+        self._require_size(shard.name, content.entry["bytes"])
+        return content.entry
+
+    def _copy_shard(self, shard: Shard, source: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+        content = FileBlocks(source)
+        self._tags[shard.name] = self.store.write(shard.name, _counted(content.blocks(), advance), content.size)
+        require_unchanged(source, shard)
+        check_copy(source, shard)
+        self._require_size(shard.name, content.size)
+        return content.entry
+
+    def _require_size(self, name: str, size: int) -> None:
+        head = self.store.head(name)
+        if head is None or head.size != size:
+            raise OutputFailed(
+                f"the store keeps {head.size if head else 0:,} bytes of `{self.target.address / name}`, not {size:,}",
+                hint="check the store, and run again with `--resume`",
+            )
+        self._tags[name] = head.e_tag
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Puts the journal entry of a shard; see `UnfinishedOutput`."""
+        self.finished[name] = entry
+        line = {"key": self.key, "file": name, "e_tag": self._tags[name], "entry": entry}
+        self.store.write(entry_key(name), json_bytes(line), 0)
+
+    def release(self, name: str, sources: Sequence[Path]) -> None:
+        """See `UnfinishedOutput`."""
+        page_cache.forget(sources)
+
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        """Keeps a small file for `commit`; see `UnfinishedOutput`."""
+        refuse_links({name: content})
+        assert not isinstance(content, Link)
+        self._small[name] = content
+        self.finished[name] = file_entry(content)
+
+    def leave(self) -> None:
+        """See `UnfinishedOutput`; the claim stays."""
+
+    def commit(self, manifest: Manifest) -> None:
+        """Puts the small files, then the manifest unless there is one, and deletes the journal."""
+        manifest.files = dict(self.finished)
+        for name in sorted(self._small, key=_gate):
+            self.store.write(name, self._small[name], len(self._small[name]))
+        content = manifest.encode()
+        if not self.store.create(MANIFEST, content) and self.target.read(MANIFEST) != content:
+            raise self._appeared()
+        self.store.delete([*(entry_key(name) for name in self._tags), CLAIM])
+
+    def _appeared(self) -> OutputFailed:
+        return OutputFailed(
+            f"`{self.target}` appeared while it was being made", hint="choose another `-o`, or give `--overwrite`"
+        )
+
+
+def _gate(name: str) -> int:
+    """Order of writing: files that no reader looks for first come first."""
+    return -GATES.index(name) if name in GATES else -len(GATES)
+
+
+def refuse_links(files: Mapping[str, bytes | Link]) -> None:
+    """Raises UnsupportedInput if one of the files is a link, which a store does not have."""
+    if links := [name for name, content in files.items() if isinstance(content, Link)]:
+        raise UnsupportedInput(
+            f"`{links[0]}` would be a symbolic link, which an object store does not have",
+            hint="write to a local folder, and copy it, links followed, to the store",
+        )
+
+
+class FileBlocks:
+    """The bytes of a local file in blocks, with their sha256."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, path.stat().st_size
+        self._sha256, self._read = hashlib.sha256(), 0
+
+    def blocks(self) -> Generator[memoryview, None, None]:
+        """All bytes, to be taken once."""
+        with open_source(self.path) as file:
+            while block := file.read(COPY_BYTES):
+                self._sha256.update(block)
+                self._read += len(block)
+                yield memoryview(block)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The manifest entry of the blocks that were taken."""
+        return {"bytes": self._read, "sha256": self._sha256.hexdigest()}
+
+
+def _counted(blocks: Generator[memoryview, None, None], advance: Callable[[int], None]) -> Iterator[memoryview]:
+    with closing(blocks):
+        for block in blocks:
+            yield block
+            advance(len(block))
+
+
+def entry_key(name: str) -> str:
+    """The path of a shard's journal entry."""
+    return f"{DONE}/{name}.json"

@@ -1,0 +1,215 @@
+"""ObjectStore: the objects below one address. Errors of the store become OutputFailed or InputRefused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.stores.address import StoreAddress
+from llmconv.stores.connection import connect, first_line
+
+MEBIBYTE = 1 << 20
+
+LEAST_PART = 8 * MEBIBYTE
+"""Bytes of a part of a multipart upload, unless more are needed for `MOST_PARTS`; S3 wants at least 5 MiB."""
+
+MOST_PARTS = 9_000
+"""S3 takes 10,000."""
+
+PARTS_AT_ONCE = 4
+"""Parts in flight; memory is as many parts and the one that is filled."""
+
+
+DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+"""Names of obstore's classes for missing rights."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a store says about an object.
+
+    Attributes:
+        key: path below the address.
+        size: bytes.
+        e_tag: changes with the content; empty if the store has none.
+        modified: when it was written, in ns since 1970.
+    """
+
+    key: str
+    size: int
+    e_tag: str
+    modified: int = 0
+
+
+class ObjectStore:
+    """The objects below `address`; all keys are relative to it.
+
+    Raises:
+        UnsupportedInput: obstore is not installed.
+        InputRefused: the address is not usable. Methods raise it if the store denies access, or has no such bucket.
+        OutputFailed: by all methods, if the store fails otherwise, after retries.
+    """
+
+    def __init__(self, address: StoreAddress) -> None:
+        self.address = address
+        self._connection = connect(address)
+
+    def head(self, key: str) -> Head | None:
+        """Size and ETag of an object, None if there is none."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        with self._failing(key):
+            try:
+                return _head(obstore.head(self._connection, key))
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str = "") -> Iterator[Head]:
+        """All objects whose path begins with the folder `prefix`."""
+        import obstore  # noqa: PLC0415
+
+        with self._failing(prefix):
+            for batch in obstore.list(self._connection, prefix or None):
+                yield from map(_head, batch)
+
+    def read(self, key: str, limit: int) -> bytes | None:
+        """The content of a small object, None if there is none.
+
+        Raises:
+            InputRefused: it has more than `limit` bytes.
+        """
+        import obstore  # noqa: PLC0415
+
+        with self._failing(key):
+            try:
+                answer = obstore.get(self._connection, key)
+                if answer.meta["size"] > limit:
+                    raise InputRefused(
+                        f"`{self.address / key}` has {answer.meta['size']:,} bytes, {limit:,} at most are expected",
+                        hint="is this the right address?",
+                    )
+                return bytes(answer.bytes())
+            except FileNotFoundError:
+                return None
+
+    def read_range(self, head: Head, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of an object.
+
+        Raises:
+            InputRefused: the object is no longer the one that `head` describes.
+        """
+        import obstore  # noqa: PLC0415
+
+        options: Any = {"range": (start, stop), **({"if_match": head.e_tag} if head.e_tag else {})}
+        with self._failing(head.key):
+            answer = obstore.get(self._connection, head.key, options=options)
+            if (answer.meta["e_tag"] or "") != head.e_tag or answer.meta["size"] != head.size:
+                raise self.changed(head.key)
+            return bytes(answer.bytes())
+
+    def write(self, key: str, blocks: bytes | Iterable[memoryview], size: int) -> str:
+        """Writes an object, which becomes visible when all of it is there; returns its ETag.
+
+        Args:
+            key: of the object.
+            blocks: the content; an exception that it raises ends the upload, and is raised.
+            size: bytes of the content.
+        """
+        import obstore  # noqa: PLC0415
+
+        content = blocks if isinstance(blocks, bytes) else _marked(blocks)
+        try:
+            with self._failing(key, writes=True):
+                result = obstore.put(
+                    self._connection, key, content, chunk_size=part_bytes(size), max_concurrency=PARTS_AT_ONCE
+                )
+        except _BlocksFailed as failure:
+            raise failure.error from failure.error.__cause__
+        return result["e_tag"] or ""
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Writes an object unless there is one; returns whether it did."""
+        import obstore  # noqa: PLC0415
+        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
+
+        with self._failing(key, writes=True):
+            try:
+                obstore.put(self._connection, key, content, mode="create")
+            except (AlreadyExistsError, PreconditionError):
+                return False
+        return True
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; those that do not exist are no error."""
+        import obstore  # noqa: PLC0415
+
+        for key in keys:
+            with self._failing(key, writes=True):
+                try:
+                    obstore.delete(self._connection, key)
+                except FileNotFoundError:
+                    continue
+
+    def changed(self, key: str) -> InputRefused:
+        """The error for an object that changed while it was read."""
+        return InputRefused(
+            f"`{self.address / key}` changed while it was read",
+            hint="make sure that nothing writes to it, and run again",
+        )
+
+    @contextmanager
+    def _failing(self, key: str, *, writes: bool = False) -> Iterator[None]:
+        """Turns the store's errors into llmconv's; only their first line is shown, and no credential is in it."""
+        from obstore import exceptions  # noqa: PLC0415
+
+        try:
+            yield
+        except exceptions.PreconditionError as error:
+            raise self.changed(key) from error
+        except FileNotFoundError as error:
+            raise InputRefused(
+                f"`{self.address / key}` does not exist", hint="check the bucket and the path"
+            ) from error
+        except (exceptions.BaseError, OSError) as error:
+            raise self._problem(key, error, writes=writes) from error
+
+    def _problem(self, key: str, error: Exception, *, writes: bool) -> LlmconvError:
+        denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
+        kind = OutputFailed if writes or not denied else InputRefused
+        again = ", and run again with `--resume`" if writes else ""
+        if denied:
+            return kind(
+                f"access to `{self.address / key}` was denied",
+                hint=f"check the credentials in the environment, and what they may do with this bucket{again}",
+            )
+        return kind(
+            f"the store failed: `{self.address / key}`: {first_line(error)}",
+            hint="check the network and the store, and run again" + (" with `--resume`" if writes else ""),
+        )
+
+
+class _BlocksFailed(Exception):
+    """An exception of the content that is written, which is none of the store."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _marked(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    try:
+        yield from blocks
+    except Exception as error:
+        raise _BlocksFailed(error) from error
+
+
+def part_bytes(size: int) -> int:
+    """Bytes per part of an upload of `size` bytes, in whole MiB."""
+    return max(LEAST_PART, -(-size // MOST_PARTS // MEBIBYTE) * MEBIBYTE)
+
+
+def _head(meta: Any) -> Head:
+    return Head(meta["path"], meta["size"], meta["e_tag"] or "", int(meta["last_modified"].timestamp() * 1e9))

@@ -1,0 +1,111 @@
+"""Models of the hub as inputs: `hf://org/name[@revision][/folder]`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmconv.errors import InputRefused
+from llmconv.files.hub import source_name
+from llmconv.hub.address import HubAddress, parse_hub_address
+from tests.builders.fake_hub import Repository, Stored
+from tests.hub.conftest import Client, contents
+
+ADDRESSES = {
+    "hf://org/name": HubAddress("org/name"),
+    "hf://models/org/name": HubAddress("org/name"),
+    "hf://gpt2": HubAddress("gpt2"),
+    "hf://org/name/": HubAddress("org/name"),
+    "hf://org/name@v1.0": HubAddress("org/name", "v1.0"),
+    "hf://org/name@v1.0/onnx/int4": HubAddress("org/name", "v1.0", "onnx/int4"),
+    "hf://org/name/onnx": HubAddress("org/name", "", "onnx"),
+    "hf://org/name@refs/pr/3/onnx": HubAddress("org/name", "refs/pr/3", "onnx"),
+    "hf://org/name@feature%2Fx/onnx": HubAddress("org/name", "feature/x", "onnx"),
+}
+
+
+def upload(repository: Repository, folder: Path, place: str = "", branch: str = "main") -> None:
+    """Commits a folder."""
+    files = {place + name: Stored(data, name.endswith(".safetensors")) for name, data in contents(folder).items()}
+    repository.add(branch, {**repository.files(), **files})
+
+
+@pytest.mark.parametrize(("text", "address"), ADDRESSES.items(), ids=ADDRESSES)
+def test_the_parts_of_an_address(text: str, address: HubAddress) -> None:
+    assert parse_hub_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hf://datasets/org/name", "is a dataset of the Hugging Face Hub"),
+        ("hf://spaces/org/name/app.py", "is a space"),
+        ("hf://buckets/org/name", "is a bucket"),
+        ("hf://", "is not the address of a model"),
+        ("hf://org/name@", "is not the address of a model"),
+        ("hf://org/name/../../etc", "is not the address of a model"),
+        ("hf://org/name@a b", "is not the address of a model"),
+        ("hf://-org/name", "is not the address of a model"),
+    ],
+)
+def test_other_addresses_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputRefused, match=message):
+        parse_hub_address(text)
+
+
+def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, model: Path) -> None:
+    repository = client.hub.repository("org/name", private=True)
+    upload(repository, model, "inner/", "v1")
+    repository.put("v1", other_safetensors=b"unwanted")
+    done = client.run("inspect", "hf://org/name@v1/inner", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["format"] == "hf"
+    fetched = {request for request in client.hub.requests if request.startswith("GET /org/name/resolve")}
+    assert len(fetched) == len(contents(model)) and all("/inner/" in request for request in fetched)
+    again = client.run("inspect", "hf://org/name@v1/inner")
+    assert again.returncode == 0 and len(client.hub.requests) > len(fetched)
+    client.environment["HF_HUB_OFFLINE"] = "1"
+    assert client.run("inspect", "hf://org/name@v1/inner").returncode == 0
+    missing = client.run("inspect", "hf://org/name@v2/inner")
+    assert missing.returncode == 3 and "HF_HUB_OFFLINE is set" in missing.stderr
+
+
+def test_a_model_of_a_folder_is_converted_and_its_step_names_repository_and_commit(
+    client: Client, model: Path, tmp_path: Path
+) -> None:
+    repository = client.hub.repository("org/name")
+    upload(repository, model, "inner/")
+    done = client.run("to-hf", "hf://org/name/inner", "-o", tmp_path / "out", "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+    steps = json.loads((tmp_path / "out/llmconv.json").read_text())["steps"]
+    assert steps[-1]["source"] == f"org/name@{repository.branches['main']}/inner"
+
+
+def test_a_missing_folder_and_a_missing_revision_are_named(client: Client, model: Path) -> None:
+    upload(client.hub.repository("org/name"), model)
+    done = client.run("inspect", "hf://org/name/nothing")
+    assert done.returncode == 3 and "has no folder or file `nothing`" in done.stderr
+    done = client.run("inspect", "hf://org/name@v9")
+    assert done.returncode == 3 and "has no revision `v9`" in done.stderr
+
+
+def test_a_gated_model_is_refused(client: Client) -> None:
+    client.hub.repository("org/name").gated = True
+    done = client.run("inspect", "hf://org/name")
+    assert done.returncode == 3 and "gated" in done.stderr
+
+
+def test_a_dataset_is_refused_by_a_command(client: Client) -> None:
+    done = client.run("inspect", "hf://datasets/org/name")
+    assert done.returncode == 3 and "is a dataset" in done.stderr and not client.hub.requests
+
+
+def test_a_source_is_named_by_its_path_in_the_cache(tmp_path: Path, model: Path) -> None:
+    snapshot = tmp_path / "models--org--some-name/snapshots" / ("a" * 40)
+    shutil.copytree(model, snapshot / "inner")
+    assert source_name(snapshot) == f"org/some-name@{'a' * 40}"
+    assert source_name(snapshot / "inner") == f"org/some-name@{'a' * 40}/inner"
+    assert source_name(model) == model.name

@@ -1,0 +1,180 @@
+"""Parts, workers, and what publishes their work: the same bytes as one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmconv.convert import to_hf
+from llmconv.errors import InputRefused, OutputFailed, UsageProblem
+from llmconv.output.plan import Shard
+from llmconv.output.work import Finish, Part, Workers
+from llmconv.tensors import BY_NAME, LazyTensor
+from tests.builders.hf_models import LLAMA, save_model
+from tests.stores.bucket import Bucket
+
+SIZE = "8KB"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", LLAMA, {"tokenizer.json": b"{}"})
+
+
+@pytest.fixture
+def expected(model: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What one process writes."""
+    to_hf(model, tmp_path / "alone", max_shard_size=SIZE)
+    return written(tmp_path / "alone")
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.llmconv-partial")
+
+
+@given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=30), count=st.integers(1, 12))
+def test_every_shard_is_in_exactly_one_part(sizes: list[int], count: int) -> None:
+    dtype = BY_NAME["float32"]
+    shards = [Shard(f"s{n}", {"t": LazyTensor(dtype, (size,), lambda a, b: None)}) for n, size in enumerate(sizes)]  # type: ignore[arg-type, return-value]
+    chosen = [Part(number, count).chosen(shards) for number in range(count)]
+    assert sorted(name for part in chosen for name in part) == sorted(shard.name for shard in shards)
+    bytes_of = [sum(shard.nbytes for shard in shards if shard.name in part) for part in chosen]
+    assert max(bytes_of) <= sum(bytes_of) / count + 4 * max(sizes)
+
+
+@pytest.mark.parametrize("text", ["3", "1/0", "2/2", "-1/2", "a/b", "1/2/3", "1/99999"])
+def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(UsageProblem):
+        Part.parse(text)
+
+
+def test_parts_in_any_order_and_a_finish_give_the_bytes_of_one_process(
+    model: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    for number in (2, 0, 1):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(number, 3))
+        assert not (tmp_path / "out").exists()
+    to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Finish())
+    assert written(tmp_path / "out") == expected
+    assert not partial(tmp_path / "out").exists()
+
+
+def test_parts_meet_in_a_bucket(model: Path, expected: dict[str, bytes], bucket: Bucket) -> None:
+    for number in (1, 0):
+        to_hf(model, f"{bucket}/out", max_shard_size=SIZE, work=Part(number, 2))
+        assert "llmconv.json" not in bucket.files()
+    to_hf(model, f"{bucket}/out", max_shard_size=SIZE, work=Finish())
+    assert bucket.files() == expected
+
+
+@pytest.mark.parametrize("kind", ["local", "bucket"])
+def test_a_finish_names_what_is_missing_and_keeps_the_rest(
+    kind: str, model: Path, expected: dict[str, bytes], bucket: Bucket, tmp_path: Path
+) -> None:
+    out = f"{bucket}/out" if kind == "bucket" else tmp_path / "out"
+    to_hf(model, out, max_shard_size=SIZE, work=Part(0, 2))
+    with pytest.raises(OutputFailed, match="are missing, such as `model-"):
+        to_hf(model, out, max_shard_size=SIZE, work=Finish())
+    to_hf(model, out, max_shard_size=SIZE, work=Part(1, 2))
+    to_hf(model, out, max_shard_size=SIZE, work=Finish())
+    assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
+
+
+def test_a_damaged_shard_of_a_part_is_found_by_the_finish(
+    model: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(0, 1))
+    shard = partial(tmp_path / "out") / min(name for name in expected if name.endswith(".safetensors"))
+    assert shard.name in expected
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(OutputFailed, match="1 of 12 shards .* missing, such as `model-00001"):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Finish())
+
+
+def test_a_part_of_another_plan_does_not_join(model: Path, tmp_path: Path) -> None:
+    to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(0, 2))
+    to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(1, 2), dtype="float16")
+    with pytest.raises(OutputFailed, match="are missing"):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Finish())
+
+
+def test_a_part_cannot_replace_an_output(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="cannot replace"):
+        to_hf(model, tmp_path / "out", overwrite=True, work=Part(0, 2))
+    to_hf(model, tmp_path / "out", max_shard_size=SIZE)
+    with pytest.raises(InputRefused, match="already exists"):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["local", "bucket"])
+def test_workers_give_the_bytes_of_one_process(
+    kind: str, model: Path, expected: dict[str, bytes], bucket: Bucket, tmp_path: Path
+) -> None:
+    out = f"{bucket}/out" if kind == "bucket" else tmp_path / "out"
+    to_hf(model, out, max_shard_size=SIZE, work=Workers(2))
+    assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
+    to_hf(model, out, max_shard_size=SIZE, work=Workers(2), overwrite=True)
+    assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
+
+
+def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.pt"
+    damaged.write_bytes((Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt").read_bytes())
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 3] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(InputRefused, match="is damaged"):
+        to_hf(damaged, tmp_path / "out", max_shard_size="50KB", work=Workers(2))
+    assert not (tmp_path / "out").exists() and not partial(tmp_path / "out").exists()
+
+
+def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "llmconv", "to-hf", str(model), "-o", str(out), "--max-shard-size", SIZE]
+    return subprocess.Popen([*command, *options], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+    return [int(number) for number in found.stdout.split()]
+
+
+def test_a_worker_that_is_killed_costs_only_its_shard(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    with start(model, tmp_path / "out", "--workers", "2") as process:
+        while not (workers := workers_of(process)) and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(workers[0], signal.SIGKILL)
+        _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert written(tmp_path / "out") == expected
+
+
+def test_a_killed_run_with_workers_is_completed_by_resume(
+    model: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    with start(model, tmp_path / "out", "--workers", "2") as process:
+        while not [*partial(tmp_path / "out").glob("journal-*")] and process.poll() is None:
+            time.sleep(0.005)
+        process.kill()
+    time.sleep(1)  # its workers end when they find their input closed
+    with start(model, tmp_path / "out", "--workers", "2", "--resume") as process:
+        _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert written(tmp_path / "out") == expected
+
+
+def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path / "out", "--workers", "2", "--finish") as process:
+        _, stderr = process.communicate()
+    assert process.returncode == 2 and "exclude each other" in stderr

@@ -1,0 +1,1 @@
+"""Object stores: a real S3 server on this machine."""
