@@ -28,7 +28,7 @@ from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
-from llmconv.output.work import Work, done_by, repeatable, require_possible
+from llmconv.output.work import Part, Work, done_by, repeatable, require_possible
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES
@@ -106,6 +106,8 @@ def merge_lora(
     options = DEFAULTS | options
     require_possible(work, overwrite=overwrite)
     _require_possible(options, output_place(output), check=check, dry_run=dry_run)
+    if check and isinstance(work, Part):
+        raise UsageProblem("a part is not a model that could be checked", hint="give `--check` with `--finish`")
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])

@@ -33,7 +33,7 @@ def require_token() -> None:
 
     if not get_token():
         raise InputRefused(
-            "there is no token of the Hugging Face Hub, which writing to it needs",
+            "not logged in to the Hugging Face Hub, which writing requires",
             hint="log in with `hf auth login`, or set HF_TOKEN to a token with write access",
         )
 

@@ -164,11 +164,11 @@ class UnfinishedObjects:
         return self.target.store
 
     def __enter__(self) -> UnfinishedObjects:
-        self._claim()
+        is_new = self._claim()
         if self.overwrite:
             self._unpublish()
         elif self.store.head(MANIFEST):
-            self.store.delete([CLAIM])
+            self.store.delete([CLAIM] if is_new else [])
             raise self._appeared()
         self.finished = self._read_journal()
         return self
@@ -183,16 +183,19 @@ class UnfinishedObjects:
         with suppress(OutputFailed, InputRefused):  # the first error is the one to show
             self.store.delete(names)
 
-    def _claim(self) -> None:
-        """Puts the claim; a store that replaces it, although it was asked not to, cannot keep two runs apart."""
+    def _claim(self) -> bool:
+        """Puts the claim, or joins that of the same run; returns whether it is new.
+
+        A store that replaces it, although it was asked not to, cannot keep two runs apart.
+        """
         claim = json_bytes({"key": self.key, "run": secrets.token_hex(8), "files": list(self.files)})
         if self.store.create(CLAIM, claim):
             if self.store.create(CLAIM, claim):
                 warn(f"the store of `{self.target}` cannot refuse a second writer: let no other run write there")
-            return
+            return True
         found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
         if found.get("key") == self.key and self.joins:
-            return
+            return False
         way = f"it has other inputs or options: wait, or remove what it left with `llmconv clean {self.target}`"
         if found.get("key") == self.key:
             way = "wait until it has ended; `--resume` continues an interrupted run"

@@ -188,9 +188,6 @@ def test_clean_leaves_a_published_output_alone(bucket: Bucket) -> None:
 
 
 def test_revoked_credentials_in_the_middle_can_be_resumed(bucket: Bucket, tmp_path: Path) -> None:
-    class Revoked(OSError):
-        pass
-
     def revoke(start: int, stop: int) -> Any:
         bucket.set_faults(denied=["PUT", "POST", "DELETE"])
         return rows.read()[start:stop]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.convert import to_hf
+from llmconv.convert import merge_lora, to_hf
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 from llmconv.output.plan import Shard
 from llmconv.output.work import Finish, Part, Workers
@@ -172,6 +172,11 @@ def test_a_killed_run_with_workers_is_completed_by_resume(
         _, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert written(tmp_path / "out") == expected
+
+
+def test_a_part_of_a_merge_cannot_be_checked(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="a part is not a model"):
+        merge_lora(model, tmp_path / "adapter", tmp_path / "out", check=True, work=Part(0, 2))
 
 
 def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path) -> None:
