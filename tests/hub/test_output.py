@@ -156,7 +156,7 @@ def test_a_dry_run_needs_no_token_and_leaves_nothing(client: Client) -> None:
     assert done.returncode == 0 and "would write hf://me/tiny" in done.stdout
     assert not client.hub.repositories and not client.cache()
     done = client.run(*TO_HF, "-o", "hf://me/tiny")
-    assert done.returncode == 3 and "no token" in done.stderr and not client.cache()
+    assert done.returncode == 3 and "not logged in" in done.stderr and not client.cache()
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_token_that_the_hub_does_not_know_is_refused(client: Client, model: Pa
 def test_without_a_token_the_way_to_log_in_is_named(client: Client, model: Path) -> None:
     del client.environment["HF_TOKEN"]
     done = client.run("push", model, "me/tiny")
-    assert done.returncode == 3 and "no token" in done.stderr and "hf auth login" in done.stderr
+    assert done.returncode == 3 and "not logged in" in done.stderr and "hf auth login" in done.stderr
 
 
 @pytest.mark.parametrize("token", ["hf_öäü", "hf_a b", "hf_a\nb"])
