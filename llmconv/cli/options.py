@@ -150,7 +150,7 @@ def shares(command: Command) -> Command:
     """Adds `--part`, `--finish` and `--workers`, which become the argument `work`."""
 
     def share(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        if value in (None, False):
+        if value is None or value is False:  # 0 equals False, and is refused
             return
         from llmconv.output.work import Finish, Part, Work, Workers
 

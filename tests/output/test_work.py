@@ -179,6 +179,13 @@ def test_a_part_of_a_merge_cannot_be_checked(model: Path, tmp_path: Path) -> Non
         merge_lora(model, tmp_path / "adapter", tmp_path / "out", check=True, work=Part(0, 2))
 
 
+@pytest.mark.parametrize("options", [("--workers", "0"), ("--workers", "-1"), ("--part", "3/3")])
+def test_impossible_numbers_are_usage_errors(options: tuple[str, str], model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path / "out", *options) as process:
+        process.communicate()
+    assert process.returncode == 2 and not (tmp_path / "out").exists()
+
+
 def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path / "out", "--workers", "2", "--finish") as process:
         _, stderr = process.communicate()
