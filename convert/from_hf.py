@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
@@ -18,13 +19,15 @@ from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
+from llmconv.output.work import Work, done_by, repeatable, require_possible
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
 
 
+@repeatable("model", "output")
 @fetches
 @checked
-def from_hf(
+def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
     model: str | Path,
     output: Placed,
     *,
@@ -34,6 +37,7 @@ def from_hf(
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    work: Work | None = None,
 ) -> Plan:
     """Converts the Hugging Face folder `model` into the training checkpoint `output`; returns what was written.
 
@@ -44,6 +48,7 @@ def from_hf(
         shards: number of tensor-parallel (model-parallel) parts.
         dtype: `keep` or the float type of the weights.
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
 
     Raises:
         InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
@@ -51,6 +56,7 @@ def from_hf(
     """
     chosen = _savable(to)
     check_dtype(dtype)
+    require_possible(work, overwrite=overwrite)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
@@ -64,8 +70,9 @@ def from_hf(
         made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
         steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
-        done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-        plan = replace(plan, found=done.found)
+        asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
+        done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
+        plan = done_by(work, plan, done.found)
     return plan
 
 

@@ -93,7 +93,7 @@ def merge_lora(
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
         check: read a sample of the written tensors again and compare it with the sum in float64.
-        work: `Part(3, 16)` of the shards, `Finish()` after all parts, or `Workers(8)`; None: all in this process.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
         options: see `MergeOptions`.
 
     Raises:

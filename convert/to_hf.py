@@ -57,7 +57,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
         overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
-        work: `Part(3, 16)` of the shards, `Finish()` after all parts, or `Workers(8)`; None: all in this process.
+        work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
 
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.

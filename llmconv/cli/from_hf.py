@@ -13,6 +13,7 @@ from llmconv.cli import options, plans
 @click.command(name="from-hf")
 @click.argument("model")
 @options.output
+@options.shares
 @click.option("--to", metavar="FORMAT", required=True, help="Training format to write; see `llmconv formats`.")
 @click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel parts.")
 @options.dtype

@@ -147,19 +147,31 @@ def talk(
 
 
 def shares(command: Command) -> Command:
-    """Adds `--part`, `--finish` and `--workers`, which become the argument `work`."""
+    """Adds `--part`, `--finish`, `--workers` and `--engine`, which become the argument `work`."""
 
     def share(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if value is None or value is False:  # 0 equals False, and is refused
             return
-        from llmconv.output.work import Finish, Part, Work, Workers
+        from llmconv.output.work import Finish, Part, Ray, Work, Workers
 
         if ctx.params.get("work"):
-            raise click.UsageError("`--part`, `--finish` and `--workers` exclude each other", ctx)
-        given: dict[str, Callable[[Any], Work]] = {"part": Part.parse, "finish": lambda _: Finish(), "workers": Workers}
+            raise click.UsageError("`--part`, `--finish`, `--workers` and `--engine` exclude each other", ctx)
+        given: dict[str, Callable[[Any], Work]] = {
+            "part": Part.parse,
+            "finish": lambda _: Finish(),
+            "workers": Workers,
+            "engine": lambda _: Ray(),
+        }
         ctx.params["work"] = given[str(param.name)](value)
 
     for option in (
+        click.option(
+            "--engine",
+            type=click.Choice(["ray"]),
+            expose_value=False,
+            callback=share,
+            help="Write the shards in tasks of a Ray cluster: that of RAY_ADDRESS, or one on this machine.",
+        ),
         click.option(
             "--workers",
             type=int,

@@ -125,7 +125,7 @@ class StagedFolder:
     def _open_journal(self) -> None:
         if self._resume:
             self.finished = self._read_journal()
-            if not self.finished and (self.path / JOURNAL).is_file():
+            if not (self.finished or self._trusts) and (self.path / JOURNAL).is_file():
                 say("nothing to resume: no finished file, or other inputs or options; starting over")
         kept = {self.path / name for name in (*self.finished, LOCK)}
         for item in sorted(self.path.rglob("*"), reverse=True):

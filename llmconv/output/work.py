@@ -1,8 +1,8 @@
 """Work: which shards of an output this process writes, and whether it publishes the output.
 
 A plan is the same in every process, and every shard can be written alone. So `Part(3, 16)` writes a sixteenth of the
-shards and publishes nothing, `Finish()` publishes what parts have written, and `Workers(8)` does both in processes of
-its own. Schedulers, from Slurm to GNU parallel, need no more.
+shards and publishes nothing, `Finish()` publishes what parts have written, `Workers(8)` does both in processes of its
+own, and `Ray()` in tasks of a cluster. Schedulers, from Slurm to GNU parallel, need no more.
 """
 
 from __future__ import annotations
@@ -96,7 +96,15 @@ class Workers:
             raise UsageProblem(f"{self.count} workers are not possible", hint=f"give 1 to {MOST_WORKERS}")
 
 
-Work = Part | Shards | Finish | Workers
+@dataclass(frozen=True)
+class Ray:
+    """All shards, in tasks of a Ray cluster, and publishes them.
+
+    The cluster is that of `RAY_ADDRESS`, else one that runs on this machine, else one that is started for the run.
+    """
+
+
+Work = Part | Shards | Finish | Workers | Ray
 
 
 def done_by(work: Work | None, plan: Plan, found: bool) -> Plan:

@@ -82,7 +82,7 @@ class _Driver:
         for _ in range(TRIES):
             answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
             if answer is not None:
-                return _raise_if_refused(answer)
+                return raise_if_refused(answer)
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
         raise OutputFailed(
@@ -125,7 +125,8 @@ class _Driver:
         self._process = None
 
 
-def _raise_if_refused(answer: dict[str, Any]) -> None:
+def raise_if_refused(answer: dict[str, Any]) -> None:
+    """Raises the error of an answer, if it is one; see `answer_to`."""
     if name := answer.get("error"):
         raise getattr(errors, name)(answer["message"], hint=answer["hint"])
 

@@ -25,8 +25,9 @@ from llmconv.output.hub_folder import HubFolder
 from llmconv.output.local_folder import LocalFolder
 from llmconv.output.manifest import Manifest, file_entry
 from llmconv.output.plan import Plan
+from llmconv.output.ray_tasks import write_in_ray
 from llmconv.output.store_folder import StoreFolder
-from llmconv.output.work import Part, Shards, Work, Workers, current_call
+from llmconv.output.work import Part, Ray, Shards, Work, Workers, current_call
 from llmconv.output.workers import write_in_workers
 from llmconv.progress import bytes_bar, say, warn_all
 from llmconv.stores.address import StoreAddress
@@ -94,10 +95,10 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     if isinstance(work, Part | Shards):
         _write_part(plan, target, key, work, sources)
         return replace(manifest, unfinished=True)
-    if isinstance(work, Workers):
-        _write_in_workers(plan, target, key, work, overwrite=overwrite, resume=resume)
+    if isinstance(work, Workers | Ray):
+        _write_elsewhere(plan, target, key, work, overwrite=overwrite, resume=resume)
     if work:
-        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers))
+        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers | Ray))
     else:
         making = target.begin(key, files, overwrite=overwrite, resume=resume)
     with making as folder:
@@ -116,10 +117,10 @@ def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, 
         _write_shards(part, folder, target.name, sources)
 
 
-def _write_in_workers(
-    plan: Plan, target: Destination, key: str, work: Workers, *, overwrite: bool, resume: bool
+def _write_elsewhere(
+    plan: Plan, target: Destination, key: str, work: Workers | Ray, *, overwrite: bool, resume: bool
 ) -> None:
-    """Writes the unfinished shards in other processes."""
+    """Writes the unfinished shards in other processes, of this machine or of a cluster."""
     files = [shard.name for shard in plan.shards]
     target.require_shared()
     with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
@@ -128,8 +129,12 @@ def _write_in_workers(
     with bytes_bar(f"writing {target.name}", plan.nbytes) as advance:
         for shard in plan.shards:
             advance(shard.nbytes if shard.name in finished else 0)
+        unfinished = [shard for shard in plan.shards if shard.name not in finished]
         try:
-            write_in_workers(current_call(), [s for s in plan.shards if s.name not in finished], work, advance)
+            if isinstance(work, Ray):
+                write_in_ray(current_call(), unfinished, advance)
+            else:
+                write_in_workers(current_call(), unfinished, work, advance)
         except BaseException:
             with target.finish(key, overwrite=overwrite, trusted=True):
                 raise  # keeps or deletes what is finished, as after an error of this process
@@ -141,7 +146,8 @@ def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) ->
     if missing:
         raise OutputFailed(
             f"{len(missing)} of {len(plan.shards)} shards of `{target}` are missing, such as `{missing[0]}`",
-            hint="run the parts that failed again, then finish; or complete it alone with `--resume`",
+            hint="does every process write to the same file system? run the parts that failed again, then finish; or "
+            "complete it alone with `--resume`",
         )
 
 

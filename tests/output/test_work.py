@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.convert import merge_lora, to_hf
+from llmconv.convert import from_hf, merge_lora, to_hf
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 from llmconv.output.plan import Shard
 from llmconv.output.work import Finish, Part, Workers
@@ -190,3 +190,9 @@ def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path)
     with start(model, tmp_path / "out", "--workers", "2", "--finish") as process:
         _, stderr = process.communicate()
     assert process.returncode == 2 and "exclude each other" in stderr
+
+
+def test_workers_write_the_shards_of_a_training_checkpoint(model: Path, tmp_path: Path) -> None:
+    from_hf(model, tmp_path / "alone", to="meta", shards=4)
+    from_hf(model, tmp_path / "out", to="meta", shards=4, work=Workers(2))
+    assert written(tmp_path / "out") == written(tmp_path / "alone")
