@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llmconv.checkpoint import parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import page_cache
 from llmconv.files.safe_folder import Link
@@ -22,6 +23,7 @@ from llmconv.hub.state import FileDigest, digest_of, file_digest
 from llmconv.output.hub_contents import foreign_weights, manifest_of, replaced_files, require_own_weights
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry
+from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.output.plan import Plan, Shard
 from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.streaming import stream_shard
@@ -230,7 +232,7 @@ class UnfinishedCommit:
     def commit(self, manifest: Manifest) -> None:
         """Makes the one commit, and compares what the Hub has then; see `UnfinishedOutput`."""
         manifest.files = dict(self.finished)
-        small = {**self._contents, MANIFEST: manifest.encode()}
+        small = {**self._contents, **self._card(manifest), MANIFEST: manifest.encode()}
         additions = [self.repository.addition(name, content) for name, content in small.items()]
         self.repository.preupload(additions)
         deleted = replaced_files(self.repository, {*self.finished, MANIFEST})
@@ -243,3 +245,10 @@ class UnfinishedCommit:
                 f"commit {done.commit[:12]} on the Hub has other bytes in `{differing[0]}` than were sent",
                 hint="run again with `--overwrite`, and report it to the Hub",
             )
+
+    def _card(self, manifest: Manifest) -> dict[str, bytes]:
+        """The model card, unless the output or someone else has written one."""
+        if CARD in self.finished or not is_unedited(self.repository.read(CARD)):
+            return {}
+        config = parse_object(self._contents.get(CONFIG, b"{}"), CONFIG)
+        return {CARD: model_card(manifest, config, self.target.address.repository)}

@@ -13,7 +13,7 @@ import yaml
 
 from llmconv.convert import to_hf
 from llmconv.output.manifest import Manifest
-from llmconv.push.model_card import model_card
+from llmconv.output.model_card import model_card
 from tests.hub.conftest import Client
 
 BASE = "org/base@" + "a" * 40

@@ -18,7 +18,8 @@ def test_the_hub_gets_the_bytes_that_a_folder_would_have(client: Client, model: 
     done = client.run(*TO_HF, "-o", "hf://me/tiny")
     assert done.returncode == 0, done.stderr
     repository = client.hub.repositories["me/tiny"]
-    assert repository.contents() == contents(model)
+    found = repository.contents()
+    assert found.pop("README.md").startswith(b"---\n") and found == contents(model)
     assert repository.private and len(repository.commits) == 2 and "to-hf" in repository.messages[-1]
     assert not client.cache() and "wrote hf://me/tiny" in done.stdout
 
@@ -46,7 +47,12 @@ def test_killed_while_it_sends_it_goes_on_where_it_was(client: Client, model: Pa
     done = client.run(*TO_HF, "-o", "hf://me/tiny", "--resume")
     assert done.returncode == 0, done.stderr
     assert len(client.hub.puts) == len(shards) and len({*client.hub.puts}) == len(shards)
-    assert client.hub.repositories["me/tiny"].contents() == contents(model) and not client.cache()
+    assert uploaded(client) == contents(model) and not client.cache()
+
+
+def uploaded(client: Client) -> dict[str, bytes]:
+    """All files of the repository, without the model card."""
+    return {name: file for name, file in client.hub.repositories["me/tiny"].contents().items() if name != "README.md"}
 
 
 def _sha256(model: Path, name: str) -> str:
@@ -62,7 +68,7 @@ def test_objects_that_the_hub_lost_are_made_again(client: Client, model: Path) -
     del client.hub.objects[lost]
     assert client.run(*TO_HF, "-o", "hf://me/tiny", "--resume").returncode == 0
     assert client.hub.puts[sent:] == [lost]
-    assert client.hub.repositories["me/tiny"].contents() == contents(model)
+    assert uploaded(client) == contents(model)
 
 
 @pytest.mark.slow
@@ -97,6 +103,18 @@ def test_a_model_is_replaced_only_when_asked(client: Client, tmp_path: Path) -> 
     assert "model.safetensors" in names and "model.safetensors.index.json" not in names and "README.md" in names
 
 
+@pytest.mark.slow
+def test_the_model_card_follows_the_model_unless_it_was_edited(client: Client) -> None:
+    assert client.run(*TO_HF, "-o", "hf://me/tiny").returncode == 0
+    repository = client.hub.repositories["me/tiny"]
+    assert b"float16" not in repository.contents()["README.md"]
+    assert client.run(*TO_HF, "-o", "hf://me/tiny", "--overwrite", "--dtype", "float16").returncode == 0
+    assert b"float16" in repository.contents()["README.md"]
+    repository.put(README_md=b"# by hand")
+    assert client.run(*TO_HF, "-o", "hf://me/tiny", "--overwrite").returncode == 0
+    assert repository.contents()["README.md"] == b"# by hand"
+
+
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 @pytest.mark.parametrize("name", ["model_safetensors", "config_json"])
 def test_a_model_of_others_is_never_replaced(client: Client, name: str, flags: tuple[str, ...]) -> None:
@@ -112,7 +130,7 @@ def test_a_new_branch_has_this_model_alone(client: Client, model: Path) -> None:
     repository.put(pytorch_model=b"of others", model_bin=b"of others")
     done = client.run(*TO_HF, "-o", "hf://me/tiny@v2")
     assert done.returncode == 0, done.stderr
-    assert repository.contents("v2").keys() == {*contents(model), "pytorch.model"}
+    assert repository.contents("v2").keys() == {*contents(model), "README.md", "pytorch.model"}
     assert repository.contents().keys() == {"pytorch.model", "model.bin"}
 
 
@@ -137,9 +155,17 @@ def test_other_commands_write_there_too(client: Client, model: Path, tmp_path: P
     assert local.returncode == 0, local.stderr
     found = client.hub.repositories["me/merged"].contents()
     wanted = contents(tmp_path / "merged")
-    assert {name: data for name, data in found.items() if name != "llmconv.json"}.items() <= wanted.items()
+    aside = ("llmconv.json", "README.md")
+    assert {name: data for name, data in found.items() if name not in aside}.items() <= wanted.items()
     done = client.run("from-hf", model, "-o", "hf://me/meta", "--to", "meta")
     assert done.returncode == 0 and "consolidated.00.pth" in client.hub.repositories["me/meta"].contents()
+    done = client.run("delta", "extract", model, tmp_path / "merged", "-o", "hf://me/delta")
+    assert done.returncode == 0, done.stderr
+    done = client.run("delta", "apply", model, "hf://me/delta", "-o", "hf://me/again")
+    assert done.returncode == 0, done.stderr
+    again = client.hub.repositories["me/again"].contents()
+    weights = [name for name in wanted if name.endswith(".safetensors")]
+    assert weights and all(again[name] == wanted[name] for name in weights)
 
 
 def test_unchanged_shards_are_sent_from_where_they_are(client: Client, model: Path) -> None:

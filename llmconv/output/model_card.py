@@ -27,11 +27,11 @@ RELATIONS = {"merge-lora": "finetune", "delta-apply": "finetune", "to-hf": "fine
 
 REPORT_BYTES = 64 << 20
 
-MARK = b"\n<!-- Written by `llmconv push`, which replaces it as long as it is unedited: sha256 %s -->\n"
+MARK = b"\n<!-- Written by llmconv, which replaces it as long as it is unedited: sha256 %s -->\n"
 """The end of a card: the sha256 of what stands above it."""
 
 
-def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, report: Path | None) -> bytes:
+def model_card(manifest: Manifest, config: Mapping[str, Any], repository: str, report: Path | None = None) -> bytes:
     """The content of README.md.
 
     Args:
