@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import re
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from llmconv.files.mirror import registry
 from llmconv.files.mirror.mirror_folder import make_mirror
 from llmconv.files.paths import is_address, path_of
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
+from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
 from llmconv.stores.address import is_store_address
 
@@ -119,7 +118,7 @@ def remove_downloads(folders: set[Path] | None = None) -> None:
     """Removes temporary folders; by default all of this process, for when it ends."""
     for folder in set(_folders if folders is None else folders):
         registry.remove(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_temporary_folder(folder)
         _folders.discard(folder)
 
 
@@ -184,7 +183,7 @@ def _uri(name: str | Path) -> str:
 
 def _download(uri: str, *, in_parts: bool) -> Path:
     """Fetches a URI; object stores with obstore, which can fetch parts, and everything else with fsspec."""
-    folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
+    folder = make_temporary_folder()
     _folders.add(folder)
     if fetched := _fetched.get():
         fetched.folders.add(folder)

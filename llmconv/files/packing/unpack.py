@@ -2,14 +2,12 @@
 
 The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, with
 the name of the packed file, is returned. Without such links (macOS) it keeps its name and is removed when the process
-exits normally. TMPDIR chooses the disk.
+ends, or by the next one if it was killed. TMPDIR chooses the disk.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +20,7 @@ from llmconv.files.packing.codecs import Codec
 from llmconv.files.packing.compression import BLOCK, find_codec, open_stream
 from llmconv.files.packing.tar_archive import RECORD, TarArchive, is_tar
 from llmconv.files.source_file import open_source
+from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.progress import bytes_bar
 
 DESCRIPTORS = Path("/proc/self/fd")
@@ -60,12 +59,11 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
         if codec is None and not is_tar(file.read(RECORD)):
             return None
     with open(path, "rb") as file:
-        folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = make_temporary_folder()
         try:
             return _unpack_into(folder, path.name, file, codec)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_temporary_folder(folder)
             raise
 
 
