@@ -13,8 +13,8 @@ LlmconvError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 SHOWN = 500
 """Maximum characters of a message, since names in a file may be longer."""
@@ -98,3 +98,14 @@ def listing(names: Sequence[str]) -> str:
     """The first few names between backticks, and how many more there are."""
     shown = ", ".join(f"`{name}`" for name in names[:LISTED])
     return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def as_fields(error: LlmconvError) -> dict[str, str]:
+    """An error as JSON, for another process; see `raise_fields`."""
+    return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def raise_fields(fields: Mapping[str, Any]) -> None:
+    """Raises the error that another process has made to `as_fields`; nothing happens if it is none."""
+    if name := fields.get("error"):
+        raise globals()[name](fields["message"], hint=fields["hint"])

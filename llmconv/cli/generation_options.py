@@ -80,7 +80,8 @@ STAGES = (
         "--stage-at",
         multiple=True,
         metavar="[N=]HOST:PORT",
-        help="Address of a stage that `llmconv serve-stage` runs, once per stage; the others run here.",
+        help="Address of a stage that `llmconv serve-stage` runs, once per stage; the others run here, or with "
+        "`--stage-at ray` in actors of a Ray cluster.",
     ),
     click.option(
         "--stage-timeout",

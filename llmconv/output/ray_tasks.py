@@ -6,13 +6,9 @@ answers when the journal of the output has the shard. So what the driver of a ki
 
 from __future__ import annotations
 
-import importlib
 import os
-import signal
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +19,7 @@ from llmconv.output.plan import Shard
 from llmconv.output.work import Call
 from llmconv.output.workers import TRIES, answer_to, raise_if_refused
 from llmconv.progress import set_quiet
+from llmconv.ray_connection import connected
 from llmconv.version import __version__
 
 NETWORK = "llmconv_nic"
@@ -32,7 +29,7 @@ CPUS = 2
 """Of a task on a node without that resource: one computes and writes, one hashes."""
 
 PATIENCE = 30
-"""Seconds for a cluster to answer, and for tasks to end that were stopped."""
+"""Seconds for tasks to end that were stopped."""
 
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
@@ -45,7 +42,7 @@ def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], N
         UsageProblem: an argument contains a credential.
     """
     _require_public(call)
-    with _connected() as ray, _failing(ray):
+    with connected("--engine ray") as ray, _failing(ray):
         tasks = _Tasks(ray, call)
         try:
             tasks.run(shards, advance)
@@ -124,46 +121,6 @@ def _require_public(call: Call) -> None:
 def _has_credential(uri: str) -> bool:
     parts = urlsplit(uri)
     return bool(parts.query or parts.password)
-
-
-@contextmanager
-def _connected() -> Iterator[Any]:
-    """Ray, connected to the cluster of `RAY_ADDRESS`, else to one of this machine, else to one started for the run."""
-    if find_spec("ray") is None:
-        raise UnsupportedInput("`--engine ray` needs ray, which is not installed", hint="`pip install ray`")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here reports to nobody
-    ray = importlib.import_module("ray")
-    if ray.is_initialized():
-        yield ray
-        return
-    _require_reachable(os.environ.get("RAY_ADDRESS", ""))
-    terminated = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        with suppress(ValueError):  # not the main thread, where ray did not replace it either
-            signal.signal(signal.SIGTERM, terminated)
-        yield ray
-    except ConnectionError as error:
-        raise _unreachable(error) from error
-    finally:
-        ray.shutdown()
-
-
-def _require_reachable(address: str) -> None:
-    """Tries `HOST:PORT` or `ray://HOST:PORT`, which ray itself would do for minutes, without a word."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    try:
-        socket.create_connection((host, int(port)), PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise _unreachable(error) from error
-
-
-def _unreachable(error: Exception) -> OutputFailed:
-    return OutputFailed(
-        f"the Ray cluster cannot be reached: {error}", hint="check `RAY_ADDRESS`, and `ray status` on its head node"
-    )
 
 
 @contextmanager

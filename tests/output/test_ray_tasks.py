@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llmconv import ray_connection
 from llmconv.convert import to_hf
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem
 from llmconv.output import ray_tasks
@@ -167,7 +168,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(tmp_path: Path, monkeyp
 
 
 def test_without_ray_a_hint_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_connection, "find_spec", lambda name: None)
     model = save_model(tmp_path / "model", LLAMA, {})
     with pytest.raises(UnsupportedInput, match="not installed") as refusal:
         to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Ray())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.runtime.stages.connection import Address
 from llmconv.runtime.stages.local_stage import LocalStage, is_cuttable
+from llmconv.runtime.stages.ray_stages import ON_RAY, RayStages
 from llmconv.runtime.stages.remote_stage import SILENCE, RemoteStage
 from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.tensors import Array
@@ -27,7 +28,8 @@ class StageAddresses:
     """Where the stages of a model run that do not run in this process.
 
     Attributes:
-        addresses: HOST:PORT or N=HOST:PORT of each, see `llmconv serve-stage`.
+        addresses: HOST:PORT or N=HOST:PORT of each, see `llmconv serve-stage`; with `ray`, all others run in actors
+            of a Ray cluster.
         timeout: seconds without a sign of life after which a stage is lost.
     """
 
@@ -77,10 +79,13 @@ class StagedRunner(Runner):
     Args:
         stages: all stages, in order.
         export: the stages of the folder.
+        opened: what is to be closed with the runner, such as the stages.
     """
 
-    def __init__(self, stages: Sequence[LocalStage | RemoteStage], export: StagedExport) -> None:
-        self._stages = stages
+    def __init__(
+        self, stages: Sequence[LocalStage | RemoteStage], export: StagedExport, opened: ExitStack | None = None
+    ) -> None:
+        self._stages, self._opened = stages, opened or ExitStack()
         self._prefix = export.entries["prefill"].prefix
         last = export.outputs("decode", export.count)
         self._result_names = ["logits"] if "logits" in last else ["tokens", "scores"]
@@ -103,17 +108,19 @@ class StagedRunner(Runner):
         if not export.knows_weights:
             warn(NO_CHECKSUMS)
         stages: dict[int, LocalStage | RemoteStage] = {}
-        try:
+        with ExitStack() as opened:
             for text in at.addresses:
-                _connect(text, export, at.timeout, stages)
-            for number in range(1, export.count + 1):
-                if number not in stages:
-                    stages[number] = LocalStage(export, number, settings)
-        except BaseException:
-            for stage in stages.values():
-                stage.close()
-            raise
-        return cls([stages[number] for number in range(1, export.count + 1)], export)
+                if text != ON_RAY:
+                    _connect(text, export, at.timeout, stages, opened)
+            missing = [number for number in range(1, export.count + 1) if number not in stages]
+            if ON_RAY in at.addresses and missing:
+                actors = opened.enter_context(closing(RayStages(export, missing, settings)))
+                for text in actors.addresses:
+                    _connect(text, export, at.timeout, stages, opened)
+            for number in [number for number in missing if number not in stages]:
+                stages[number] = LocalStage(export, number, settings)
+                opened.callback(stages[number].close)
+            return cls([stages[number] for number in range(1, export.count + 1)], export, opened.pop_all())
 
     @property
     def virtual_tokens(self) -> int:
@@ -145,8 +152,7 @@ class StagedRunner(Runner):
 
     def close(self) -> None:
         """Closes the connections to the stages."""
-        for stage in self._stages:
-            stage.close()
+        self._opened.close()
 
 
 NO_CHECKSUMS = (
@@ -155,8 +161,10 @@ NO_CHECKSUMS = (
 )
 
 
-def _connect(text: str, export: StagedExport, silence: float, stages: dict[int, LocalStage | RemoteStage]) -> None:
-    """Connects to the stage at an address and adds it to `stages`."""
+def _connect(
+    text: str, export: StagedExport, silence: float, stages: dict[int, LocalStage | RemoteStage], opened: ExitStack
+) -> None:
+    """Connects to the stage at an address and adds it to `stages`, and what closes it to `opened`."""
     before, equals, address = text.rpartition("=")
     wanted = 0
     if equals:
@@ -174,6 +182,7 @@ def _connect(text: str, export: StagedExport, silence: float, stages: dict[int, 
         stage.close()
         raise UsageProblem(problem, hint=f"give the address of each stage once; {_numbered(export)}")
     stages[stage.number] = stage
+    opened.callback(stage.close)
 
 
 def _numbered(export: StagedExport) -> str:

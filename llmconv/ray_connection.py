@@ -1,0 +1,72 @@
+"""A connection to a Ray cluster, for as long as a command needs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from llmconv.errors import OutputFailed, UnsupportedInput
+
+SECONDS = 30
+"""For the head of a cluster to answer."""
+
+
+@contextmanager
+def connected(option: str) -> Iterator[Any]:
+    """The module `ray`, connected to the cluster of `RAY_ADDRESS`, else to one of this machine, else to a new one.
+
+    A connection that the caller has made is used, and kept.
+
+    Args:
+        option: what needs it, for messages.
+
+    Raises:
+        UnsupportedInput: ray is not installed.
+        OutputFailed: the cluster cannot be reached.
+    """
+    if find_spec("ray") is None:
+        raise UnsupportedInput(f"`{option}` needs ray, which is not installed", hint="`pip install ray`")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here reports to nobody
+    ray = importlib.import_module("ray")
+    if ray.is_initialized():
+        yield ray
+        return
+    _require_reachable(os.environ.get("RAY_ADDRESS", ""))
+    _connect(ray)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except ConnectionError as error:
+        raise _unreachable(error) from error
+    with suppress(ValueError):  # not the main thread, where ray did not replace it either
+        signal.signal(signal.SIGTERM, terminated)
+
+
+def _require_reachable(address: str) -> None:
+    """Tries `HOST:PORT` or `ray://HOST:PORT`, which ray itself would do for minutes, without a word."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host, int(port)), SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: Exception) -> OutputFailed:
+    return OutputFailed(
+        f"the Ray cluster cannot be reached: {error}", hint="check `RAY_ADDRESS`, and `ray status` on its head node"
+    )
