@@ -22,6 +22,7 @@ from llmconv.files.mirror.mirror_folder import make_mirror
 from llmconv.files.paths import is_address, path_of
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
 from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
+from llmconv.stores import hung_calls
 from llmconv.stores.address import is_store_address
 
 P = ParamSpec("P")
@@ -123,7 +124,14 @@ def remove_downloads(folders: set[Path] | None = None) -> None:
         _folders.discard(folder)
 
 
+def _delete_folders() -> None:
+    """As `remove_downloads`, for a process whose other threads wait for a store and may hold locks."""
+    for folder in set(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 atexit.register(remove_downloads)
+hung_calls.before_exit(_delete_folders)
 
 
 class Fetched:

@@ -89,15 +89,16 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     if resume and not overwrite and target.is_complete():
         return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
+    key = _fingerprint(plan, steps, sources)
+    files = [*(shard.name for shard in plan.shards), *plan.small_files, *(more_files or {})]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
-        _write_part(plan, target, key, work, sources)
+        _write_part(plan, target, key, files, work, sources)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers):
-        _write_in_workers(plan, target, key, work, overwrite=overwrite, resume=resume)
+        _write_in_workers(plan, target, key, files, work, overwrite=overwrite, resume=resume)
     if work:
-        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers))
+        making = target.finish(key, files, overwrite=overwrite, trusted=isinstance(work, Workers))
     else:
         making = target.begin(key, files, overwrite=overwrite, resume=resume)
     with making as folder:
@@ -108,19 +109,20 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     return manifest
 
 
-def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, sources: Sequence[Path]) -> None:
+def _write_part(
+    plan: Plan, target: Destination, key: str, files: Sequence[str], work: Part | Shards, sources: Sequence[Path]
+) -> None:
     """Writes the chosen shards, and publishes nothing."""
     chosen = work.chosen(plan.shards)
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
-    with target.share(key, [shard.name for shard in plan.shards], chosen) as folder:
+    with target.share(key, files, chosen) as folder:
         _write_shards(part, folder, target.name, sources)
 
 
 def _write_in_workers(
-    plan: Plan, target: Destination, key: str, work: Workers, *, overwrite: bool, resume: bool
+    plan: Plan, target: Destination, key: str, files: Sequence[str], work: Workers, *, overwrite: bool, resume: bool
 ) -> None:
     """Writes the unfinished shards in other processes."""
-    files = [shard.name for shard in plan.shards]
     target.require_shared()
     with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
         finished = {*folder.finished}
@@ -131,7 +133,7 @@ def _write_in_workers(
         try:
             write_in_workers(current_call(), [s for s in plan.shards if s.name not in finished], work, advance)
         except BaseException:
-            with target.finish(key, overwrite=overwrite, trusted=True):
+            with target.finish(key, files, overwrite=overwrite, trusted=True):
                 raise  # keeps or deletes what is finished, as after an error of this process
 
 
@@ -178,6 +180,7 @@ def _same_as_before(
         raise InputRefused(
             f"`{output}` is complete, but {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
         )
+    output.tidy()
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)
 
