@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -144,10 +146,36 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     hung_calls.watch(_nothing_to_say)
     with suppress(_Stopped):
-        for line in sys.stdin:
+        for line in _Tasks():
             task = json.loads(line)
             set_quiet(True)
             print(json.dumps(answer_to(task)), file=out, flush=True)
+
+
+class _Tasks:
+    """The lines of stdin. If it ends in the middle of a task, whoever gave it has died, and this process ends, too.
+
+    It would go on writing next to a run that replaces the dead one.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._taken = self._done = 0
+        Thread(target=self._read, name="tasks", daemon=True).start()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self._lines.get():
+            yield line
+            self._done += 1
+
+    def _read(self) -> None:
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # no lock of `sys.stdin` at the exit
+            for line in stdin:
+                self._taken += 1
+                self._lines.put(line)
+        if self._taken > self._done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._lines.put(b"")
 
 
 class _Stopped(KeyboardInterrupt):

@@ -191,7 +191,15 @@ def _extends(found: bytes | None, content: bytes) -> bool:
     return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
-def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
+def check_output(
+    plan: Plan,
+    output: Place,
+    overwrite: bool,
+    inputs: Sequence[Path],
+    *,
+    resume: bool = False,
+    work: Work | None = None,
+) -> None:
     """Checks before a run that its output can be written.
 
     Args:
@@ -200,10 +208,13 @@ def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Pa
         overwrite: it may be replaced.
         inputs: paths that the run reads.
         resume: it may be complete already.
+        work: of this process; for a worker the first process has checked.
 
     Raises:
         InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
     """
+    if isinstance(work, Shards):  # a disk that has filled up since is a failed write, which can be resumed
+        return
     target = destination_of(output)
     target.require_free(overwrite, inputs, resume=resume)
     if not (resume and not overwrite and target.is_complete()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,14 @@ PARTS_AT_ONCE = 4
 """Parts in flight; memory is as many parts and the one that is filled."""
 
 
+LISTINGS = 10
+"""How often a listing is asked for, as often as obstore repeats other requests."""
+
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 """Names of obstore's classes for missing rights."""
 
 FULL = re.compile(
-    r"status code: 507\b|<Code>\w*(?:InsufficientStorage|StorageFull|QuotaExceeded|EntityTooLarge|TooLargeObject)</Code>"
+    r"status code: 507\b|<Code>\w*(InsufficientStorage|StorageFull|QuotaExceeded|EntityTooLarge|TooLargeObject)</Code>"
 )
 """What stores answer if an account, a bucket or a disk has no room: S3's codes, and those of MinIO, Ceph and others."""
 
@@ -83,11 +87,22 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> Iterator[Head]:
         """All objects whose path begins with the folder `prefix`."""
-        import obstore  # noqa: PLC0415
-
         with self._failing(prefix):
-            found = [_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch]
+            found = self._listing(prefix)
         yield from found
+
+    def _listing(self, prefix: str) -> builtins.list[Head]:
+        """One listing; one that is cut short is repeated, which obstore does for other answers only."""
+        import obstore  # noqa: PLC0415
+        from obstore.exceptions import GenericError  # noqa: PLC0415
+
+        for tries in reversed(range(LISTINGS)):
+            try:
+                return [_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch]
+            except GenericError as error:
+                if not tries or "body" not in first_line(error):
+                    raise
+        raise AssertionError("not reached")
 
     def read(self, key: str, limit: int) -> bytes | None:
         """The content of a small object, None if there is none.

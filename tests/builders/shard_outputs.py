@@ -15,7 +15,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.files.paths import output_place
 from llmconv.output.plan import plan_checkpoint
-from llmconv.output.work import Work
+from llmconv.output.work import Finish, Part, Work
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
@@ -87,5 +87,8 @@ def written(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+WORK: dict[str, Work] = {"part": Part(0, 2), "finish": Finish()}
+
 if __name__ == "__main__":
-    write(large(), sys.argv[1], overwrite="overwrite" in sys.argv)
+    asked = sys.argv[2] if len(sys.argv) > 2 else ""
+    write(large(), sys.argv[1], overwrite=asked == "overwrite", work=WORK.get(asked))

@@ -13,6 +13,7 @@ import pytest
 
 from llmconv.output.clean import clean
 from llmconv.output.store_folder import DONE
+from llmconv.output.work import Finish, Part
 from tests.builders.shard_outputs import five, large, write, written
 from tests.stores.bucket import Bucket
 
@@ -71,6 +72,34 @@ def test_resume_completes_a_killed_run_and_reads_no_recorded_shard(late: bool, b
         again = {name for name in done if any(f"{name}?" in line or line.endswith(name) for line in folder.changes())}
         assert not again
         assert {f"t{int(name[6:11]) - 1}" for name in done}.isdisjoint(read)
+
+
+@LATE
+def test_a_killed_part_is_run_again_and_finished(late: bool, bucket: Bucket, tmp_path: Path) -> None:
+    write(large(), tmp_path / "out")
+    for at in range(1, 1000):
+        folder = replace(bucket, prefix=f"{bucket.prefix}/{at}")
+        if not kill(folder, at, late=late, options=("part",)):
+            break
+        assert "llmconv.json" not in folder.files()
+        for part in (Part(0, 2), Part(1, 2)):
+            write(large(), f"{folder}/out", work=part)
+        write(large(), f"{folder}/out", work=Finish())
+        assert folder.files() == written(tmp_path / "out"), at
+    assert at > 8
+
+
+@LATE
+def test_a_killed_finish_is_run_again_with_resume(late: bool, bucket: Bucket, tmp_path: Path) -> None:
+    write(large(), tmp_path / "out")
+    for at in range(1, 1000):
+        folder = replace(bucket, prefix=f"{bucket.prefix}/{at}")
+        write(large(), f"{folder}/out", work=Part(0, 1))
+        if not kill(folder, at, late=late, options=("finish",)):
+            break
+        write(large(), f"{folder}/out", work=Finish(), resume=True)
+        assert folder.files() == written(tmp_path / "out"), at
+    assert at > 8
 
 
 @LATE

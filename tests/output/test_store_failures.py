@@ -228,3 +228,20 @@ def test_a_run_that_joined_another_and_is_refused_leaves_it_its_files(bucket: Bu
     with pytest.raises(LlmconvError):
         write(sample(LlmconvError("refused", hint="none")), f"{bucket}/out", resume=True)
     assert bucket.files() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["alone", "workers"])
+def test_a_busy_store_is_read_and_written_at_once_without_a_changed_byte(
+    options: tuple[str, ...], bucket: Bucket, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", {**LLAMA, "vocab_size": 20_000})
+    to_hf(model, f"{bucket}/source", max_shard_size="1GB")
+    bucket.set_faults(busy=0.2, cut=0.3)
+    with start(f"{bucket}/source", bucket, *options) as process:
+        _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    to_hf(model, tmp_path / "out", max_shard_size="8KB")
+    shards = {name: content for name, content in written(tmp_path / "out").items() if name.endswith(".safetensors")}
+    found = bucket.files()
+    assert {name: found.get(name) for name in shards} == shards

@@ -76,6 +76,14 @@ def test_requests_of_a_busy_store_are_repeated(store: ObjectStore, bucket: Bucke
     assert read == b"".join(blocks(40))
 
 
+def test_a_listing_that_is_cut_short_is_repeated(store: ObjectStore, bucket: Bucket) -> None:
+    for number in range(20):
+        store.write(f"name-{number}", b"1", 1)
+    bucket.set_faults(cut=0.5)
+    for _ in range(5):
+        assert len([*store.list()]) == 20
+
+
 def test_denied_reads_are_refused_and_denied_writes_fail(store: ObjectStore, bucket: Bucket) -> None:
     bucket.set_faults(denied=["GET", "PUT", "POST"])
     with pytest.raises(InputRefused, match="denied"):
