@@ -158,10 +158,13 @@ def test_sigterm_ends_a_run_whose_source_hangs_and_leaves_no_temporary_file(
 
 
 @pytest.mark.slow
-def test_sigterm_in_the_middle_of_an_upload_leaves_none_open(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--workers", "2")], ids=["alone", "workers"])
+def test_sigterm_in_the_middle_of_an_upload_leaves_none_open(
+    options: tuple[str, ...], bucket: Bucket, tmp_path: Path
+) -> None:
     bucket.set_faults(delay=0.5)
     model = save_model(tmp_path / "model", {**LLAMA, "vocab_size": 400_000})
-    with start(model, bucket) as process:
+    with start(model, bucket, *options) as process:
         while not bucket.uploads() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

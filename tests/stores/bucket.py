@@ -53,6 +53,11 @@ class Bucket:
         answer: list[str] = json.loads(self._ask("_requests"))
         return answer
 
+    def take_requests(self) -> list[str]:
+        """As `requests`, which are then forgotten."""
+        answer: list[str] = json.loads(self._ask("_taken"))
+        return answer
+
     def changes(self, name: str = "out") -> list[str]:
         """What was written and deleted since `set_faults`, in order, by its path in a folder."""
         found = (line for line in self.requests() if not line.startswith(("GET", "HEAD")))

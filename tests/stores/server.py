@@ -2,8 +2,8 @@
 
     python -m tests.stores.server PORT FOLDER
 
-`GET /_requests` lists the requests so far, and `GET /_holding` asks whether one is held; `POST /_faults` sets
-`Server.faults` while it runs, and forgets the requests.
+`GET /_requests` lists the requests so far, `GET /_taken` also forgets them, `GET /_holding` asks whether one is held, and
+`POST /_faults` sets `Server.faults` while it runs, and forgets the requests.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ class Server:
 
     async def control(self, path: str, receive: Any, send: Any) -> None:
         """Answers a request of the tests themselves."""
-        if path == "/_faults":
+        listed = list(self.requests)
+        if path == "/_taken":
+            self.requests.clear()
+        elif path == "/_faults":
             self.faults = json.loads((await receive())["body"])
             self.requests.clear()
             self.changes, self.holding = 0, False
             self.chance = random.Random(self.faults.get("seed", 0))
-        await answer(send, 200, json.dumps(self.holding if path == "/_holding" else self.requests).encode())
+        await answer(send, 200, json.dumps(self.holding if path == "/_holding" else listed).encode())
 
     async def request(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers a request of a client, unless it is chosen to fail."""
@@ -112,7 +115,9 @@ class Server:
             return send
 
         async def cut(message: Any) -> None:
-            if message["type"] == "http.response.body" and len(message.get("body", b"")) > 1000:
+            body = message.get("body", b"")
+            if len(body) > 1000:
+                await send({**message, "body": body[: len(body) // 2], "more_body": True})
                 raise ConnectionAbortedError
             await send(message)
 
