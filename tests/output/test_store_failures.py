@@ -148,7 +148,7 @@ def test_sigterm_ends_a_run_whose_source_hangs_and_leaves_no_temporary_file(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     to_hf(model, f"{bucket}/source", max_shard_size="1MB")
-    bucket.set_faults(mute=["GET"])
+    bucket.set_faults(mute=["HEAD"])
     with start(f"{bucket}/source", bucket) as process:
         assert bucket.wait_until_held(process)
         process.send_signal(signal.SIGTERM)
@@ -200,7 +200,8 @@ def test_what_a_run_left_that_was_killed_after_it_had_published_is_deleted_by_re
     assert bucket.files() == before
 
 
-def test_a_killed_overwrite_is_completed_without_files_of_the_old_output(bucket: Bucket, tmp_path: Path) -> None:
+def kill_overwrite(bucket: Bucket) -> None:
+    """Kills a run that replaces another output, when it has deleted some of it."""
     write(five(), f"{bucket}/out")
     bucket.set_faults(hold=7)
     command = [sys.executable, "-m", "tests.builders.shard_outputs", f"{bucket}/out", "overwrite"]
@@ -209,15 +210,24 @@ def test_a_killed_overwrite_is_completed_without_files_of_the_old_output(bucket:
         process.kill()
     bucket.set_faults()
     assert "vocab.json" in bucket.files() and "llmconv.json" not in bucket.files()
+
+
+def test_a_killed_overwrite_is_completed_without_files_of_the_old_output(bucket: Bucket, tmp_path: Path) -> None:
+    kill_overwrite(bucket)
     write(large(), f"{bucket}/out", resume=True)
     write(large(), tmp_path / "out")
     assert bucket.files() == written(tmp_path / "out")
 
 
-def test_clean_also_deletes_small_files_and_those_that_were_to_be_replaced(bucket: Bucket) -> None:
-    write(five(), f"{bucket}/out")
-    bucket.set_faults(full=(400, "EntityTooLarge"), room=25)
-    failed(lambda: write(sample(), f"{bucket}/out", overwrite=True))
+def test_clean_also_deletes_what_a_killed_run_was_to_replace(bucket: Bucket) -> None:
+    kill_overwrite(bucket)
+    clean(f"{bucket}/out")
+    assert bucket.files() == {}
+
+
+def test_clean_also_deletes_the_small_files_of_a_run_that_failed(bucket: Bucket) -> None:
+    bucket.set_faults(full=(400, "EntityTooLarge"), room=15)
+    failed(lambda: write(sample(), f"{bucket}/out"))
     assert {"tokenizer.json", CLAIM} <= bucket.files().keys()
     bucket.set_faults()
     clean(f"{bucket}/out")

@@ -2,7 +2,7 @@
 
     python -m tests.stores.server PORT FOLDER
 
-`GET /_requests` lists the requests so far, `GET /_taken` also forgets them, `GET /_holding` asks whether one is held, and
+`GET /_requests` lists the requests so far, `GET /_taken` also forgets them, `GET /_holding` asks whether one is held.
 `POST /_faults` sets `Server.faults` while it runs, and forgets the requests.
 """
 
@@ -34,7 +34,7 @@ class Server:
             `careless`: conditions are ignored; `denied`: requests with these methods are answered 403; `revoked`: all
             after so many requests are; `full`: status and code of the answer to all writes, after `room` of them;
             `hold`: this change of the store, counted from 1, and all later ones are never answered; `late`: it is
-            carried out before; `mute`: ranges of these methods are never answered; `delay`: most seconds that a
+            carried out before; `mute`: these methods are never answered; `delay`: most seconds that a
             request waits, by chance; `seed`: of all chances.
         requests: method and path of each request.
     """
@@ -75,7 +75,7 @@ class Server:
         if method not in ("GET", "HEAD"):
             self.changes += 1
         held = method not in ("GET", "HEAD") and self.changes >= self.faults.get("hold", math.inf)
-        held = held or (method in self.faults.get("mute", ()) and b"range" in dict(scope["headers"]))
+        held = held or method in self.faults.get("mute", ())
         if fault := self.fault(method, takes_room=method in ("PUT", "POST") and scope["query_string"] != b"delete="):
             await answer(send, *fault)
         elif held:

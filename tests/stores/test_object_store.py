@@ -56,6 +56,13 @@ def test_an_object_is_created_once(store: ObjectStore) -> None:
     assert store.read("claim", 10) == b"1"
 
 
+def test_a_store_without_conditions_is_asked_before_an_object_is_created(store: ObjectStore, bucket: Bucket) -> None:
+    bucket.set_faults(careless=True)
+    assert store.create("claim", b"1") and not store.create("claim", b"2")
+    assert store.read("claim", 10) == b"1"
+    assert not store.refuses_second("claim", b"1")
+
+
 def test_what_does_not_exist_is_none_and_deleting_it_no_error(store: ObjectStore) -> None:
     store.delete(["nothing"])
     assert (store.head("nothing"), store.read("nothing", 10), [*store.list()]) == (None, None, [])
