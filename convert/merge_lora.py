@@ -117,7 +117,7 @@ def merge_lora(
     warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
     place = output_place(output)
-    check_output(merge.plan, place, overwrite, inputs, resume=resume)
+    check_output(merge.plan, place, overwrite, inputs, resume=resume, work=work)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
         sources, plan = _sources(checkpoint, opened), merge.plan

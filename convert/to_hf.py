@@ -73,7 +73,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     place = output_place(output)
-    check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
+    check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
     named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
     given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
     return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)

@@ -19,6 +19,7 @@ from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers
+from llmconv.stores import hung_calls
 from llmconv.version import __version__
 
 BUG_EXIT_CODE = 70
@@ -86,6 +87,7 @@ class CommandGroup(click.Group):
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads busy-wait for a while
         gc.set_threshold(*GC_THRESHOLDS)
         signal.signal(signal.SIGTERM, _terminated)
+        hung_calls.watch(_report_interrupt)
         asks_help = bool({*ctx.args} & {"-h", "--help"})
         try:
             require_platform()
@@ -132,6 +134,11 @@ class CommandGroup(click.Group):
             traceback.print_exc()
         _print_error(message, hint)
         ctx.exit(exit_code)
+
+
+def _report_interrupt() -> None:
+    """Of a process that is ended because a store hangs."""
+    _print_error("interrupted, and the store does not answer", RESUME_HINT)
 
 
 def _print_error(message: str, hint: str) -> None:

@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from llmconv.stores import hung_calls
+
 PREFIX = "llmconv-fetched-"
 
 YOUNG = 60
@@ -61,3 +63,6 @@ def _remove_unlocked(folder: Path) -> None:
 def _remove_all() -> None:
     for folder in [*_locks]:
         remove_temporary_folder(folder)
+
+
+hung_calls.before_exit(_remove_all)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmconv.checkpoint import parse_object
 from llmconv.errors import InputRefused
-from llmconv.files.named_file import is_inner
 from llmconv.output.manifest import MANIFEST
-from llmconv.output.store_folder import CLAIM, JOURNAL, SMALL
+from llmconv.output.store_claim import CLAIM, JOURNAL, Claim, read_claim
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 from llmconv.stores.connection import open_uploads
 from llmconv.stores.object_store import ObjectStore
@@ -28,7 +26,7 @@ class Cleaned:
 
 
 def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
-    """Deletes the journal and the shards that an interrupted run left below `output`, and its open uploads.
+    """Deletes the journal and the files that an interrupted run left below `output`, and its open uploads.
 
     A published output stays, and so does everything that llmconv did not write.
 
@@ -59,9 +57,8 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
 
 
 def _left(store: ObjectStore) -> list[str]:
-    """The journal, and the shards that the claim lists if they are not published."""
+    """The journal, and the files that the claim lists, new and replaced ones, if no output is published."""
     keys = {head.key for head in store.list()}
-    claim = parse_object(store.read(CLAIM, SMALL) or b"{}", CLAIM)
-    names = claim.get("files") if MANIFEST not in keys else []
-    shards = [name for name in names or () if isinstance(name, str) and is_inner(name)]
-    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in shards)
+    claim = read_claim(store) or Claim("")
+    files = {*claim.files, *claim.replaced} if MANIFEST not in keys else set()
+    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in files)

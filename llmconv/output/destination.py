@@ -56,6 +56,9 @@ class Destination(Protocol):
     def is_complete(self) -> bool:
         """Whether llmconv made it, all files have the recorded sizes, and no unfinished run was to replace it."""
 
+    def tidy(self) -> None:
+        """Deletes what a run has left that was killed after it had published; the output is complete."""
+
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
         """Requires that it can be made: `overwrite` replaces only what llmconv made.
 
@@ -90,7 +93,7 @@ class Destination(Protocol):
 
         Args:
             key: fingerprint of sources and options; what was finished with another key is not used.
-            files: names of the shards that will be written.
+            files: names of all files that will be written.
             overwrite: an existing output may be replaced.
             resume: keep what an interrupted run with the same key finished.
 
@@ -106,18 +109,21 @@ class Destination(Protocol):
 
         Args:
             key: fingerprint of sources and options.
-            files: names of all shards.
-            mine: of those that this process writes.
+            files: names of all files of the output.
+            mine: names of the shards that this process writes.
 
         Raises:
             OutputFailed: a run with another key, or one that is about to commit, has the output.
         """
 
-    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> AbstractContextManager[UnfinishedOutput]:
+    def finish(
+        self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool
+    ) -> AbstractContextManager[UnfinishedOutput]:
         """Starts the last step of an output whose shards were written by processes that called `share`.
 
         Args:
             key: fingerprint of sources and options.
+            files: names of all files of the output.
             overwrite: an existing output may be replaced.
             trusted: this run has just written all of it, so that what is unchanged since is not read again.
         """

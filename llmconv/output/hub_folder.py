@@ -73,6 +73,9 @@ class HubFolder:
             )
         )
 
+    def tidy(self) -> None:
+        """See `Destination`; a commit leaves nothing."""
+
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
         """See `Destination`; files about the repository, such as README.md, are not in the way."""
         state = self.repository.state
@@ -118,7 +121,7 @@ class HubFolder:
         """Not possible, see `require_shared`."""
         self.require_shared()
 
-    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> UnfinishedCommit:
+    def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> UnfinishedCommit:
         """Not possible, see `require_shared`."""
         self.require_shared()
 

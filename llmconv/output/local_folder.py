@@ -37,6 +37,9 @@ class LocalFolder:
         """See `Destination`."""
         return is_complete(self.path)
 
+    def tidy(self) -> None:
+        """See `Destination`; a rename leaves nothing."""
+
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
         """See `Destination`."""
         require_free(self.path, overwrite, inputs, resume=resume)
@@ -76,7 +79,7 @@ class LocalFolder:
         """See `Destination`."""
         return SharedFolder(self.path, key=key, files=mine)
 
-    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> StagedFolder:
+    def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> StagedFolder:
         """See `Destination`."""
         trusts = signature if trusted else None
         return StagedFolder(self.path, key=key, overwrite=overwrite, resume=True, trusts=trusts)

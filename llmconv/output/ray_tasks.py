@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem
+from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem, as_fields, raise_fields
 from llmconv.files.paths import is_address
 from llmconv.output.plan import Shard
 from llmconv.output.work import Call
-from llmconv.output.workers import TRIES, answer_to, raise_if_refused
+from llmconv.output.workers import TRIES, answer_to
 from llmconv.progress import set_quiet
 from llmconv.ray_connection import connected
 from llmconv.version import __version__
@@ -72,7 +72,7 @@ class _Tasks:
             if answer and 0 < failures[shard.name] < TRIES:
                 self._start(shard)
                 continue
-            raise_if_refused(answer)
+            raise_fields(answer)
             advance(shard.nbytes)
 
     def _start(self, shard: Shard) -> None:
@@ -90,8 +90,12 @@ class _Tasks:
 def write_shard(task: dict[str, Any]) -> dict[str, Any]:
     """A task, on any node; see `answer_to`."""
     if task["version"] != __version__:
-        text = f"a node has llmconv {__version__}, not {task['version']} as the driver"
-        return {"error": UnsupportedInput.__name__, "message": text, "hint": "install the same version on all nodes"}
+        return as_fields(
+            UnsupportedInput(
+                f"a node has llmconv {__version__}, not {task['version']} as the driver",
+                hint="install the same version on all nodes",
+            )
+        )
     set_quiet(True)
     with suppress(FileNotFoundError):  # needed for relative paths alone, which then do not exist either
         os.chdir(task["folder"])

@@ -6,13 +6,13 @@
     OUT/tokenizer.json, …          small files, `config.json` last of them
     OUT/llmconv.json               put only if there is none: this publishes the output; then `.llmconv/` is deleted
 
-`--resume` compares size and ETag of each shard with the journal, and reads nothing again.
+`--resume` compares size and ETag of each shard with the journal, and reads nothing again. The claim lists what
+`--overwrite` replaces, so that a later run deletes what one that was killed did not.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -28,23 +28,24 @@ from llmconv.files.source_file import open_source
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.output.staging import check_copy, failing_safely, require_unchanged
+from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, digest, read_claim, take
 from llmconv.output.streaming import ShardContent
-from llmconv.progress import warn
 from llmconv.stores.address import StoreAddress
 from llmconv.stores.object_store import ObjectStore
 
-JOURNAL = ".llmconv"
-CLAIM = f"{JOURNAL}/claim.json"
 DONE = f"{JOURNAL}/done"
-
-SMALL = 64 << 20
-"""Largest size, in bytes, of a manifest, configuration or journal entry that is read."""
 
 COPY_BYTES = 8 << 20
 """Bytes per block of an unchanged file."""
 
-GATES = (MANIFEST, "config.json", INDEX)
-"""Files by which readers know a model; the first that go when an output is replaced, and the last that come."""
+GATES = ("config.json", INDEX, MANIFEST)
+"""Files by which readers know a model; the first that go when an output is replaced, in this order.
+
+The manifest is the last of them: as long as it is there, a later run knows that the others may be, too.
+"""
+
+LAST = (INDEX, "config.json")
+"""The last files that come before the manifest."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,26 @@ class StoreFolder:
     @cached_property
     def store(self) -> ObjectStore:
         """The objects in the folder."""
-        return ObjectStore(self.address)
+        return ObjectStore(self.address, writes=True)
 
     def is_complete(self) -> bool:
-        """See `Destination`."""
-        files = self.manifest().files
+        """See `Destination`; a run that was killed after it had published has left its claim."""
+        content = self.read(MANIFEST)
+        files = parse_manifest(content).files if content else {}
         sizes = {head.key: head.size for head in self.store.list()} if files else {}
-        return bool(files) and CLAIM not in sizes and all(sizes.get(n) == entry["bytes"] for n, entry in files.items())
+        if not files or any(sizes.get(name) != entry["bytes"] for name, entry in files.items()):
+            return False
+        claim = read_claim(self.store) if CLAIM in sizes else None
+        return content is not None and not (claim and claim.replaces(content))
+
+    def tidy(self) -> None:
+        """See `Destination`."""
+        self.store.delete(sorted((head.key for head in self.store.list(JOURNAL)), key=CLAIM.__eq__))
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
         """See `Destination`."""
         found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
-        if MANIFEST not in found and self.store.head(CLAIM) is None and found:
+        if MANIFEST not in found and found and self.store.head(CLAIM) is None:
             raise InputRefused(
                 f"`{self.address}` contains `{min(found)}` and was not made by llmconv",
                 hint="choose another `-o`, or remove it yourself",
@@ -129,9 +138,9 @@ class StoreFolder:
         """See `Destination`."""
         return UnfinishedObjects(self, key, files, joins=True, mine=frozenset(mine))
 
-    def finish(self, key: str, *, overwrite: bool, trusted: bool) -> UnfinishedObjects:
+    def finish(self, key: str, files: Sequence[str], *, overwrite: bool, trusted: bool) -> UnfinishedObjects:
         """See `Destination`; the store's ETags are trusted."""
-        return UnfinishedObjects(self, key, joins=True)
+        return UnfinishedObjects(self, key, files, joins=True, owns=trusted)
 
 
 @dataclass
@@ -141,10 +150,11 @@ class UnfinishedObjects:
     Attributes:
         target: the folder.
         key: fingerprint of sources and options.
-        files: names of the shards that will be written, by which `llmconv clean` finds them.
+        files: names of all files that will be written, by which `llmconv clean` finds them.
         overwrite: an existing output is deleted first.
         joins: a claim with the same key is no other run: this one goes on after it, or beside it.
         mine: names of the shards that this process writes, beside others that have the same key; None: it is alone.
+        owns: no other run has joined the claim, as far as this one knows; always so if it has put the claim.
         finished: manifest entries of finished files, by name.
     """
 
@@ -154,9 +164,11 @@ class UnfinishedObjects:
     overwrite: bool = False
     joins: bool = False
     mine: frozenset[str] | None = None
+    owns: bool = False
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
     _small: dict[str, bytes] = field(default_factory=dict)
     _tags: dict[str, str] = field(default_factory=dict)
+    _claim: Claim = field(init=False, repr=False)
 
     @property
     def store(self) -> ObjectStore:
@@ -164,47 +176,45 @@ class UnfinishedObjects:
         return self.target.store
 
     def __enter__(self) -> UnfinishedObjects:
-        is_new = self._claim()
+        old = (self.target.read(MANIFEST) if self.overwrite else None) or b""
+        replaced = tuple(parse_manifest(old).files) if old else ()
+        claim = Claim(self.key, tuple(self.files), replaced, digest(old) if old else "")
+        self._claim, is_new = take(self.store, claim, joins=self.joins)
+        self.owns = self.owns or is_new
         if self.overwrite:
             self._unpublish()
-        elif self.store.head(MANIFEST):
+        self.finished = self._read_journal()
+        if self.store.head(MANIFEST):  # after the journal, which another run deletes once it has published
             self.store.delete([CLAIM] if is_new else [])
             raise self._appeared()
-        self.finished = self._read_journal()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Keeps what is finished after a failure of the store or an interrupt, deletes it after anything else."""
-        if error is None or self.mine is not None:
+        """Keeps what is finished after a failure of the store or an interrupt, deletes it after anything else.
+
+        What others have joined, or may have, is kept: they go on with it.
+        """
+        if error is None or self.mine is not None or not self.owns:
             return
         if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
             return
-        names = [*self._tags, *(entry_key(name) for name in self._tags), CLAIM]
         with suppress(OutputFailed, InputRefused):  # the first error is the one to show
-            self.store.delete(names)
+            self._dispose()
 
-    def _claim(self) -> bool:
-        """Puts the claim, or joins that of the same run; returns whether it is new.
-
-        A store that replaces it, although it was asked not to, cannot keep two runs apart.
-        """
-        claim = json_bytes({"key": self.key, "run": secrets.token_hex(8), "files": list(self.files)})
-        if self.store.create(CLAIM, claim):
-            if self.store.create(CLAIM, claim):
-                warn(f"the store of `{self.target}` cannot refuse a second writer: let no other run write there")
-            return True
-        found = parse_object(self.store.read(CLAIM, SMALL) or b"{}", CLAIM)
-        if found.get("key") == self.key and self.joins:
-            return False
-        way = f"it has other inputs or options: wait, or remove what it left with `llmconv clean {self.target}`"
-        if found.get("key") == self.key:
-            way = "wait until it has ended; `--resume` continues an interrupted run"
-        raise OutputFailed(f"another run is writing `{self.target}`, or was interrupted there", hint=way)
+    def _dispose(self) -> None:
+        """Deletes all files of this output, also those of a worker that was stopped before it had recorded them."""
+        mine = {*self.files, *map(entry_key, self.files)}
+        self.store.delete([*(head.key for head in self.store.list() if head.key in mine), CLAIM])
 
     def _unpublish(self) -> None:
         """Deletes an existing output, first what readers know it by, so that nobody sees a mixture of two."""
         old = self.target.manifest().files
         self.store.delete([*GATES, *(name for name in old if name not in GATES)])
+
+    def _delete_replaced(self) -> None:
+        """Deletes files of the replaced output that a run which was killed has left, and that are not of this one."""
+        replaced = {*self._claim.replaced} - {*self.finished}
+        self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Entries of shards whose size and ETag are those of the store; nothing is read again."""
@@ -272,7 +282,8 @@ class UnfinishedObjects:
     def commit(self, manifest: Manifest) -> None:
         """Puts the small files, then the manifest unless there is one, and deletes the journal."""
         manifest.files = dict(self.finished)
-        for name in sorted(self._small, key=_gate):
+        self._delete_replaced()
+        for name in sorted(self._small, key=_last):
             self.store.write(name, self._small[name], len(self._small[name]))
         content = manifest.encode()
         if not self.store.create(MANIFEST, content) and self.target.read(MANIFEST) != content:
@@ -285,9 +296,9 @@ class UnfinishedObjects:
         )
 
 
-def _gate(name: str) -> int:
+def _last(name: str) -> int:
     """Order of writing: files that no reader looks for first come first."""
-    return -GATES.index(name) if name in GATES else -len(GATES)
+    return LAST.index(name) if name in LAST else -1
 
 
 def refuse_links(files: Mapping[str, bytes | Link]) -> None:

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from typing import Any
+from threading import Thread
+from types import FrameType
+from typing import Any, NoReturn
 
-from llmconv import errors
-from llmconv.errors import LlmconvError, OutputFailed
+from llmconv.errors import LlmconvError, OutputFailed, as_fields, raise_fields
 from llmconv.output.plan import Shard
 from llmconv.output.work import Call, Shards, Workers
 from llmconv.progress import is_quiet, set_quiet
+from llmconv.stores import hung_calls
 
 TRIES = 3
 """How often a shard is given to a worker that dies of it."""
 
-JOIN = 60
-"""Seconds that a worker gets to end by itself."""
+JOIN = hung_calls.GRACE + 4
+"""Seconds that a worker gets to end by itself, and to end its upload."""
 
 
 def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance: Callable[[int], None]) -> None:
@@ -50,7 +54,7 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
         drivers = [_Driver(call, waiting, advance) for _ in range(min(work.count, len(shards)))]
         running = [pool.submit(driver.run) for driver in drivers]
         try:
-            for run in running:
+            for run in as_completed(running):
                 run.result()
         except BaseException:
             for driver in drivers:
@@ -80,11 +84,11 @@ class _Driver:
 
     def _write(self, shard: Shard) -> None:
         for _ in range(TRIES):
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
-            if answer is not None:
-                return raise_if_refused(answer)
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
+            answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
+            if answer is not None:
+                return raise_fields(answer)
         raise OutputFailed(
             f"{TRIES} workers died while they wrote `{shard.name}`",
             hint="is memory short? give fewer `--workers`, and run again with `--resume`",
@@ -121,33 +125,73 @@ class _Driver:
         for stream in (self._process.stdin, self._process.stdout):
             with suppress(BrokenPipeError):
                 stream.close()
-        self._process.wait(JOIN)
+        try:
+            self._process.wait(JOIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process = None
 
 
-def raise_if_refused(answer: dict[str, Any]) -> None:
-    """Raises the error of an answer, if it is one; see `answer_to`."""
-    if name := answer.get("error"):
-        raise getattr(errors, name)(answer["message"], hint=answer["hint"])
-
-
 def main() -> None:
-    """Writes the shards that stdin names, until it ends."""
+    """Writes the shards that stdin names, until it ends; SIGTERM ends it in the middle of one, with its upload."""
     out, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        task = json.loads(line)
-        set_quiet(True)
-        print(json.dumps(answer_to(task)), file=out, flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the first process stops the others
+    signal.signal(signal.SIGTERM, _terminated)
+    hung_calls.watch(_nothing_to_say)
+    with suppress(_Stopped):
+        for line in _Tasks():
+            task = json.loads(line)
+            set_quiet(True)
+            print(json.dumps(answer_to(task)), file=out, flush=True)
+
+
+class _Tasks:
+    """The lines of stdin. If it ends in the middle of a task, whoever gave it has died, and this process ends, too.
+
+    It would go on writing next to a run that replaces the dead one.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._taken = self._done = 0
+        Thread(target=self._read, name="tasks", daemon=True).start()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self._lines.get():
+            yield line
+            self._done += 1
+
+    def _read(self) -> None:
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # no lock of `sys.stdin` at the exit
+            for line in stdin:
+                self._taken += 1
+                self._lines.put(line)
+        if self._taken > self._done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._lines.put(b"")
+
+
+class _Stopped(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped
+
+
+def _nothing_to_say() -> None:
+    """The process that stops a worker reports it."""
 
 
 def answer_to(task: dict[str, Any]) -> dict[str, Any]:
-    """Writes one shard; the answer is empty, or has the class, message and hint of an error."""
+    """Writes one shard; the answer is empty, or an error's `as_fields`."""
     module, name = task["function"]
     arguments = {**task["arguments"], "work": Shards((task["shard"],))}
     try:
         getattr(importlib.import_module(module), name)(**arguments)
     except LlmconvError as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        return as_fields(error)
     return {}
 
 

@@ -90,15 +90,16 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     if resume and not overwrite and target.is_complete():
         return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
+    key = _fingerprint(plan, steps, sources)
+    files = [*(shard.name for shard in plan.shards), *plan.small_files, *(more_files or {})]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
-        _write_part(plan, target, key, work, sources)
+        _write_part(plan, target, key, files, work, sources)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers | Ray):
-        _write_elsewhere(plan, target, key, work, overwrite=overwrite, resume=resume)
+        _write_elsewhere(plan, target, key, files, work, overwrite=overwrite, resume=resume)
     if work:
-        making = target.finish(key, overwrite=overwrite, trusted=isinstance(work, Workers | Ray))
+        making = target.finish(key, files, overwrite=overwrite, trusted=isinstance(work, Workers | Ray))
     else:
         making = target.begin(key, files, overwrite=overwrite, resume=resume)
     with making as folder:
@@ -109,19 +110,27 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     return manifest
 
 
-def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, sources: Sequence[Path]) -> None:
+def _write_part(
+    plan: Plan, target: Destination, key: str, files: Sequence[str], work: Part | Shards, sources: Sequence[Path]
+) -> None:
     """Writes the chosen shards, and publishes nothing."""
     chosen = work.chosen(plan.shards)
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
-    with target.share(key, [shard.name for shard in plan.shards], chosen) as folder:
+    with target.share(key, files, chosen) as folder:
         _write_shards(part, folder, target.name, sources)
 
 
 def _write_elsewhere(
-    plan: Plan, target: Destination, key: str, work: Workers | Ray, *, overwrite: bool, resume: bool
+    plan: Plan,
+    target: Destination,
+    key: str,
+    files: Sequence[str],
+    work: Workers | Ray,
+    *,
+    overwrite: bool,
+    resume: bool,
 ) -> None:
     """Writes the unfinished shards in other processes, of this machine or of a cluster."""
-    files = [shard.name for shard in plan.shards]
     target.require_shared()
     with target.begin(key, files, overwrite=overwrite, resume=resume) as folder:
         finished = {*folder.finished}
@@ -136,7 +145,7 @@ def _write_elsewhere(
             else:
                 write_in_workers(current_call(), unfinished, work, advance)
         except BaseException:
-            with target.finish(key, overwrite=overwrite, trusted=True):
+            with target.finish(key, files, overwrite=overwrite, trusted=True):
                 raise  # keeps or deletes what is finished, as after an error of this process
 
 
@@ -184,6 +193,7 @@ def _same_as_before(
         raise InputRefused(
             f"`{output}` is complete, but {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
         )
+    output.tidy()
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)
 
@@ -194,7 +204,15 @@ def _extends(found: bytes | None, content: bytes) -> bool:
     return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
-def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
+def check_output(
+    plan: Plan,
+    output: Place,
+    overwrite: bool,
+    inputs: Sequence[Path],
+    *,
+    resume: bool = False,
+    work: Work | None = None,
+) -> None:
     """Checks before a run that its output can be written.
 
     Args:
@@ -203,10 +221,13 @@ def check_output(plan: Plan, output: Place, overwrite: bool, inputs: Sequence[Pa
         overwrite: it may be replaced.
         inputs: paths that the run reads.
         resume: it may be complete already.
+        work: of this process; for a worker the first process has checked.
 
     Raises:
         InputRefused: `output` exists and may not be replaced, lies in an input, or no space is left.
     """
+    if isinstance(work, Shards):  # a disk that has filled up since is a failed write, which can be resumed
+        return
     target = destination_of(output)
     target.require_free(overwrite, inputs, resume=resume)
     if not (resume and not overwrite and target.is_complete()):

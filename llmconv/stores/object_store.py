@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.stores import in_flight
 from llmconv.stores.address import StoreAddress
 from llmconv.stores.connection import connect, first_line
 
@@ -23,8 +26,16 @@ PARTS_AT_ONCE = 4
 """Parts in flight; memory is as many parts and the one that is filled."""
 
 
+LISTINGS = 10
+"""How often a listing is asked for, as often as obstore repeats other requests."""
+
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 """Names of obstore's classes for missing rights."""
+
+FULL = re.compile(
+    r"status code: 507\b|<Code>\w*(InsufficientStorage|StorageFull|QuotaExceeded|EntityTooLarge|TooLargeObject)</Code>"
+)
+"""What stores answer if an account, a bucket or a disk has no room: S3's codes, and those of MinIO, Ceph and others."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +58,21 @@ class Head:
 class ObjectStore:
     """The objects below `address`; all keys are relative to it.
 
+    Args:
+        address: of a folder, or of the bucket.
+        writes: an output is made there, so that a denied access is a failure of the output.
+
     Raises:
         UnsupportedInput: obstore is not installed.
-        InputRefused: the address is not usable. Methods raise it if the store denies access, or has no such bucket.
+        InputRefused: the address is not usable. Methods raise it if the store has no such bucket, or denies access from
+            the beginning.
         OutputFailed: by all methods, if the store fails otherwise, after retries.
     """
 
-    def __init__(self, address: StoreAddress) -> None:
+    def __init__(self, address: StoreAddress, *, writes: bool = False) -> None:
         self.address = address
+        self._writes = writes
+        self._was_allowed = False
         self._connection = connect(address)
 
     def head(self, key: str) -> Head | None:
@@ -69,11 +87,22 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> Iterator[Head]:
         """All objects whose path begins with the folder `prefix`."""
-        import obstore  # noqa: PLC0415
-
         with self._failing(prefix):
-            for batch in obstore.list(self._connection, prefix or None):
-                yield from map(_head, batch)
+            found = self._listing(prefix)
+        yield from found
+
+    def _listing(self, prefix: str) -> builtins.list[Head]:
+        """One listing; one that is cut short is repeated, which obstore does for other answers only."""
+        import obstore  # noqa: PLC0415
+        from obstore.exceptions import GenericError  # noqa: PLC0415
+
+        for tries in reversed(range(LISTINGS)):
+            try:
+                return [_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch]
+            except GenericError as error:
+                if not tries or "body" not in first_line(error):
+                    raise
+        raise AssertionError("not reached")
 
     def read(self, key: str, limit: int) -> bytes | None:
         """The content of a small object, None if there is none.
@@ -108,7 +137,9 @@ class ObjectStore:
             answer = obstore.get(self._connection, head.key, options=options)
             if (answer.meta["e_tag"] or "") != head.e_tag or answer.meta["size"] != head.size:
                 raise self.changed(head.key)
-            return bytes(answer.bytes())
+            content = bytes(answer.bytes())
+            self._was_allowed = True
+            return content
 
     def write(self, key: str, blocks: bytes | Iterable[memoryview], size: int) -> str:
         """Writes an object, which becomes visible when all of it is there; returns its ETag.
@@ -131,7 +162,14 @@ class ObjectStore:
         return result["e_tag"] or ""
 
     def create(self, key: str, content: bytes) -> bool:
-        """Writes an object unless there is one; returns whether it did."""
+        """Writes an object unless there is one; returns whether it did.
+
+        A store that ignores conditions at least is asked before.
+        """
+        return self.head(key) is None and not self.refuses_second(key, content)
+
+    def refuses_second(self, key: str, content: bytes) -> bool:
+        """Writes an object on the condition that there is none; returns whether the store refused that."""
         import obstore  # noqa: PLC0415
         from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
@@ -139,8 +177,8 @@ class ObjectStore:
             try:
                 obstore.put(self._connection, key, content, mode="create")
             except (AlreadyExistsError, PreconditionError):
-                return False
-        return True
+                return True
+        return False
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; those that do not exist are no error."""
@@ -166,7 +204,8 @@ class ObjectStore:
         from obstore import exceptions  # noqa: PLC0415
 
         try:
-            yield
+            with in_flight.call():
+                yield
         except exceptions.PreconditionError as error:
             raise self.changed(key) from error
         except FileNotFoundError as error:
@@ -177,17 +216,21 @@ class ObjectStore:
             raise self._problem(key, error, writes=writes) from error
 
     def _problem(self, key: str, error: Exception, *, writes: bool) -> LlmconvError:
-        denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
-        kind = OutputFailed if writes or not denied else InputRefused
-        again = ", and run again with `--resume`" if writes else ""
-        if denied:
-            return kind(
-                f"access to `{self.address / key}` was denied",
-                hint=f"check the credentials in the environment, and what they may do with this bucket{again}",
+        again = "run again" + (" with `--resume`" if writes or self._writes else "")
+        if (writes or self._writes) and FULL.search(str(error)):
+            return OutputFailed(
+                f"no space left in the store for `{self.address / key}`", hint=f"free some space there, and {again}"
             )
-        return kind(
+        denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
+        if denied:
+            begun = writes or self._writes or self._was_allowed  # then they have been revoked
+            return (OutputFailed if begun else InputRefused)(
+                f"access to `{self.address / key}` was denied",
+                hint=f"check the credentials in the environment, and what they may do with this bucket, and {again}",
+            )
+        return OutputFailed(
             f"the store failed: `{self.address / key}`: {first_line(error)}",
-            hint="check the network and the store, and run again" + (" with `--resume`" if writes else ""),
+            hint=f"check the network and the store, and {again}",
         )
 
 

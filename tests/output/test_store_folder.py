@@ -6,64 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
-from llmconv.files.paths import output_place
 from llmconv.output.clean import clean
-from llmconv.output.plan import plan_checkpoint
-from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore
-from llmconv.tensors import BY_NAME, LazyTensor, in_memory
+from llmconv.tensors import LazyTensor
 from tests.builders.hf_models import LLAMA, save_model
+from tests.builders.shard_outputs import F32, sample, write, written
 from tests.stores.bucket import Bucket
 from tests.stores.server import KEY, SECRET
-
-F32 = BY_NAME["float32"]
-
-
-def sample(broken: Exception | None = None, **config: Any) -> Checkpoint:
-    """Three shards of 80 bytes; with `broken` the last one cannot be read."""
-
-    def fail(start: int, stop: int) -> Any:
-        assert broken
-        raise broken
-
-    rows = [np.arange(20, dtype=np.float32).reshape(10, 2) + number for number in range(3)]
-    tensors = {f"t{number}": in_memory(array, F32) for number, array in enumerate(rows)}
-    if broken:
-        tensors["t2"] = LazyTensor(F32, (10, 2), fail)
-    return Checkpoint(Path("sample"), "test", tensors, {"model_type": "llama", **config}, {"tokenizer.json": b"{}"})
-
-
-def write(checkpoint: Checkpoint, output: Any, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Writes it in three shards."""
-    plan, place = plan_checkpoint(checkpoint, 80), output_place(output)
-    check_output(plan, place, overwrite, [], resume=resume)
-    steps = [{"command": "test", "options": checkpoint.config}]
-    write_checkpoint(plan, place, steps=steps, sources=[], overwrite=overwrite, resume=resume)
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def changes(bucket: Bucket) -> list[str]:
-    """What was written and deleted in the bucket, in order, by name in the output."""
-    return [
-        request.replace(f"bucket/{bucket.prefix}/out/", "")
-        for request in bucket.requests()
-        if not request.startswith(("GET", "HEAD"))
-    ]
 
 
 def test_an_output_in_a_store_has_the_bytes_of_a_local_one(bucket: Bucket, tmp_path: Path) -> None:
@@ -74,7 +32,7 @@ def test_an_output_in_a_store_has_the_bytes_of_a_local_one(bucket: Bucket, tmp_p
 
 def test_the_claim_comes_first_and_the_manifest_last(bucket: Bucket) -> None:
     write(sample(), f"{bucket}/out")
-    done = changes(bucket)
+    done = bucket.changes()
     assert done[0] == "PUT .llmconv/claim.json"
     names = [line.removeprefix("PUT ") for line in done if line.startswith("PUT ")]
     assert names[-4:] == ["tokenizer.json", "model.safetensors.index.json", "config.json", "llmconv.json"]
@@ -127,9 +85,9 @@ def test_a_complete_output_is_found_or_replaced_on_demand_only(bucket: Bucket, t
         write(sample(), f"{bucket}/out")
     bucket.set_faults()
     write(sample(), f"{bucket}/out", resume=True)
-    assert changes(bucket) == []
+    assert bucket.changes() == []
     write(sample(extra=1), f"{bucket}/out", overwrite=True)
-    assert changes(bucket)[:2] == ["PUT .llmconv/claim.json", "PUT .llmconv/claim.json"]
+    assert bucket.changes()[:2] == ["PUT .llmconv/claim.json", "PUT .llmconv/claim.json"]
     write(sample(extra=1), tmp_path / "out")
     assert bucket.files() == written(tmp_path / "out")
 
@@ -210,17 +168,12 @@ def run(model: Path, bucket: Bucket, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def changed(bucket: Bucket) -> int:
-    return len(changes(bucket))
-
-
 @pytest.mark.parametrize("at", [1, 3, 4, 8])
 def test_a_killed_run_is_completed_by_resume(at: int, bucket: Bucket, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", LLAMA)
     bucket.set_faults(hold=at)
     with run(model, bucket) as process:
-        while changed(bucket) < at and process.poll() is None:
-            time.sleep(0.02)
+        bucket.wait_until_held(process)
         process.send_signal(signal.SIGKILL)
     assert "llmconv.json" not in bucket.files()
     bucket.set_faults()
@@ -236,8 +189,7 @@ def test_clean_ends_the_upload_that_a_killed_run_left_open(bucket: Bucket, tmp_p
     model = save_model(tmp_path / "model", LLAMA)
     bucket.set_faults(hold=4)
     with run(model, bucket) as process:
-        while changed(bucket) < 4 and process.poll() is None:
-            time.sleep(0.02)
+        bucket.wait_until_held(process)
         process.kill()
     bucket.set_faults()
     assert bucket.uploads()

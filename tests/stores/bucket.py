@@ -53,6 +53,24 @@ class Bucket:
         answer: list[str] = json.loads(self._ask("_requests"))
         return answer
 
+    def take_requests(self) -> list[str]:
+        """As `requests`, which are then forgotten."""
+        answer: list[str] = json.loads(self._ask("_taken"))
+        return answer
+
+    def changes(self, name: str = "out") -> list[str]:
+        """What was written and deleted since `set_faults`, in order, by its path in a folder."""
+        found = (line for line in self.requests() if not line.startswith(("GET", "HEAD")))
+        return [line.replace(f"{NAME}/{self.prefix}/{name}/", "") for line in found]
+
+    def wait_until_held(self, process: subprocess.Popen[str]) -> bool:
+        """Waits for the request that the fault `hold` names; whether it came before the process ended."""
+        while process.poll() is None:
+            if json.loads(self._ask("_holding")):
+                return True
+            time.sleep(0.01)
+        return False
+
     def _ask(self, name: str, body: bytes | None = None) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{name}", body) as answer:
             return bytes(answer.read())

@@ -2,7 +2,8 @@
 
     python -m tests.stores.server PORT FOLDER
 
-`GET /_requests` lists the requests so far; `POST /_faults` sets `Server.faults` while it runs, and forgets them.
+`GET /_requests` lists the requests so far, `GET /_taken` also forgets them, `GET /_holding` asks whether one is held.
+`POST /_faults` sets `Server.faults` while it runs, and forgets the requests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -29,8 +31,11 @@ class Server:
 
     Attributes:
         faults: `busy`: share of requests that are answered 503; `cut`: share of bodies of ranges that end early;
-            `careless`: conditions are ignored; `denied`: requests with these methods are answered 403; `hold`: this
-            change of the store, counted from 1, is never answered.
+            `careless`: conditions are ignored; `denied`: requests with these methods are answered 403; `revoked`: all
+            after so many requests are; `full`: status and code of the answer to all writes, after `room` of them;
+            `hold`: this change of the store, counted from 1, and all later ones are never answered; `late`: it is
+            carried out before; `mute`: these methods are never answered; `delay`: most seconds that a
+            request waits, by chance; `seed`: of all chances.
         requests: method and path of each request.
     """
 
@@ -38,6 +43,7 @@ class Server:
         self.folder, self.faults = folder, faults
         self.app = build_app(Settings(data_dir=folder.resolve(), credentials=StaticCredentialResolver({KEY: SECRET})))
         self.requests: list[str] = []
+        self.changes, self.holding = 0, False
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.chance = random.Random(0)
 
@@ -51,39 +57,57 @@ class Server:
 
     async def control(self, path: str, receive: Any, send: Any) -> None:
         """Answers a request of the tests themselves."""
-        if path == "/_faults":
+        listed = list(self.requests)
+        if path == "/_taken":
+            self.requests.clear()
+        elif path == "/_faults":
             self.faults = json.loads((await receive())["body"])
             self.requests.clear()
-        await answer(send, 200, json.dumps(self.requests).encode())
+            self.changes, self.holding = 0, False
+            self.chance = random.Random(self.faults.get("seed", 0))
+        await answer(send, 200, json.dumps(self.holding if path == "/_holding" else listed).encode())
 
     async def request(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers a request of a client, unless it is chosen to fail."""
-        headers, method, path = dict(scope["headers"]), scope["method"], unquote(scope["path"]).lstrip("/")
+        method, path = scope["method"], unquote(scope["path"]).lstrip("/")
         self.requests.append(f"{method} {path}")
-        if fault := self.fault(method):
+        await asyncio.sleep(self.chance.random() * self.faults.get("delay", 0))
+        if method not in ("GET", "HEAD"):
+            self.changes += 1
+        held = method not in ("GET", "HEAD") and self.changes >= self.faults.get("hold", math.inf)
+        held = held or method in self.faults.get("mute", ())
+        if fault := self.fault(method, takes_room=method in ("PUT", "POST") and scope["query_string"] != b"delete="):
             await answer(send, *fault)
-        elif method not in ("GET", "HEAD") and self.changes() == self.faults.get("hold"):
+        elif held:
+            if self.faults.get("late") and self.changes == self.faults.get("hold"):
+                await self.carry_out(scope, receive, to_nobody)
+            self.holding = True
             await asyncio.Event().wait()
-        elif headers.get(b"if-none-match") == b"*" and not self.faults.get("careless"):
-            async with self.locks[path]:
-                if (self.folder / path).exists():
-                    await answer(send, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
-                else:
-                    await self.app(scope, receive, send)
         else:
-            await self.app(scope, receive, self.cutting(send) if method == "GET" else send)
+            await self.carry_out(scope, receive, self.cutting(send) if method == "GET" else send)
 
-    def fault(self, method: str) -> tuple[int, bytes] | None:
+    async def carry_out(self, scope: Any, receive: Any, send: Any) -> None:
+        """Asks nanio, which knows no conditions."""
+        path = unquote(scope["path"]).lstrip("/")
+        if dict(scope["headers"]).get(b"if-none-match") != b"*" or self.faults.get("careless"):
+            await self.app(scope, receive, send)
+            return
+        async with self.locks[path]:
+            if (self.folder / path).exists():
+                await answer(send, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
+            else:
+                await self.app(scope, receive, send)
+
+    def fault(self, method: str, *, takes_room: bool) -> tuple[int, bytes] | None:
         """Status and body of an injected error."""
-        if method in self.faults.get("denied", ()):
+        if method in self.faults.get("denied", ()) or len(self.requests) > self.faults.get("revoked", math.inf):
             return 403, b"<Error><Code>AccessDenied</Code></Error>"
+        if takes_room and self.changes > self.faults.get("room", 0) and "full" in self.faults:
+            status, code = self.faults["full"]
+            return status, f"<Error><Code>{code}</Code><Message>no room</Message></Error>".encode()
         if self.chance.random() < self.faults.get("busy", 0):
             return 503, b"<Error><Code>SlowDown</Code></Error>"
         return None
-
-    def changes(self) -> int:
-        """How many requests changed something."""
-        return sum(not request.startswith(("GET ", "HEAD ")) for request in self.requests)
 
     def cutting(self, send: Any) -> Any:
         """`send`, or one that ends the connection in the middle of a body."""
@@ -91,11 +115,17 @@ class Server:
             return send
 
         async def cut(message: Any) -> None:
-            if message["type"] == "http.response.body" and len(message.get("body", b"")) > 1000:
+            body = message.get("body", b"")
+            if len(body) > 1000:
+                await send({**message, "body": body[: len(body) // 2], "more_body": True})
                 raise ConnectionAbortedError
             await send(message)
 
         return cut
+
+
+async def to_nobody(message: Any) -> None:
+    """For an answer that is lost."""
 
 
 async def answer(send: Any, status: int, body: bytes) -> None:

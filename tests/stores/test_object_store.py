@@ -56,6 +56,13 @@ def test_an_object_is_created_once(store: ObjectStore) -> None:
     assert store.read("claim", 10) == b"1"
 
 
+def test_a_store_without_conditions_is_asked_before_an_object_is_created(store: ObjectStore, bucket: Bucket) -> None:
+    bucket.set_faults(careless=True)
+    assert store.create("claim", b"1") and not store.create("claim", b"2")
+    assert store.read("claim", 10) == b"1"
+    assert not store.refuses_second("claim", b"1")
+
+
 def test_what_does_not_exist_is_none_and_deleting_it_no_error(store: ObjectStore) -> None:
     store.delete(["nothing"])
     assert (store.head("nothing"), store.read("nothing", 10), [*store.list()]) == (None, None, [])
@@ -74,6 +81,14 @@ def test_requests_of_a_busy_store_are_repeated(store: ObjectStore, bucket: Bucke
     assert head
     read = b"".join(store.read_range(head, at * MEBIBYTE, (at + 8) * MEBIBYTE) for at in range(0, 40, 8))
     assert read == b"".join(blocks(40))
+
+
+def test_a_listing_that_is_cut_short_is_repeated(store: ObjectStore, bucket: Bucket) -> None:
+    for number in range(20):
+        store.write(f"name-{number}", b"1", 1)
+    bucket.set_faults(cut=0.5)
+    for _ in range(5):
+        assert len([*store.list()]) == 20
 
 
 def test_denied_reads_are_refused_and_denied_writes_fail(store: ObjectStore, bucket: Bucket) -> None:

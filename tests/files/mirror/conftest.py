@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.reading_server import KEYS, Bucket, serving
+from tests.stores.reading_bucket import Bucket, serving
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def connect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": bucket.endpoint}.items():
+    for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
 
 

@@ -18,7 +18,7 @@ from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_
 from llmconv.export import export
 from llmconv.files.mirror.chunk_cache import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
-from tests.stores.reading_server import Bucket
+from tests.stores.reading_bucket import Bucket
 
 EXAMPLE = Path(__file__).parents[3] / "examples/tiny-llama"
 CHECKPOINT = EXAMPLE / "ep4-ba2400-rank0.pt"

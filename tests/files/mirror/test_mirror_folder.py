@@ -15,7 +15,7 @@ from llmconv.files.mirror import registry
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.source_file import open_source, read_into
 from llmconv.files.sources import fetching, local_path
-from tests.stores.reading_server import Bucket
+from tests.stores.reading_bucket import Bucket
 
 MEBIBYTE = 1 << 20
 LARGE = 30 * MEBIBYTE + 5
@@ -140,7 +140,7 @@ def test_a_pointer_file_is_followed_from_the_root_of_the_bucket(bucket: Bucket) 
 
 
 def test_an_object_that_does_not_exist_is_refused(bucket: Bucket, temporary: Path) -> None:
-    with pytest.raises(InputRefused, match="`s3://models/nowhere` does not exist"):
+    with pytest.raises(InputRefused, match="`s3://bucket/nowhere` does not exist"):
         local_path(bucket.uri("nowhere"), in_parts=True)
     assert not [*temporary.iterdir()]
 
@@ -149,7 +149,7 @@ def test_an_object_that_changes_is_refused(bucket: Bucket) -> None:
     path = local_path(bucket.put("changed/x.pt", noise(LARGE)), in_parts=True)
     data(path, 0, 10)
     bucket.put("changed/x.pt", b"1" * LARGE)
-    with pytest.raises(InputRefused, match=r"`s3://models/changed/x.pt` changed while it was read"):
+    with pytest.raises(InputRefused, match=r"`s3://bucket/changed/x.pt` changed while it was read"):
         data(path, LARGE - 10, LARGE)
     with pytest.raises(InputRefused, match="changed while it was read"):
         path.read_bytes()

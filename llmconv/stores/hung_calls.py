@@ -1,0 +1,57 @@
+"""Ends a process some seconds after SIGTERM or Ctrl-C if a store hangs, in whose calls Python raises nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from threading import Thread
+
+from llmconv.stores import in_flight
+
+GRACE = 4.0
+"""Seconds that a call of a store gets to return after a signal: an upload that can be ended is ended sooner."""
+
+WATCHED = 60.0
+"""Seconds after a signal; a process that still runs then goes on."""
+
+EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""Exit code by signal, as in shells."""
+
+_cleaning: list[Callable[[], None]] = []
+
+
+def before_exit(clean: Callable[[], None]) -> None:
+    """Registers a function that is called before a process with a hanging store is ended, as `atexit` is not."""
+    _cleaning.append(clean)
+
+
+@cache
+def watch(report: Callable[[], None]) -> None:
+    """Watches the signals of this process from now on; only in its main thread.
+
+    Args:
+        report: called before the process is ended.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    Thread(target=_watch, args=(reading, report), name="hung stores", daemon=True).start()
+
+
+def _watch(reading: int, report: Callable[[], None]) -> None:
+    while numbers := os.read(reading, 1):
+        if code := EXITS.get(signal.Signals(numbers[0])):
+            _end_if_hanging(code, report)
+
+
+def _end_if_hanging(code: int, report: Callable[[], None]) -> None:
+    came = time.monotonic()
+    while time.monotonic() < came + WATCHED:
+        if in_flight.is_hanging(came, GRACE):
+            for function in (*_cleaning, report):
+                function()
+            os._exit(code)  # threads that wait for the store would hold up any other exit
+        time.sleep(0.1)
