@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_lora, to_hf
 from llmconv.export import export
-from llmconv.files.mirror.chunk_cache import CHUNK
+from llmconv.files.mirror.chunk_file import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
 from tests.stores.reading_server import Bucket
 
