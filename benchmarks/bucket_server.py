@@ -67,9 +67,9 @@ class Server(ThreadingHTTPServer):
         return path.stat().st_size if key and path.is_file() else None
 
     def keys(self, prefix: str) -> list[str]:
-        """All keys that begin with `prefix`."""
-        files = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-        return sorted(key for key in {*self.objects, *files} if key.startswith(prefix))
+        """All keys that begin with `prefix`, which is empty or ends with a slash."""
+        files = (str(path.relative_to(self.folder)) for path in (self.folder / prefix).rglob("*") if path.is_file())
+        return sorted({*files, *(key for key in self.objects if key.startswith(prefix))})
 
 
 class Request(BaseHTTPRequestHandler):

@@ -7,8 +7,9 @@ from concurrent.futures import Executor, Future
 
 from llmconv.files.mirror.chunk_file import CHUNK, Chunk, ChunkFile
 
-AHEAD = 8
-"""Chunks that are requested before they are needed, once a file is read in order."""
+AHEAD, AHEAD_OF_ALL = 8, 16
+"""Chunks that are requested before they are needed, once a file is read in order; at most, and of all files that are
+read at the same time, but at least one of each."""
 
 Fetch = Callable[[int, int], Iterable[memoryview]]
 """Returns bytes `start:stop` of the object, in blocks."""
@@ -52,12 +53,15 @@ class ChunkCache:
             CHUNK_FILE.leave(chunk)
 
     def _requested(self, first: int, last: int) -> Chunk:
-        """Chunk `first`; requested are those up to `last`, and more if the one before them was."""
-        ahead = AHEAD if first - 1 in self._chunks else 0
+        """Chunk `first`; requested are those up to `last`, and more if the one before or after it was."""
+        ahead = self._ahead() if {first - 1, first + 1} & self._chunks.keys() else 0
         chunk = CHUNK_FILE.chunk(self._chunks, first, self._begin, readers=1)
         for number in range(first + 1, min(last + ahead, -(-self.size // CHUNK))):
             CHUNK_FILE.chunk(self._chunks, number, self._begin, readers=0)
         return chunk
+
+    def _ahead(self) -> int:
+        return max(1, min(AHEAD, AHEAD_OF_ALL // max(1, CHUNK_FILE.objects)))
 
     def _begin(self, chunk: Chunk) -> Future[None]:
         return self._pool.submit(self._keep, chunk)

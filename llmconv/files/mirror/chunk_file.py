@@ -13,8 +13,12 @@ from threading import Lock
 CHUNK = 8 << 20
 """Bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")."""
 
-LIMIT = 4 << 30
-"""Bytes on the disk; a model up to this size is fetched once, however often it is read."""
+LIMIT = 1 << 30
+"""Bytes on the disk, and `LEAST` chunks more for every file: few enough that most stay in memory that is used again,
+which takes two thirds of the time of new memory, and is overwritten before it reaches the disk."""
+
+LEAST = 2
+"""Chunks of each file that has any, the current and the next: a tensor may lie in all files of a sharded checkpoint."""
 
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 8 MiB the kernel allocates huge pages in the cache, which takes five times as long."""
@@ -45,15 +49,21 @@ class ChunkFile:
     """Places for chunks; at the limit, the chunk that was not read for the longest time loses its place.
 
     Args:
-        limit: bytes of the file; more only if as many are read at the same time.
+        limit: bytes of the file, and `LEAST` chunks more for every object; more only if as many are in use.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self._lock = Lock()
         self._chunks: OrderedDict[Chunk, None] = OrderedDict()
+        self._homes: set[int] = set()
         self._free: list[int] = []
         self._fd = self._places = self._pid = -1
+
+    @property
+    def objects(self) -> int:
+        """How many objects have chunks in the file."""
+        return len(self._homes)
 
     def chunk(self, home: dict[int, Chunk], number: int, fetch: Callable[[Chunk], Future[None]], readers: int) -> Chunk:
         """The chunk `number` of an object, which is fetched if it is not there.
@@ -68,6 +78,7 @@ class ChunkFile:
             if number not in home:
                 chunk = home[number] = Chunk(home, number, self._take_place())
                 self._chunks[chunk] = None
+                self._homes.add(id(home))
                 chunk.fetched = fetch(chunk)
             chunk = home[number]
             self._chunks.move_to_end(chunk)
@@ -79,7 +90,7 @@ class ChunkFile:
             self._fd, self._places, self._pid = _nameless_file(), 0, os.getpid()
         if os.getpid() != self._pid:
             raise RuntimeError("after a fork, the parent owns the file")
-        if not self._free and (self._places + 1) * CHUNK > self.limit:
+        if not self._free and self._places >= self.limit // CHUNK + LEAST * max(1, len(self._homes)):
             idle = next((chunk for chunk in self._chunks if not chunk.users), None)
             self._drop([idle] if idle else [])
         if self._free:
@@ -107,6 +118,8 @@ class ChunkFile:
         for chunk in chunks:
             del self._chunks[chunk], chunk.home[chunk.number]
             self._free.append(chunk.place)
+            if not chunk.home:
+                self._homes.discard(id(chunk.home))
 
     def _close_if_empty(self) -> None:
         """Gives the disk space back."""

@@ -67,13 +67,18 @@ def disk_use(process: int, folder: Path) -> int:
     return total
 
 
+def peak_memory(process: int) -> int:
+    """The largest resident set so far; that of `wait4` would include the memory of pytest, which forked it."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields.get("VmHWM", "0 kB").split()[0]) * 1024
+
+
 def finish(process: subprocess.Popen[bytes], folder: Path) -> Usage:
-    disk = 0
-    while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
-        disk = max(disk, disk_use(process.pid, folder))
+    memory = disk = 0
+    while process.poll() is None:
+        memory, disk = max(memory, peak_memory(process.pid)), max(disk, disk_use(process.pid, folder))
         time.sleep(0.05)
-    process.returncode = os.waitstatus_to_exitcode(ended[1])
-    return Usage(process.returncode, ended[2].ru_maxrss * 1024, disk)
+    return Usage(process.returncode, memory, disk)
 
 
 @pytest.mark.slow

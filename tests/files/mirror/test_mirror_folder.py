@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,10 +76,11 @@ def test_reading_in_order_fetches_ahead(bucket: Bucket) -> None:
 def test_at_the_limit_chunks_not_read_for_long_make_room_for_others(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CHUNK_FILE, "limit", 2 * CHUNK)
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
     content = noise(LARGE)
     path = local_path(bucket.put("limited/x.pt", content), in_parts=True)
-    for number, requests in ((0, 1), (2, 1), (0, 0), (3, 1), (0, 0), (2, 1)):
+    again = 2  # chunk 2 made room for chunk 3, which now makes room for 2, but is requested as the one that follows
+    for number, requests in ((0, 1), (2, 1), (0, 0), (3, 1), (0, 0), (2, again)):
         assert data(path, number * CHUNK, number * CHUNK + 100) == content[number * CHUNK :][:100]
         assert bucket.requests().count(("GET", "limited/x.pt")) == requests
 
@@ -86,12 +88,25 @@ def test_at_the_limit_chunks_not_read_for_long_make_room_for_others(
 def test_readers_that_need_more_chunks_than_the_limit_get_all_bytes(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CHUNK_FILE, "limit", CHUNK)
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
     content = noise(LARGE)
     path = local_path(bucket.put("crowded/x.pt", content), in_parts=True)
     with ThreadPoolExecutor(8) as pool:
         places = [place * MEBIBYTE for place in range(29)] * 4
         assert all(pool.map(lambda at: data(path, at, at + MEBIBYTE) == content[at : at + MEBIBYTE], places))
+
+
+def test_many_files_that_are_read_together_lose_no_chunk_in_use(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
+    monkeypatch.setattr("llmconv.files.mirror.chunk_cache.AHEAD_OF_ALL", 1)
+    content = noise(LARGE)
+    paths = [local_path(bucket.put(f"rank{rank}/x.pt", content), in_parts=True) for rank in range(6)]
+    bucket.requests()
+    for start in range(0, LARGE - MEBIBYTE, MEBIBYTE):
+        assert all(data(path, start, start + MEBIBYTE) == content[start : start + MEBIBYTE] for path in paths)
+    assert set(Counter(bucket.requests()).values()) == {4}
 
 
 def test_the_disk_space_is_given_back_with_the_last_file(bucket: Bucket) -> None:
