@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ save_composer(Path(sys.argv[1]), *deep(float(sys.argv[2]) * 1e9))
 
 def main() -> int:
     """Measures, prints the table, and returns 1 if a target is missed."""
+    load = os.getloadavg()[0]
     with bucket_server.serving(FOLDER) as endpoint:
         measure.INSTALLED.update(bucket_server.environment(endpoint))
         sources = {"`.pt`": checkpoint(), "folder": base()}
@@ -57,7 +59,8 @@ def main() -> int:
     body = (
         "The 1.1 B Llama (2.2 GB of bfloat16) as a Composer checkpoint with Adam state and as a folder, which\n"
         f"`--max-shard-size 1GB` writes anew; medians of runs in turn. {GIGABYTES} GB are a sparse checkpoint.\n"
-        "The server shares the cores, drops what is put into it, and sends files as they lie.\n\n"
+        "The server shares the cores, drops what is put into it, and sends files as they lie.\n"
+        f"Load average of the machine before the first run: {load:.1f}.\n\n"
         f"{table(runs | large)}\n\n{requests_table(requests | more)}"
     )
     return report("buckets", "to-hf and buckets", body, targets(runs, large, requests))

@@ -75,6 +75,8 @@ class ChunkFile:
             readers: how many times `leave` will be called for them.
         """
         with self._lock:
+            if self._fd >= 0 and os.getpid() != self._pid:
+                raise RuntimeError("a fork cannot read files of its parent, which may fill their places anew")
             if number not in home:
                 chunk = home[number] = Chunk(home, number, self._take_place())
                 self._chunks[chunk] = None
@@ -88,8 +90,6 @@ class ChunkFile:
     def _take_place(self) -> int:
         if self._fd < 0:
             self._fd, self._places, self._pid = _nameless_file(), 0, os.getpid()
-        if os.getpid() != self._pid:
-            raise RuntimeError("after a fork, the parent owns the file")
         if not self._free and self._places >= self.limit // CHUNK + LEAST * max(1, len(self._homes)):
             idle = next((chunk for chunk in self._chunks if not chunk.users), None)
             self._drop([idle] if idle else [])

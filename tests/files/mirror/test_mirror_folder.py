@@ -109,6 +109,14 @@ def test_many_files_that_are_read_together_lose_no_chunk_in_use(
     assert set(Counter(bucket.requests()).values()) == {4}
 
 
+def test_a_fork_is_refused_what_its_parent_may_overwrite(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = local_path(bucket.put("forked/x.pt", noise(LARGE)), in_parts=True)
+    data(path, 0, 10)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(RuntimeError, match="fork"):
+        data(path, 0, 10)
+
+
 def test_the_disk_space_is_given_back_with_the_last_file(bucket: Bucket) -> None:
     with fetching():
         path = local_path(bucket.put("disk/x.pt", noise(LARGE)), in_parts=True)
