@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.models import CONFIG, shapes
 from llmconv.files.checksums import combine
+from llmconv.files.torch.zip_container import LOCAL_HEADER, PADDING, UINT32_MAX, usual_start
 
 Shape = tuple[int, ...]
 TAG = "global_step1"
@@ -87,10 +88,16 @@ def save_sparse(path: Path, content: Any) -> None:
 
 
 def _hole(archive: zipfile.ZipFile, file: BinaryIO, name: str, nbytes: int) -> None:
+    """Adds a member of zeros where torch would place it."""
     info = zipfile.ZipInfo(name)
     info.file_size = info.compress_size = nbytes
     info.CRC, info.header_offset = crc_of_zeros(nbytes), file.tell()
-    file.write(info.FileHeader(zip64=True))
+    large = nbytes >= UINT32_MAX
+    used = LOCAL_HEADER.size + len(name) + 20 * large + 4
+    padding = usual_start(info) - info.header_offset - used
+    info.extra = PADDING + padding.to_bytes(2, "little") + b"Z" * padding
+    file.write(info.FileHeader(zip64=large))
+    info.extra = b""
     file.seek(nbytes, io.SEEK_CUR)
     archive.filelist.append(info)
     archive.NameToInfo[name] = info

@@ -171,7 +171,6 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequ
             entry = folder.make_shard(shard, advance)
             checks.finish()
             folder.record(shard.name, entry)
-            registry.release(sources)
             if crowded:
                 folder.release(shard.name, sources)
     warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))

@@ -25,6 +25,8 @@ MOST_PARTS = 9_000
 PARTS_AT_ONCE = 4
 """Parts in flight; memory is as many parts and the one that is filled."""
 
+BLOCK = 256 << 10
+"""Bytes of a range that are taken at once: memory is about as much per request, and not the whole range."""
 
 LISTINGS = 10
 """How often a listing is asked for, as often as obstore repeats other requests."""
@@ -125,7 +127,16 @@ class ObjectStore:
                 return None
 
     def read_range(self, head: Head, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of an object.
+        """Bytes `start` to `stop` of an object; see `blocks`."""
+        return b"".join(self.blocks(head, start, stop))
+
+    def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
+        """Bytes `start` to `stop` of an object by one request, in blocks of about `BLOCK` bytes as they arrive.
+
+        Args:
+            head: of the object.
+            start: position of the first byte.
+            stop: position after the last byte; larger than `start`.
 
         Raises:
             InputRefused: the object is no longer the one that `head` describes.
@@ -137,9 +148,9 @@ class ObjectStore:
             answer = obstore.get(self._connection, head.key, options=options)
             if (answer.meta["e_tag"] or "") != head.e_tag or answer.meta["size"] != head.size:
                 raise self.changed(head.key)
-            content = bytes(answer.bytes())
             self._was_allowed = True
-            return content
+            for block in answer.stream(min_chunk_size=BLOCK):
+                yield memoryview(block)
 
     def write(self, key: str, blocks: bytes | Iterable[memoryview], size: int) -> str:
         """Writes an object, which becomes visible when all of it is there; returns its ETag.

@@ -1,26 +1,25 @@
-"""ChunkCache: the parts of one object that were fetched, in a temporary file without a name."""
+"""ChunkCache: the content of one object, of which parts are fetched where they are read."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from threading import Lock
 
-CHUNK = 8 << 20
-"""Bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")."""
+from llmconv.files.mirror.chunk_file import CHUNK, Chunk, ChunkFile
 
-AHEAD = 8
-"""Chunks that are requested before they are needed, once a file is read in order."""
+AHEAD, AHEAD_OF_ALL = 8, 16
+"""Chunks that are requested before they are needed, once a file is read in order; at most, and of all files that are
+read at the same time, but at least one of each."""
 
-Fetch = Callable[[int, int], bytes]
-"""Returns bytes `start:stop` of the object."""
+Fetch = Callable[[int, int], Iterable[memoryview]]
+"""Returns bytes `start:stop` of the object, in blocks."""
+
+CHUNK_FILE = ChunkFile()
+"""The chunks of this process."""
 
 
 class ChunkCache:
-    """The content of an object, of which every chunk is fetched once, when it is first needed.
+    """The content of an object: a chunk is fetched when it is first needed, and again if it lost its place.
 
     Args:
         fetch: reads a range of the object.
@@ -31,17 +30,13 @@ class ChunkCache:
     def __init__(self, fetch: Fetch, size: int, pool: Executor) -> None:
         self.size = size
         self._fetch, self._pool = fetch, pool
-        self._fd = -1
-        self._chunks: dict[int, Future[None]] = {}
-        self._lock = Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were fetched or requested."""
-        return len(self._chunks) * CHUNK
+        self._chunks: dict[int, Chunk] = {}
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fills `buffer` with the content from `offset` on; returns the number of bytes, 0 at the end.
+        """Fills `buffer` with the content from `offset` on, to the end of the chunk at most.
+
+        Returns:
+            The number of bytes, 0 at the end of the object.
 
         Raises:
             InputRefused: the object changed.
@@ -50,51 +45,40 @@ class ChunkCache:
         stop = min(offset + len(buffer), self.size)
         if stop <= offset:
             return 0
-        for chunk in self._requested(offset // CHUNK, -(-stop // CHUNK)):
-            chunk.result()
-        return os.preadv(self._fd, [buffer[: stop - offset]], offset)
+        chunk = self._requested(offset // CHUNK, -(-stop // CHUNK))
+        try:
+            chunk.fetched.result()
+            return CHUNK_FILE.read_into(buffer[: stop - offset], chunk, offset % CHUNK)
+        finally:
+            CHUNK_FILE.leave(chunk)
 
-    def _requested(self, first: int, last: int) -> list[Future[None]]:
-        """Chunks `first:last`; those after them are requested, too, if the one before them was."""
-        with self._lock:
-            self._make_file()
-            ahead = AHEAD if first - 1 in self._chunks else 0
-            for number in range(first, min(last + ahead, -(-self.size // CHUNK))):
-                if number not in self._chunks:
-                    self._chunks[number] = self._pool.submit(self._keep, number * CHUNK)
-            return [self._chunks[number] for number in range(first, last)]
+    def _requested(self, first: int, last: int) -> Chunk:
+        """Chunk `first`; requested are those up to `last`, and more if the one before or after it was."""
+        ahead = self._ahead() if {first - 1, first + 1} & self._chunks.keys() else 0
+        chunk = CHUNK_FILE.chunk(self._chunks, first, self._begin, readers=1)
+        for number in range(first + 1, min(last + ahead, -(-self.size // CHUNK))):
+            CHUNK_FILE.chunk(self._chunks, number, self._begin, readers=0)
+        return chunk
+
+    def _ahead(self) -> int:
+        return max(1, min(AHEAD, AHEAD_OF_ALL // max(1, CHUNK_FILE.objects)))
+
+    def _begin(self, chunk: Chunk) -> Future[None]:
+        return self._pool.submit(self._keep, chunk)
+
+    def _keep(self, chunk: Chunk) -> None:
+        start = chunk.number * CHUNK
+        try:
+            CHUNK_FILE.write(chunk, self._fetch(start, min(start + CHUNK, self.size)))
+        finally:
+            CHUNK_FILE.leave(chunk)
 
     def cancel(self) -> None:
         """Cancels requests that have not begun."""
-        with self._lock:
-            for chunk in self._chunks.values():
-                chunk.cancel()
+        for chunk in [*self._chunks.values()]:
+            if chunk.fetched.cancel():
+                CHUNK_FILE.leave(chunk)
 
-    def _make_file(self) -> None:
-        """Not before it is needed: a process may have a thousand files open."""
-        if self._fd < 0:
-            self._fd = _nameless_file()
-            weakref.finalize(self, os.close, self._fd).atexit = False
-
-    def _keep(self, start: int) -> None:
-        write_at(self._fd, self._fetch(start, min(start + CHUNK, self.size)), start)
-
-
-def write_at(fd: int, content: bytes, offset: int) -> None:
-    """Writes all of `content` at a position of an open file.
-
-    Args:
-        fd: descriptor of the file.
-        content: to write.
-        offset: position of its first byte.
-    """
-    rest = memoryview(content)
-    while rest:
-        count = os.pwrite(fd, rest, offset)
-        rest, offset = rest[count:], offset + count
-
-
-def _nameless_file() -> int:
-    """The descriptor of a new file that vanishes with the process, however that ends."""
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    def release(self) -> None:
+        """Gives the disk space back; what is read again is fetched again. Readers at work keep what they have."""
+        CHUNK_FILE.release(self._chunks)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from threading import Lock
 
-from llmconv.files.mirror.chunk_cache import CHUNK, ChunkCache, write_at
+from llmconv.files.mirror.chunk_cache import ChunkCache
+from llmconv.files.mirror.chunk_file import CHUNK, write_at
 from llmconv.stores.object_store import Head, ObjectStore
 
 SMALL = 2 << 20
@@ -45,17 +47,12 @@ class MirroredFile:
     def __init__(self, path: Path, store: ObjectStore, head: Head, scratch: Path, pool: Executor) -> None:
         self.path, self.head, self.is_whole = path, head, False
         self._store, self._scratch, self._pool = store, scratch, pool
-        self._cache = self._new_cache()
+        self._cache = ChunkCache(self._fetch, head.size, pool)
         self._edges: dict[int, Future[bytes]] = {}
         self._lock, self._whole_lock = Lock(), Lock()
         path.touch()
         os.truncate(path, head.size)
         self._set_time(path)
-
-    @property
-    def cached(self) -> int:
-        """Bytes on the disk."""
-        return self._cache.nbytes
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fills `buffer` with data; see `ChunkCache.read_into`."""
@@ -79,9 +76,9 @@ class MirroredFile:
             return {}
         with self._lock:
             if not self._edges:
-                self._edges[0] = self._pool.submit(self._fetch, 0, edge)
+                self._edges[0] = self._pool.submit(self._edge, 0, edge)
                 if suffix != ".safetensors":
-                    self._edges[size - edge] = self._pool.submit(self._fetch, size - edge, size)
+                    self._edges[size - edge] = self._pool.submit(self._edge, size - edge, size)
                 _recent.append(self)
             edges = self._edges
         if len(_recent) > FILES_WITH_EDGES:
@@ -112,7 +109,7 @@ class MirroredFile:
             self._set_time(made)
             made.replace(self.path)
             self.is_whole = True
-            self.release()
+            self._cache.release()
 
     def _fill(self, fd: int) -> None:
         parts = [self._pool.submit(self._copy, fd, start) for start in range(0, self.head.size, CHUNK)]
@@ -127,24 +124,24 @@ class MirroredFile:
     def _copy(self, fd: int, start: int) -> None:
         write_at(fd, self._fetch(start, min(start + CHUNK, self.head.size)), start)
 
-    def release(self) -> None:
-        """Gives the disk space back; what is read again is fetched again. Readers at work keep what they have."""
-        self._cache = self._new_cache()
-
     def close(self) -> None:
         """Cancels requests that have not begun, and gives everything back."""
         self._cache.cancel()
+        self._cache.release()
         self.forget_edges()
-        self.release()
 
-    def _new_cache(self) -> ChunkCache:
-        return ChunkCache(self._fetch, self.head.size, self._pool)
+    def _edge(self, start: int, stop: int) -> bytes:
+        return b"".join(self._fetch(start, stop))
 
-    def _fetch(self, start: int, stop: int) -> bytes:
-        content = self._store.read_range(self.head, start, stop)
-        if len(content) != stop - start:
+    def _fetch(self, start: int, stop: int) -> Iterator[memoryview]:
+        got = 0
+        for block in self._store.blocks(self.head, start, stop):
+            got += len(block)
+            if got > stop - start:
+                break
+            yield block
+        if got != stop - start:
             raise self._store.changed(self.head.key)
-        return content
 
     def _set_time(self, path: Path) -> None:
         os.utime(path, ns=(self.head.modified, self.head.modified))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llmconv.files.mirror.mirrored_file import MirroredFile
-
-KEPT = 4 << 30
-"""Bytes of fetched chunks that may stay on the disk when a shard is done."""
 
 _files: dict[str, MirroredFile] = {}
 """By real path."""
@@ -55,14 +51,6 @@ def e_tag(path: Path) -> str | None:
     """The ETag of the object at `path`, None for any other file."""
     file = _files.get(os.path.realpath(path)) if _files else None
     return file.head.e_tag if file else None
-
-
-def release(paths: Iterable[Path], limit: int = KEPT) -> None:
-    """Gives the disk space of fetched chunks back, if they take more than `limit` bytes."""
-    files = [file for path in paths if (file := find(path))]
-    if sum(file.cached for file in files) > limit:
-        for file in files:
-            file.release()
 
 
 @cache

@@ -35,6 +35,9 @@ END, END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q4sLQL")
 ALIGNMENT = 64
 """Of the data of each member, in every version of torch."""
 
+PADDING = b"FB"
+"""Id of the extra field by which torch pads local headers."""
+
 UINT32_MAX = 0xFFFFFFFF
 HAS_DESCRIPTOR, UTF8_NAME = 0x08, 0x800
 DAMAGE = (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError)
@@ -169,8 +172,8 @@ def _checked_members(
 ) -> dict[str, ChecksummedRange]:
     """Members by name without the folder, with positions in `file`.
 
-    With `far`, each local header would be a request: if the first storage lies where torch places it, so do the others,
-    which their CRC-32 confirms when they are read.
+    With `far`, each local header of a storage would be a request: if the first was padded as torch does it, so are the
+    others, which their CRC-32 confirms when they are read.
     """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     prefix = infos[0].filename.partition("/")[0] + "/" if infos else ""
@@ -178,7 +181,7 @@ def _checked_members(
         raise FileProblem("is a zip with bytes before its first member, or without members")
     has_checksums = any(info.CRC for info in infos)
     members: dict[str, ChecksummedRange] = {}
-    end, usual = 0, False
+    end, usual = 0, None if far else False
     for info in infos:
         name = info.filename.removeprefix(prefix)
         if not _is_stored(info):
@@ -189,11 +192,13 @@ def _checked_members(
             raise UnsupportedInput(
                 f"`{path.name}` is a TorchScript program, not a checkpoint", hint="save the `state_dict()` instead"
             )
-        start = _usual_start(info)
-        if not usual or (info.file_size and not info.CRC):
+        start, is_storage = usual_start(info), name.startswith("data/")
+        if not usual or not is_storage or (info.file_size and not info.CRC):
             file.seek(info.header_offset)
-            start = info.header_offset + _check_local(info, file.read(LOCAL_HEADER.size + 4 * 1024))
-            usual = far and (usual or name.startswith("data/")) and start == _usual_start(info)
+            header = file.read(LOCAL_HEADER.size + 4 * 1024)
+            start = info.header_offset + _check_local(info, header)
+            if usual is None and is_storage:
+                usual = start == usual_start(info) and PADDING in header[: start - info.header_offset]
         if info.header_offset < end or start + info.file_size > archive.start_dir or size < archive.start_dir:
             raise FileProblem(f"has a member `{name}` that overlaps another or ends outside the file")
         end = start + info.file_size
@@ -219,7 +224,7 @@ def _is_plain(info: zipfile.ZipInfo) -> bool:
     return is_file and info.filename.isprintable() and not {"", ".", ".."} & {*parts} and "\\" not in info.filename
 
 
-def _usual_start(info: zipfile.ZipInfo) -> int:
+def usual_start(info: zipfile.ZipInfo) -> int:
     """The position of a member's data as torch places it (`inline_container.cc`, `getPadding`)."""
     start = info.header_offset + LOCAL_HEADER.size + len(info.orig_filename.encode()) + 4
     large = info.file_size >= UINT32_MAX, info.header_offset >= UINT32_MAX

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_lora, to_hf
 from llmconv.export import export
-from llmconv.files.mirror.chunk_cache import CHUNK
+from llmconv.files.mirror.chunk_file import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
 from tests.stores.reading_bucket import Bucket
 
@@ -103,6 +104,28 @@ def test_large_torch_files_take_a_request_per_end_and_per_chunk(bucket: Bucket, 
     assert asked["GET", f"{tmp_path.name}/meta/consolidated.00.pth"] <= 2 + -(-size // CHUNK)
     to_hf(tmp_path / "meta", tmp_path / "local")
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
+
+
+def test_a_torch_file_without_padding_is_read_even_if_a_storage_is_aligned_by_chance(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    save_unpadded(tmp_path / "ep0.pt")
+    to_hf(bucket.put("unpadded/ep0.pt", (tmp_path / "ep0.pt").read_bytes()), tmp_path / "out")
+    to_hf(CHECKPOINT, tmp_path / "local")
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "local" / weights).read_bytes()
+
+
+def save_unpadded(path: Path) -> None:
+    """The example as another program writes it; the fourth storage lies where torch would place it."""
+    with zipfile.ZipFile(CHECKPOINT) as source, open(path, "wb") as file, zipfile.ZipFile(file, "w") as target:
+        for name in source.namelist():
+            info = zipfile.ZipInfo(name)
+            start = file.tell() + 30 + len(name) + 4
+            info.extra = (
+                b"XX" + (-start % 64).to_bytes(2, "little") + bytes(-start % 64) if name.endswith("/3") else b""
+            )
+            target.writestr(info, source.read(name))
 
 
 def test_inspect_of_a_large_file_fetches_no_data(bucket: Bucket, large: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from time import time
 
@@ -12,6 +16,8 @@ import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.mirror import registry
+from llmconv.files.mirror.chunk_cache import CHUNK_FILE
+from llmconv.files.mirror.chunk_file import CHUNK
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.source_file import open_source, read_into
 from llmconv.files.sources import fetching, local_path
@@ -67,13 +73,65 @@ def test_reading_in_order_fetches_ahead(bucket: Bucket) -> None:
     assert bucket.requests().count(("GET", "ahead/x.pt")) == 4
 
 
-def test_released_chunks_are_fetched_again(bucket: Bucket) -> None:
+def test_at_the_limit_chunks_not_read_for_long_make_room_for_others(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
     content = noise(LARGE)
-    path = local_path(bucket.put("released/x.pt", content), in_parts=True)
-    assert data(path, 0, 100) == content[:100]
-    registry.release([path], limit=0)
-    assert data(path, 0, 100) == content[:100]
-    assert bucket.requests().count(("GET", "released/x.pt")) == 2
+    path = local_path(bucket.put("limited/x.pt", content), in_parts=True)
+    again = 2  # chunk 2 made room for chunk 3, which now makes room for 2, but is requested as the one that follows
+    for number, requests in ((0, 1), (2, 1), (0, 0), (3, 1), (0, 0), (2, again)):
+        assert data(path, number * CHUNK, number * CHUNK + 100) == content[number * CHUNK :][:100]
+        assert bucket.requests().count(("GET", "limited/x.pt")) == requests
+
+
+def test_readers_that_need_more_chunks_than_the_limit_get_all_bytes(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
+    content = noise(LARGE)
+    path = local_path(bucket.put("crowded/x.pt", content), in_parts=True)
+    with ThreadPoolExecutor(8) as pool:
+        places = [place * MEBIBYTE for place in range(29)] * 4
+        assert all(pool.map(lambda at: data(path, at, at + MEBIBYTE) == content[at : at + MEBIBYTE], places))
+
+
+def test_many_files_that_are_read_together_lose_no_chunk_in_use(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHUNK_FILE, "limit", 0)
+    monkeypatch.setattr("llmconv.files.mirror.chunk_cache.AHEAD_OF_ALL", 1)
+    content = noise(LARGE)
+    paths = [local_path(bucket.put(f"rank{rank}/x.pt", content), in_parts=True) for rank in range(6)]
+    bucket.requests()
+    for start in range(0, LARGE - MEBIBYTE, MEBIBYTE):
+        assert all(data(path, start, start + MEBIBYTE) == content[start : start + MEBIBYTE] for path in paths)
+    assert set(Counter(bucket.requests()).values()) == {4}
+
+
+def test_a_fork_is_refused_what_its_parent_may_overwrite(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = local_path(bucket.put("forked/x.pt", noise(LARGE)), in_parts=True)
+    data(path, 0, 10)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(RuntimeError, match="fork"):
+        data(path, 0, 10)
+
+
+def test_the_disk_space_is_given_back_with_the_last_file(bucket: Bucket) -> None:
+    with fetching():
+        path = local_path(bucket.put("disk/x.pt", noise(LARGE)), in_parts=True)
+        data(path, 0, LARGE)
+        assert len(temporary_files()) == 1
+    assert not temporary_files()
+
+
+def temporary_files() -> list[str]:
+    """Open files of this process that have no name."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(fd))
+    return [name for name in found if name.startswith(tempfile.gettempdir()) and name.endswith("(deleted)")]
 
 
 def test_the_header_of_a_shard_is_one_request_without_its_data(bucket: Bucket, tmp_path: Path) -> None:
