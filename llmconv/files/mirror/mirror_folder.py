@@ -116,11 +116,20 @@ class StoreTree:
         self._found: dict[str, list[Head]] = {}
 
     def heads(self, place: StoreAddress) -> list[Head]:
-        """The object at an address, or all objects of that folder."""
+        """The object at an address, or all objects of that folder; what its name suggests is asked for first."""
         if place.key not in self._found:
-            head = self.store.head(place.key) if place.key else None
-            self._found[place.key] = [head] if head else [one for one in self.store.list(place.key) if _is_file(one)]
+            ways = [self._object, self._folder]
+            if PurePosixPath(place.key).suffix not in SIDE_FILES | WEIGHTS:
+                ways.reverse()
+            self._found[place.key] = ways[0](place.key) or ways[1](place.key)
         return self._found[place.key]
+
+    def _object(self, key: str) -> list[Head]:
+        head = self.store.head(key) if key else None
+        return [head] if head else []
+
+    def _folder(self, key: str) -> list[Head]:
+        return [one for one in self.store.list(key) if _is_file(one)]
 
     def exists(self, path: str) -> bool:
         """Whether an object or a folder exists."""
