@@ -23,10 +23,10 @@ from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.output.io_errors import failing_safely
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, json_bytes, plan_checkpoint
-from llmconv.output.staging import failing_safely
 from llmconv.output.store_folder import refuse_links
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn

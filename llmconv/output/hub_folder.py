@@ -21,12 +21,13 @@ from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import HubRepository, sent
 from llmconv.hub.state import FileDigest, digest_of, file_digest
 from llmconv.output.hub_contents import foreign_weights, manifest_of, replaced_files, require_own_weights
+from llmconv.output.io_errors import failing_safely
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry
 from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.output.plan import Plan, Shard
-from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.streaming import stream_shard
+from llmconv.output.unchanged_file import check_copy, require_unchanged
 from llmconv.output.upload_journal import UploadJournal, uploads_folder
 from llmconv.progress import say
 

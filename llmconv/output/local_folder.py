@@ -9,10 +9,11 @@ from pathlib import Path
 
 from llmconv.errors import InputRefused
 from llmconv.files.copying import can_clone
+from llmconv.output.existing_folder import bytes_held, is_complete, require_free
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.output.plan import Plan
 from llmconv.output.shared_staging import SharedFolder, signature
-from llmconv.output.staging import StagedFolder, bytes_held, is_complete, require_free
+from llmconv.output.staging import StagedFolder
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from llmconv.output.io_errors import failing_safely
 from llmconv.output.manifest import Manifest
-from llmconv.output.staging import SIGNATURE, StagedFolder, failing_safely
+from llmconv.output.staging import SIGNATURE, StagedFolder
 
 
 class SharedFolder(StagedFolder):

@@ -8,8 +8,6 @@ A reader never sees a partial OUT. After kill -9 the folder is either gone, or `
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import hashlib
 import json
@@ -18,20 +16,20 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
+from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
-from llmconv.files.copying import copy_file
 from llmconv.files.named_file import is_inner
-from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
-from llmconv.files.safetensors_file import FileTensor, holds
-from llmconv.files.sources import PARTIAL
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.files.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at, sync_folder
+from llmconv.files.safe_folder import NOFOLLOW, Folder, Link, NewFile
+from llmconv.output.existing_folder import partial_folder, require_free
+from llmconv.output.io_errors import failing_safely
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry
 from llmconv.output.plan import Shard
 from llmconv.output.streaming import stream_shard
+from llmconv.output.unchanged_file import check_copy, copy_unchanged
 from llmconv.progress import say
 
 JOURNAL = "journal.jsonl"
@@ -44,8 +42,6 @@ SIGNATURE = "signature"
 LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20
-RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
-MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
 
 
 class StagedFolder:
@@ -71,7 +67,7 @@ class StagedFolder:
         self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None
     ) -> None:
         self.output = output
-        self.path = _partial(output)
+        self.path = partial_folder(output)
         self.finished: dict[str, dict[str, Any]] = {}
         self._key, self._overwrite = key, overwrite
         self._resume, self._trusts = resume, trusts
@@ -175,7 +171,7 @@ class StagedFolder:
     def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
         """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""
         with failing_safely(), self.new_file(shard.name) as new:
-            entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
+            entry = copy_unchanged(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
             new.place()
         if shard.copy_of:
             check_copy(self.path / shard.name, shard)
@@ -237,95 +233,6 @@ def _entry(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != SIGNATURE}
 
 
-def check_copy(path: Path, shard: Shard) -> None:
-    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy at `path`."""
-    for tensor in shard.tensors.values():
-        if isinstance(tensor, FileTensor) and tensor.record:
-            replace(tensor.record, path=path).was_touched()
-
-
-def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    assert shard.copy_of
-    entry = copy_file(shard.copy_of, new.file, advance)
-    require_unchanged(new.path, shard)
-    return entry
-
-
-def require_unchanged(path: Path, shard: Shard) -> None:
-    """Raises MalformedInput if the copy, or the source, of an unchanged file no longer has the planned tensors."""
-    assert shard.copy_of
-    if not holds(path, shard.tensors):
-        raise MalformedInput(
-            f"`{shard.copy_of.name}` changed while it was copied",
-            hint="make sure that nothing writes to it, and run again",
-        )
-
-
-def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
-    """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
-
-    Args:
-        output: the folder to make.
-        overwrite: it may be replaced.
-        inputs: paths that the run reads; neither may be inside the other.
-        resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
-
-    Raises:
-        InputRefused: it exists and may not be replaced, or it is inside an input.
-    """
-    around = [path for path in inputs if path.resolve() in output.resolve().parents]
-    if around:
-        raise InputRefused(
-            f"`{output}` is inside the input `{around[0]}`", hint="choose an `-o` that is not inside an input"
-        )
-    if not os.path.lexists(output):
-        return
-    if not overwrite and is_complete(output):
-        if resume:
-            return
-        raise InputRefused(
-            f"`{output}` already exists and is complete",
-            hint="choose another `-o`, or give `--overwrite` to make it again",
-        )
-    sources = [path.resolve() for path in inputs]
-    if not overwrite:
-        ways = ", or give `--overwrite`" if _may_replace(output, sources) else ""
-        raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
-    problem = _why_kept(output, sources)
-    if problem:
-        raise InputRefused(
-            f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
-        )
-
-
-def is_complete(output: Path) -> bool:
-    """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
-    try:
-        files = read_manifest(output).files
-        sizes = {name: (output / name).stat().st_size for name in files}
-    except (OSError, InputRefused):
-        return False
-    same = all(isinstance(entry, dict) and entry.get("bytes") == sizes[name] for name, entry in files.items())
-    return bool(files) and same and not _partial(output).exists()
-
-
-def bytes_held(output: Path) -> int:
-    """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
-    return sum(map(_bytes_on_disk, _partial(output).glob("*")))
-
-
-def _bytes_on_disk(file: Path) -> int:
-    try:
-        return file.lstat().st_blocks * 512
-    except FileNotFoundError:  # another process of the same run has just renamed it
-        return 0
-
-
-def _partial(output: Path) -> Path:
-    """The partial folder of `output`."""
-    return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
-
-
 def _open_partial(path: Path) -> Folder:
     """Opens the partial folder: a new one, or that of an earlier run of the same user.
 
@@ -354,90 +261,3 @@ def _lock_folder(descriptor: int, kind: int) -> None:
         raise
     except OSError:  # some network disks lock only files
         return
-
-
-def _may_replace(output: Path, inputs: Sequence[Path]) -> bool:
-    try:
-        return not _why_kept(output, inputs)
-    except InputRefused:  # its manifest is invalid
-        return False
-
-
-def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
-    """The reason not to replace a folder, empty if there is none."""
-    if output.is_symlink():
-        return "is a symbolic link"
-    if not output.is_dir():
-        return "is not a folder"
-    if any(path.is_relative_to(output.resolve()) for path in inputs):
-        return "contains an input"
-    entries = [path for path in output.rglob("*") if not path.is_dir()]
-    if entries and not (output / MANIFEST).is_file():
-        return "was not made by llmconv"
-    known = {MANIFEST, *read_manifest(output).files}
-    foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)
-    return f"also contains `{foreign[0]}`, which llmconv did not make" if foreign else ""
-
-
-@contextmanager
-def failing_safely() -> Iterator[None]:
-    """Turns an OSError into OutputFailed."""
-    try:
-        yield
-    except LlmconvError:
-        raise
-    except OSError as error:
-        full = "free some space and run again with `--resume`"
-        other = "check the permissions of the file and its folder, and run again with `--resume`"
-        raise OutputFailed(
-            f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
-            hint=full if error.errno in FULL else other,
-        ) from error
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in `path` durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def rename_at(new: Path, old: Path, flag: int) -> None:
-    """Renames in one call, with `renameat2(2)` of Linux or `renamex_np(2)` of macOS; elsewhere in several.
-
-    Args:
-        new: the path to rename.
-        old: its new name.
-        flag: RENAME_EXCHANGE swaps both, so that `old` is never absent; RENAME_NOREPLACE replaces nothing.
-
-    Raises:
-        FileExistsError: RENAME_NOREPLACE, and `old` exists.
-        OSError: any other failure.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        failed = libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag)
-    elif hasattr(libc, "renamex_np"):
-        failed = libc.renamex_np(os.fsencode(new), os.fsencode(old), MACOS_FLAGS[flag])
-    else:
-        _rename_in_steps(new, old, flag)
-        return
-    if failed:
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise OSError(code, os.strerror(code), str(old))
-        _rename_in_steps(new, old, flag)  # a file system without this call
-
-
-def _rename_in_steps(new: Path, old: Path, flag: int) -> None:
-    if flag == RENAME_NOREPLACE:
-        if os.path.lexists(old):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
-        new.rename(old)
-        return
-    aside = old.with_name(f".{old.name}.llmconv-swap")
-    old.rename(aside)
-    new.rename(old)
-    aside.rename(new)

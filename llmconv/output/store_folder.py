@@ -25,11 +25,12 @@ from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import page_cache
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import open_source
+from llmconv.output.io_errors import failing_safely
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
-from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, digest, read_claim, take
 from llmconv.output.streaming import ShardContent
+from llmconv.output.unchanged_file import check_copy, require_unchanged
 from llmconv.stores.address import StoreAddress
 from llmconv.stores.object_store import ObjectStore
 

@@ -20,7 +20,9 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import copying
 from llmconv.files.copying import copy_file
-from llmconv.output import staging
+from llmconv.files.renaming import rename_at
+from llmconv.output import staging, unchanged_file
+from llmconv.output.existing_folder import require_free
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.staging import StagedFolder
 from llmconv.output.writer import check_output, write_checkpoint
@@ -82,7 +84,7 @@ def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callabl
     def patched() -> object:
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        staging.rename_at = counted(staging.rename_at)
+        staging.rename_at = counted(rename_at)  # type: ignore[attr-defined]
         return work()
 
     return patched
@@ -157,7 +159,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
     broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
     with pytest.raises(OutputFailed):
         write(tmp_path / "out", broken)
-    monkeypatch.setattr(staging, "copy_file", noted)
+    monkeypatch.setattr(unchanged_file, "copy_file", noted)
     files = write(tmp_path / "out", checkpoint, resume=True)
     assert copied == ["model-00003-of-00003.safetensors"]
     assert files == write(tmp_path / "reference", checkpoint)
@@ -310,13 +312,13 @@ def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path:
     (tmp_path / "link").symlink_to(tmp_path / "in" / "link")
     output = tmp_path / place if place.startswith("link") else tmp_path / "in" / place
     with pytest.raises(InputRefused, match="is inside the input `.*in`") as caught:
-        staging.require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
+        require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
     assert "`-o`" in caught.value.hint
 
 
 def test_an_output_next_to_an_input_file_is_free(tmp_path: Path) -> None:
     (tmp_path / "x.pt").touch()
-    staging.require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
+    require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
 
 
 def test_overwrite_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
 def test_overwrite_keeps_a_folder_that_contains_an_input(tmp_path: Path) -> None:
     write(tmp_path / "out")
     with pytest.raises(InputRefused, match="contains an input"):
-        staging.require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
+        require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder of something else"])
