@@ -14,6 +14,7 @@ import pytest
 from llmconv.errors import StageFailed
 from llmconv.generation import TextModel
 from llmconv.runtime.stages.staged_runner import StageAddresses
+from tests.builders.slow_relay import slow_relay
 from tests.builders.stage_process import serving_stage
 from tests.generation.test_graph_kinds import START, prompts, tokens_of
 from tests.runtime.stages.conftest import Staged
@@ -79,6 +80,19 @@ def test_a_slow_network_that_loses_packets_changes_no_token(staged: Staged, netw
         assert time.monotonic() - began > DELAY * max(map(len, expected))  # one way per token
         netem("delay", "5ms", "loss", "10%")
         assert tokens_of(model, prompts()) == expected
+
+
+def test_a_distant_stage_costs_time_and_changes_no_token(staged: Staged, network: list[str]) -> None:
+    folder = staged("llama", 2)
+    expected = tokens_of(TextModel.open(folder), prompts())
+    with (
+        serving_stage(folder, 2, "--listen", f"{FAR}:0", before=network) as stage,
+        slow_relay(stage.address, DELAY) as address,
+    ):
+        model = over(folder, address, 5)
+        began = time.monotonic()
+        assert tokens_of(model, prompts()) == expected
+        assert time.monotonic() - began > 2 * DELAY * max(map(len, expected))  # there and back per token
 
 
 def test_a_cut_network_ends_the_text_in_time(staged: Staged, network: list[str]) -> None:
