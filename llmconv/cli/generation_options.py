@@ -87,7 +87,7 @@ STAGES = (
         "--stage-timeout",
         type=click.FloatRange(0.1, 3600),
         metavar="SECONDS",
-        help="A stage is lost after this time without a sign of life. Default: 20.",
+        help="A stage is lost after this time without a heartbeat. Default: 20.",
     ),
 )
 

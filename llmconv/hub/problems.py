@@ -10,7 +10,7 @@ from llmconv.errors import InputRefused, LlmconvError, OutputFailed
 from llmconv.hub.address import HubAddress
 
 MOVED = (409, 412)
-"""Statuses of a commit whose parent is no longer the head of its branch."""
+"""Statuses of a commit whose parent is no longer the latest commit of its branch."""
 
 TOKEN = re.compile(r"[!-~]+")
 """Characters that a header can contain."""

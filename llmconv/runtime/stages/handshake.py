@@ -85,7 +85,7 @@ def introduce(connection: Connection, fingerprints: Sequence[str], silence: floa
     Args:
         connection: to the stage.
         fingerprints: of all stages of the export.
-        silence: seconds without a sign of life after which the stage is given up.
+        silence: seconds without a heartbeat after which the stage is given up.
 
     Raises:
         StageFailed: the stage refuses, or belongs to another model or export.

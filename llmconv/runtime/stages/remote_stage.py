@@ -21,7 +21,7 @@ from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.tensors import Array
 
 SILENCE = 20.0
-"""Default seconds without a sign of life after which a stage is lost."""
+"""Default seconds without a heartbeat after which a stage is lost."""
 
 RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
 
@@ -87,7 +87,7 @@ class RemoteStage:
     Args:
         address: of the stage.
         export: the stages of the folder here.
-        silence: seconds without a sign of life after which the stage is lost.
+        silence: seconds without a heartbeat after which the stage is lost.
 
     Raises:
         StageFailed: there is no stage, or one of another model or export.

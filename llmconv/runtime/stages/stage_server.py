@@ -28,7 +28,7 @@ PATIENCE = 30.0
 """Seconds that a client may take for the rest of a message that it has begun."""
 HELLO_SECONDS = 10.0
 SIGNS = 4
-"""Signs of life, during a run, in the time of silence that a client accepts."""
+"""Heartbeats, during a run, in the time of silence that a client accepts."""
 
 
 class StageServer:
@@ -112,7 +112,7 @@ class StageServer:
 
 
 def _awaited(running: Future[Message], connection: Connection, every: float) -> Message:
-    """The result of a run; until it is there, the client gets signs of life."""
+    """The result of a run; until it is there, the client gets heartbeats."""
     while True:
         try:
             return running.result(every)

@@ -30,7 +30,7 @@ class StageAddresses:
     Attributes:
         addresses: HOST:PORT or N=HOST:PORT of each, see `llmconv serve-stage`; with `ray`, all others run in actors
             of a Ray cluster.
-        timeout: seconds without a sign of life after which a stage is lost.
+        timeout: seconds without a heartbeat after which a stage is lost.
     """
 
     addresses: Sequence[str]
