@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,9 @@ from urllib.parse import urlsplit
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem
 from llmconv.files.paths import is_address
 from llmconv.output.plan import Shard
+from llmconv.output.repeated_call import Answer, answer_to
 from llmconv.output.work import Call
-from llmconv.output.workers import TRIES, answer_to, raise_if_refused
+from llmconv.output.workers import TRIES, raise_if_refused
 from llmconv.progress import set_quiet
 from llmconv.version import __version__
 
@@ -37,6 +39,11 @@ PATIENCE = 30
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
     """Writes shards in a cluster; see `write_in_workers`.
+
+    Args:
+        call: the command, which each process of the cluster repeats once.
+        shards: to write.
+        advance: called with the bytes of each finished shard.
 
     Raises:
         LlmconvError: the first error of a task.
@@ -59,7 +66,7 @@ class _Tasks:
 
     def __init__(self, ray: Any, call: Call) -> None:
         self._ray = ray
-        self._task = {**call.fields(), "folder": os.getcwd(), "version": __version__}
+        self._task = {**call.fields(), "run": secrets.token_hex(8), "folder": os.getcwd(), "version": __version__}
         self._remote = ray.remote(**_resources(ray), max_retries=TRIES - 1, scheduling_strategy="SPREAD")(write_shard)
         self._running: dict[Any, Shard] = {}
 
@@ -90,7 +97,7 @@ class _Tasks:
             self._ray.wait([*self._running], num_returns=len(self._running), timeout=PATIENCE) if self._running else ()
 
 
-def write_shard(task: dict[str, Any]) -> dict[str, Any]:
+def write_shard(task: dict[str, Any]) -> Answer:
     """A task, on any node; see `answer_to`."""
     if task["version"] != __version__:
         text = f"a node has llmconv {__version__}, not {task['version']} as the driver"

@@ -1,13 +1,12 @@
-"""Workers: processes of this machine that write one shard after another, each named to them in a line of JSON.
+"""Workers: processes of this machine that plan once and write one shard after another, each named in a line of JSON.
 
-    python -m llmconv.output.workers        reads {"function": …, "arguments": …, "shard": NAME}, writes {} or an error
+    python -m llmconv.output.workers        reads tasks, each with the NAME of a shard, and writes {} or an error
 
 A worker that dies is replaced, and its shard is given to another one; a shard that is refused ends the run.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import queue
 import subprocess
@@ -15,13 +14,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from llmconv import errors
-from llmconv.errors import LlmconvError, OutputFailed
+from llmconv.errors import OutputFailed
 from llmconv.output.plan import Shard
-from llmconv.output.work import Call, Shards, Workers
-from llmconv.progress import is_quiet, set_quiet
+from llmconv.output.repeated_call import Answer, answer_to
+from llmconv.output.work import Call, Workers
+from llmconv.progress import set_quiet
 
 TRIES = 3
 """How often a shard is given to a worker that dies of it."""
@@ -34,7 +33,7 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
     """Writes shards in processes; returns when all are recorded in the journal of the output.
 
     Args:
-        call: the command, which each worker repeats for its shards.
+        call: the command, which each worker repeats once.
         shards: to write.
         work: the number of processes.
         advance: called with the bytes of each finished shard.
@@ -80,7 +79,7 @@ class _Driver:
 
     def _write(self, shard: Shard) -> None:
         for _ in range(TRIES):
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
+            answer = self._ask(json.dumps({**self._call, "run": "", "shard": shard.name}))
             if answer is not None:
                 return raise_if_refused(answer)
             if self._stopped:
@@ -90,7 +89,7 @@ class _Driver:
             hint="is memory short? give fewer `--workers`, and run again with `--resume`",
         )
 
-    def _ask(self, line: str) -> dict[str, Any] | None:
+    def _ask(self, line: str) -> Answer | None:
         """The worker's answer; None if it died."""
         if self._process is None:
             command = [sys.executable, "-m", "llmconv.output.workers"]
@@ -125,7 +124,7 @@ class _Driver:
         self._process = None
 
 
-def raise_if_refused(answer: dict[str, Any]) -> None:
+def raise_if_refused(answer: Answer) -> None:
     """Raises the error of an answer, if it is one; see `answer_to`."""
     if name := answer.get("error"):
         raise getattr(errors, name)(answer["message"], hint=answer["hint"])
@@ -138,17 +137,6 @@ def main() -> None:
         task = json.loads(line)
         set_quiet(True)
         print(json.dumps(answer_to(task)), file=out, flush=True)
-
-
-def answer_to(task: dict[str, Any]) -> dict[str, Any]:
-    """Writes one shard; the answer is empty, or has the class, message and hint of an error."""
-    module, name = task["function"]
-    arguments = {**task["arguments"], "work": Shards((task["shard"],))}
-    try:
-        getattr(importlib.import_module(module), name)(**arguments)
-    except LlmconvError as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {}
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     key, files = _fingerprint(plan, steps, sources), [shard.name for shard in plan.shards]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
-        _write_part(plan, target, key, work, sources)
+        for chosen in [work.chosen(plan.shards)] if isinstance(work, Part) else ({name} for name in work.names):
+            _write_part(plan, target, key, chosen, sources)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers | Ray):
         _write_elsewhere(plan, target, key, work, overwrite=overwrite, resume=resume)
@@ -109,9 +110,8 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     return manifest
 
 
-def _write_part(plan: Plan, target: Destination, key: str, work: Part | Shards, sources: Sequence[Path]) -> None:
+def _write_part(plan: Plan, target: Destination, key: str, chosen: set[str], sources: Sequence[Path]) -> None:
     """Writes the chosen shards, and publishes nothing."""
-    chosen = work.chosen(plan.shards)
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
     with target.share(key, [shard.name for shard in plan.shards], chosen) as folder:
         _write_shards(part, folder, target.name, sources)
