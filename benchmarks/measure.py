@@ -72,7 +72,11 @@ def llmconv(*arguments: str | Path) -> list[str]:
 
 
 def interleaved(
-    commands: Mapping[str, Sequence[str]], rounds: int, output: Path, before: Callable[[], object] = os.sync
+    commands: Mapping[str, Sequence[str]],
+    rounds: int,
+    output: Path,
+    before: Callable[[], object] = os.sync,
+    accepted: Sequence[int] = (0,),
 ) -> dict[str, list[Measurement]]:
     """Runs all commands in turn, `rounds` times, so that a slow minute of the machine hits all of them.
 
@@ -81,6 +85,7 @@ def interleaved(
         rounds: how often.
         output: file or folder.
         before: called before each run, when what the last one wrote is on the disk.
+        accepted: exit codes, see `run`.
     """
     results: dict[str, list[Measurement]] = {name: [] for name in commands}
     for number in range(rounds):
@@ -89,7 +94,7 @@ def interleaved(
             os.sync()
             before()
             time.sleep(SETTLE)
-            results[name].append(run(command))
+            results[name].append(run(command, accepted))
             print(f"  round {number + 1}/{rounds}  {name}: {results[name][-1].wall:.2f} s", file=sys.stderr)
     remove(output)
     return results

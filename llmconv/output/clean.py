@@ -8,7 +8,7 @@ from llmconv.errors import InputRefused
 from llmconv.output.manifest import MANIFEST
 from llmconv.output.store_claim import CLAIM, JOURNAL, Claim, read_claim
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
-from llmconv.stores.connection import open_uploads
+from llmconv.stores.connection import abort_uploads, open_uploads
 from llmconv.stores.object_store import ObjectStore
 
 
@@ -46,14 +46,11 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
     address = output if isinstance(output, StoreAddress) else parse_address(output)
     store = ObjectStore(address)
     objects = _left(store)
-    if not dry_run:
-        store.delete([*(key for key in objects if key != CLAIM), CLAIM])
-    found = open_uploads(address)
-    if found and not dry_run:
-        client, uploads = found
-        for upload in uploads:
-            client.abort_multipart_upload(**upload)
-    return Cleaned(tuple(objects), len(found[1]) if found else None)
+    if dry_run:
+        found = open_uploads(address)
+        return Cleaned(tuple(objects), len(found[1]) if found else None)
+    store.delete([*(key for key in objects if key != CLAIM), CLAIM])
+    return Cleaned(tuple(objects), abort_uploads(address))
 
 
 def _left(store: ObjectStore) -> list[str]:

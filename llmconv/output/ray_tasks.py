@@ -7,6 +7,7 @@ answers when the journal of the output has the shard. So what the driver of a ki
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,8 +17,9 @@ from urllib.parse import urlsplit
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem, as_fields, raise_fields
 from llmconv.files.paths import is_address
 from llmconv.output.plan import Shard
+from llmconv.output.repeated_call import Answer, answer_to
 from llmconv.output.work import Call
-from llmconv.output.workers import TRIES, answer_to
+from llmconv.output.workers import TRIES
 from llmconv.progress import set_quiet
 from llmconv.ray_connection import connected
 from llmconv.version import __version__
@@ -34,6 +36,11 @@ PATIENCE = 30
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
     """Writes shards in a cluster; see `write_in_workers`.
+
+    Args:
+        call: the command, which each process of the cluster repeats once.
+        shards: to write.
+        advance: called with the bytes of each finished shard.
 
     Raises:
         LlmconvError: the first error of a task.
@@ -56,7 +63,7 @@ class _Tasks:
 
     def __init__(self, ray: Any, call: Call) -> None:
         self._ray = ray
-        self._task = {**call.fields(), "folder": os.getcwd(), "version": __version__}
+        self._task = {**call.fields(), "run": secrets.token_hex(8), "folder": os.getcwd(), "version": __version__}
         self._remote = ray.remote(**_resources(ray), max_retries=TRIES - 1, scheduling_strategy="SPREAD")(write_shard)
         self._running: dict[Any, Shard] = {}
 
@@ -87,7 +94,7 @@ class _Tasks:
             self._ray.wait([*self._running], num_returns=len(self._running), timeout=PATIENCE) if self._running else ()
 
 
-def write_shard(task: dict[str, Any]) -> dict[str, Any]:
+def write_shard(task: dict[str, Any]) -> Answer:
     """A task, on any node; see `answer_to`."""
     if task["version"] != __version__:
         return as_fields(

@@ -32,6 +32,7 @@ from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, digest, rea
 from llmconv.output.streaming import ShardContent
 from llmconv.output.unchanged_file import check_copy, require_unchanged
 from llmconv.stores.address import StoreAddress
+from llmconv.stores.connection import abort_uploads
 from llmconv.stores.object_store import ObjectStore
 
 DONE = f"{JOURNAL}/done"
@@ -199,8 +200,9 @@ class UnfinishedObjects:
             return
         if isinstance(error, OSError | OutputFailed | KeyboardInterrupt) and self.finished:
             return
-        with suppress(OutputFailed, InputRefused):  # the first error is the one to show
+        with suppress(Exception):  # the first error is the one to show
             self._dispose()
+            abort_uploads(self.target.address)  # of workers and tasks that were stopped
 
     def _dispose(self) -> None:
         """Deletes all files of this output, also those of a worker that was stopped before it had recorded them."""
@@ -223,8 +225,9 @@ class UnfinishedObjects:
         if self.mine is not None:
             heads = {name: heads[name] for own in self.mine for name in (own, entry_key(own)) if name in heads}
         found: dict[str, dict[str, Any]] = {}
-        for key in heads:
-            line = parse_object(self.store.read(key, SMALL) or b"{}", key) if key.startswith(f"{DONE}/") else {}
+        keys = [key for key in heads if key.startswith(f"{DONE}/")]
+        for key, content in zip(keys, self.store.read_all(keys, SMALL), strict=True):
+            line = parse_object(content or b"{}", key)
             name, entry, e_tag = line.get("file"), line.get("entry"), line.get("e_tag")
             if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
                 continue
@@ -289,7 +292,8 @@ class UnfinishedObjects:
         content = manifest.encode()
         if not self.store.create(MANIFEST, content) and self.target.read(MANIFEST) != content:
             raise self._appeared()
-        self.store.delete([*(entry_key(name) for name in self._tags), CLAIM])
+        self.store.delete_all(entry_key(name) for name in self._tags)
+        self.store.delete([CLAIM])
 
     def _appeared(self) -> OutputFailed:
         return OutputFailed(

@@ -67,13 +67,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards by name; nothing is published. One task of `Workers`."""
+    """Shards by name; nothing is published.
 
-    names: tuple[str, ...]
+    Attributes:
+        names: the next one is asked for when the last one is recorded in the journal of the output.
+    """
 
-    def chosen(self, shards: Sequence[Shard]) -> set[str]:
-        """See `Part`."""
-        return {*self.names}
+    names: Iterator[str]
 
 
 @dataclass(frozen=True)

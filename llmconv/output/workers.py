@@ -1,13 +1,12 @@
-"""Workers: processes of this machine that write one shard after another, each named to them in a line of JSON.
+"""Workers: processes of this machine that plan once and write one shard after another, each named in a line of JSON.
 
-    python -m llmconv.output.workers        reads {"function": …, "arguments": …, "shard": NAME}, writes {} or an error
+    python -m llmconv.output.workers        reads tasks, each with the NAME of a shard, and writes {} or an error
 
 A worker that dies is replaced, and its shard is given to another one; a shard that is refused ends the run.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import queue
@@ -19,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from threading import Thread
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO
 
-from llmconv.errors import LlmconvError, OutputFailed, as_fields, raise_fields
+from llmconv.errors import OutputFailed, raise_fields
 from llmconv.output.plan import Shard
-from llmconv.output.work import Call, Shards, Workers
-from llmconv.progress import is_quiet, set_quiet
+from llmconv.output.repeated_call import Answer, Task, error_of
+from llmconv.output.work import Call, Workers
+from llmconv.progress import set_quiet
 from llmconv.stores import hung_calls
 
 TRIES = 3
@@ -38,7 +38,7 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
     """Writes shards in processes; returns when all are recorded in the journal of the output.
 
     Args:
-        call: the command, which each worker repeats for its shards.
+        call: the command, which each worker repeats once.
         shards: to write.
         work: the number of processes.
         advance: called with the bytes of each finished shard.
@@ -86,7 +86,7 @@ class _Driver:
         for _ in range(TRIES):
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
+            answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
             if answer is not None:
                 return raise_fields(answer)
         raise OutputFailed(
@@ -94,7 +94,7 @@ class _Driver:
             hint="is memory short? give fewer `--workers`, and run again with `--resume`",
         )
 
-    def _ask(self, line: str) -> dict[str, Any] | None:
+    def _ask(self, line: str) -> Answer | None:
         """The worker's answer; None if it died."""
         if self._process is None:
             command = [sys.executable, "-m", "llmconv.output.workers"]
@@ -139,11 +139,25 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the first process stops the others
     signal.signal(signal.SIGTERM, _terminated)
     hung_calls.watch(_nothing_to_say)
+    set_quiet(True)
     with suppress(_Stopped):
-        for line in _Tasks():
-            task = json.loads(line)
-            set_quiet(True)
-            print(json.dumps(answer_to(task)), file=out, flush=True)
+        tasks = iter(_Tasks())
+        for task in tasks:
+            if error := error_of(task, _names(task, tasks, out)):
+                _answer(out, error)
+
+
+def _names(task: Task, tasks: Iterator[Task], out: TextIO) -> Iterator[str]:
+    """The name of the first shard and of those that follow, which a command writes with one plan; each is answered."""
+    yield task["shard"]
+    _answer(out, {})
+    for following in tasks:
+        yield following["shard"]
+        _answer(out, {})
+
+
+def _answer(out: TextIO, fields: Answer) -> None:
+    print(json.dumps(fields), file=out, flush=True)
 
 
 class _Tasks:
@@ -157,9 +171,9 @@ class _Tasks:
         self._taken = self._done = 0
         Thread(target=self._read, name="tasks", daemon=True).start()
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Task]:
         while line := self._lines.get():
-            yield line
+            yield json.loads(line)
             self._done += 1
 
     def _read(self) -> None:
@@ -182,17 +196,6 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 def _nothing_to_say() -> None:
     """The process that stops a worker reports it."""
-
-
-def answer_to(task: dict[str, Any]) -> dict[str, Any]:
-    """Writes one shard; the answer is empty, or an error's `as_fields`."""
-    module, name = task["function"]
-    arguments = {**task["arguments"], "work": Shards((task["shard"],))}
-    try:
-        getattr(importlib.import_module(module), name)(**arguments)
-    except LlmconvError as error:
-        return as_fields(error)
-    return {}
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     files = [*(shard.name for shard in plan.shards), *plan.small_files, *(more_files or {})]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
-        _write_part(plan, target, key, files, work, sources)
+        for chosen in [work.chosen(plan.shards)] if isinstance(work, Part) else ({name} for name in work.names):
+            _write_part(plan, target, key, files, chosen, sources)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers | Ray):
         _write_elsewhere(plan, target, key, files, work, overwrite=overwrite, resume=resume)
@@ -111,10 +112,9 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
 
 
 def _write_part(
-    plan: Plan, target: Destination, key: str, files: Sequence[str], work: Part | Shards, sources: Sequence[Path]
+    plan: Plan, target: Destination, key: str, files: Sequence[str], chosen: set[str], sources: Sequence[Path]
 ) -> None:
     """Writes the chosen shards, and publishes nothing."""
-    chosen = work.chosen(plan.shards)
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
     with target.share(key, files, chosen) as folder:
         _write_shards(part, folder, target.name, sources)

@@ -84,6 +84,16 @@ def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | No
     return client, found
 
 
+def abort_uploads(address: StoreAddress) -> int | None:
+    """Aborts the multipart uploads below the address; returns how many, None if they cannot be listed."""
+    if not (found := open_uploads(address)):
+        return None
+    client, uploads = found
+    for upload in uploads:
+        client.abort_multipart_upload(**upload)
+    return len(uploads)
+
+
 def _s3_options(address: StoreAddress, environment: Mapping[str, str]) -> dict[str, Any]:
     """Options beyond those that obstore takes from the environment."""
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""

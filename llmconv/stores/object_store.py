@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,10 @@ BLOCK = 256 << 10
 
 LISTINGS = 10
 """How often a listing is asked for, as often as obstore repeats other requests."""
+
+SMALL_AT_ONCE = 16
+"""Requests in flight for small objects."""
+
 
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 """Names of obstore's classes for missing rights."""
@@ -201,6 +207,16 @@ class ObjectStore:
                     obstore.delete(self._connection, key)
                 except FileNotFoundError:
                     continue
+
+    def read_all(self, keys: Sequence[str], limit: int) -> Sequence[bytes | None]:
+        """As `read`, several objects at once: a model of 405 B has 200 journal entries."""
+        with ThreadPoolExecutor(SMALL_AT_ONCE) as pool:
+            return [*pool.map(lambda key: self.read(key, limit), keys)]
+
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """As `delete`, several objects at once, in any order."""
+        with ThreadPoolExecutor(SMALL_AT_ONCE) as pool:
+            deque(pool.map(lambda key: self.delete([key]), keys), maxlen=0)
 
     def changed(self, key: str) -> InputRefused:
         """The error for an object that changed while it was read."""
