@@ -118,7 +118,7 @@ def costs(way: Way) -> str:
     plans = HOSTS * way.slots + 1
     gets = sum(-(-shard.nbytes // CHUNK) for shard in shards) + plans * FILES + len(shards) * (AHEAD + 1)
     puts = sum(-(-shard.nbytes // part_bytes(shard.nbytes)) + 3 for shard in shards)
-    disk = way.slots * (LIMIT + max(shard.nbytes for shard in shards))
+    disk = way.slots * (LIMIT + FILES * 2 * CHUNK)
     buffers = (PARTS_AT_ONCE + 1) * part_bytes(max(shard.nbytes for shard in shards)) + REQUESTS_AT_ONCE * CHUNK
     price = f"{gets:,} | {puts:,} | {gets * GET:.2f} + {puts * PUT:.2f}"
     return f"| {way} | {len(shards)} | {price} | {disk / 1e9:.0f} | {way.slots * (PROCESS + buffers) / 1e9:.1f} |"
