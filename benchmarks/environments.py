@@ -53,7 +53,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 
 WITHOUT_TORCH = {"genai", "llama.cpp"}
 
-NODE = {"transformersjs": ("@huggingface/transformers@4.3.1",)}
+NODE = {"azurite": ("azurite@3.35.0",), "transformersjs": ("@huggingface/transformers@4.3.1",)}
 """Name to the packages of each environment of Node; its `npm` must be installed (Node 20 or later)."""
 
 

@@ -11,6 +11,7 @@ def main() -> None:
         (environments.python, "genai"),
         (environments.python, "optimum"),
         (environments.node, "transformersjs"),
+        (environments.node, "azurite"),
     ):
         print(f"{name}: {make(name)}")
 

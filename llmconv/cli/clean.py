@@ -6,9 +6,15 @@ import click
 
 from llmconv.cli import options
 
-RULE = (
-    "open uploads, which the store bills, could not be listed: install boto3 (`pip install boto3`), or let a "
-    "lifecycle rule of the bucket abort incomplete multipart uploads after a day"
+RULE = "let a lifecycle rule of the bucket abort incomplete multipart uploads after a day"
+UNLISTED = {
+    "az": "Azure deletes the blocks of interrupted uploads after a week",
+    "abfss": "Azure deletes the blocks of interrupted uploads after a week",
+    "gs": f"open uploads, which the store bills, are not listed: {RULE}",
+}
+"""What becomes of open uploads, by scheme, where they cannot be listed."""
+WITHOUT_BOTO3 = (
+    f"open uploads, which the store bills, could not be listed: install boto3 (`pip install boto3`), or {RULE}"
 )
 
 
@@ -28,6 +34,7 @@ def command(uri: str, dry_run: bool, as_json: bool) -> None:
     llmconv clean s3://bucket/models/base
     """
     from llmconv.output.clean import clean
+    from llmconv.stores.address import parse_address
 
     done = clean(uri, dry_run=dry_run)
     if as_json:
@@ -40,4 +47,4 @@ def command(uri: str, dry_run: bool, as_json: bool) -> None:
     for key in done.objects if dry_run else ():
         click.echo(f"  {key}")
     if done.uploads is None:
-        click.echo(RULE, err=True)
+        click.echo(UNLISTED.get(parse_address(uri).scheme, WITHOUT_BOTO3), err=True)

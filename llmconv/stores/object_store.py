@@ -53,7 +53,7 @@ class Head:
     Attributes:
         key: path below the address.
         size: bytes.
-        e_tag: changes with the content; empty if the store has none.
+        e_tag: changes with the content, without quotes; empty if the store has none.
         modified: when it was written, in ns since 1970.
     """
 
@@ -149,10 +149,11 @@ class ObjectStore:
         """
         import obstore  # noqa: PLC0415
 
-        options: Any = {"range": (start, stop), **({"if_match": head.e_tag} if head.e_tag else {})}
+        strong = head.e_tag and not head.e_tag.startswith("W/")
+        options: Any = {"range": (start, stop), **({"if_match": f'"{head.e_tag}"'} if strong else {})}
         with self._failing(head.key):
             answer = obstore.get(self._connection, head.key, options=options)
-            if (answer.meta["e_tag"] or "") != head.e_tag or answer.meta["size"] != head.size:
+            if _tag(answer.meta) != head.e_tag or answer.meta["size"] != head.size:
                 raise self.changed(head.key)
             self._was_allowed = True
             for block in answer.stream(min_chunk_size=BLOCK):
@@ -176,7 +177,7 @@ class ObjectStore:
                 )
         except _BlocksFailed as failure:
             raise failure.error from failure.error.__cause__
-        return result["e_tag"] or ""
+        return _tag(result)
 
     def create(self, key: str, content: bytes) -> bool:
         """Writes an object unless there is one; returns whether it did.
@@ -282,4 +283,9 @@ def part_bytes(size: int) -> int:
 
 
 def _head(meta: Any) -> Head:
-    return Head(meta["path"], meta["size"], meta["e_tag"] or "", int(meta["last_modified"].timestamp() * 1e9))
+    return Head(meta["path"], meta["size"], _tag(meta), int(meta["last_modified"].timestamp() * 1e9))
+
+
+def _tag(meta: Any) -> str:
+    """The ETag without its quotes, which Azure's listings do not have, and its other answers do."""
+    return str(meta["e_tag"] or "").strip('"')
