@@ -79,24 +79,30 @@ def _random(name: str, shape: tuple[int, ...]) -> LazyTensor:
     return LazyTensor(BY_NAME["bfloat16"], shape, load)
 
 
-def adapter() -> Path:
-    """The folder of a LoRA adapter on all linear modules, rank 16, float32, created on first use (50 MB).
+def adapter(rank: int = RANK) -> Path:
+    """The folder of a LoRA adapter on all linear modules, float32, created on first use (50 MB of rank 16).
 
     Its change is about a twentieth of the weights, as training leaves it: much of it lies below their last bit.
     """
-    folder = FOLDER / "adapter"
+    folder = FOLDER / ("adapter" if rank == RANK else f"adapter-{rank}")
     if not (folder / "adapter_config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, tuple[int, ...]] = {}
         for name, (rows, columns) in ((n, s) for n, s in shapes().items() if n.endswith("proj.weight")):
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors |= {f"{prefix}.lora_A.weight": (RANK, columns), f"{prefix}.lora_B.weight": (rows, RANK)}
+            tensors |= {f"{prefix}.lora_A.weight": (rank, columns), f"{prefix}.lora_B.weight": (rows, rank)}
         generator = np.random.default_rng(0)
         with open(folder / "adapter_model.safetensors", "wb") as file:
             file.write(encode_header({name: (BY_NAME["float32"], shape) for name, shape in tensors.items()}))
             for shape in tensors.values():
                 file.write((0.01 * generator.standard_normal(prod(shape), dtype=np.float32)).tobytes())
         modules = sorted({name.split(".")[-3] for name in tensors})
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": modules, "task_type": "CAUSAL_LM"}
+        config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "target_modules": modules,
+            "task_type": "CAUSAL_LM",
+        }
         (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
