@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
 from llmconv.output.clean import clean
 from llmconv.stores.address import parse_address
@@ -127,6 +128,23 @@ def test_a_busy_store_gets_the_same_bytes(bucket: Bucket, tmp_path: Path) -> Non
     write(sample(), f"{bucket}/out")
     write(sample(), tmp_path / "out")
     assert bucket.files() == written(tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["out", "out/", "out/inside", ""])
+def test_an_output_around_or_inside_its_input_is_refused_and_the_input_stays(place: str, bucket: Bucket) -> None:
+    source, output = f"{bucket}/out", f"{bucket}/{place}".replace("s3://", "s3a://")
+    write(sample(), source)
+    before = bucket.files()
+    with pytest.raises(InputRefused, match="contains the input|is inside the input"):
+        to_hf(source, output, dtype="float16", overwrite=True)
+    assert bucket.files() == before
+
+
+def test_an_output_next_to_its_input_with_a_longer_name_is_made(bucket: Bucket, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", LLAMA)
+    to_hf(model, f"{bucket}/out", dtype="bfloat16")
+    to_hf(f"{bucket}/out", f"{bucket}/out2", dtype="float16")
+    assert "llmconv.json" in bucket.files("out2")
 
 
 def test_clean_deletes_what_an_interrupted_run_left_and_nothing_else(bucket: Bucket) -> None:
