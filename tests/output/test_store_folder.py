@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 from llmconv.convert import to_hf
@@ -21,7 +22,7 @@ from llmconv.stores.object_store import ObjectStore
 from llmconv.tensors import LazyTensor
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.shard_outputs import F32, sample, write, written
-from tests.stores.bucket import Bucket
+from tests.stores.bucket import NAME, Bucket
 from tests.stores.server import KEY, SECRET
 
 
@@ -213,6 +214,16 @@ def test_clean_ends_the_upload_that_a_killed_run_left_open(bucket: Bucket, tmp_p
     assert bucket.uploads()
     assert clean(f"{bucket}/out").uploads == 1
     assert (bucket.files(), bucket.uploads()) == ({}, [])
+
+
+@pytest.mark.parametrize("place", ["", "out"])
+def test_clean_leaves_the_uploads_of_other_outputs_and_programs_alone(place: str, bucket: Bucket) -> None:
+    client = boto3.client("s3", endpoint_url=bucket.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")
+    key = f"{bucket.prefix}/out/theirs.bin"
+    client.create_multipart_upload(Bucket=NAME, Key=key)
+    client.close()
+    assert clean(f"{bucket}/{place}").uploads == 0
+    assert bucket.uploads() == [key]
 
 
 def test_no_credential_is_in_any_output_or_object(bucket: Bucket, tmp_path: Path) -> None:
