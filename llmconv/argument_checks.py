@@ -127,7 +127,13 @@ def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
             return fitted(value, option, name)
         except UsageProblem as problem:
             problems.append(problem)
-    raise path_problem(value, name) if Path in options else problems[-1]
+    if Path in options:
+        raise path_problem(value, name)
+    classes = [option for option in options if isinstance(option, type) and option not in (*PLAIN, NoneType)]
+    if len(classes) == len(problems) > 1:
+        *first, last = (f"`{each.__name__}`" for each in classes)
+        _refuse(value, name, f"a {', '.join(first)} or {last}")
+    raise problems[-1]
 
 
 def path_problem(value: Any, name: str) -> UsageProblem:

@@ -14,6 +14,12 @@ from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
 """`scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive."""
 
+URI = re.compile(
+    r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^\s/?#'\"`@:]*)(?P<password>:[^\s/?#'\"`@]*)?@)?"
+    r"(?P<path>[^\s?#'\"`]*)(?P<query>[?#][^\s'\"`]*)?"
+)
+"""A URI within a text, in parts of which some may be credentials."""
+
 COPY_TOOLS = {
     "s3": "aws s3 cp --recursive",
     "s3a": "aws s3 cp --recursive",
@@ -26,6 +32,20 @@ COPY_TOOLS = {
     "hf": "hf upload",
 }
 """Scheme to the command that copies a folder to such a store."""
+
+
+def without_credentials(text: str) -> str:
+    """A text whose URIs have neither passwords nor queries, which may be signatures; for http also without the user.
+
+    What is removed of one URI is removed everywhere: an error may name the rest of it alone.
+    """
+    for found in [*URI.finditer(text)]:
+        public = found["user"] and not found["password"] and not found["scheme"].lower().startswith("http")
+        user = "" if public or found["user"] is None else f"{found['user']}{found['password'] or ''}@"
+        for part in filter(None, (user, found["query"])):
+            text = text.replace(part, "")
+    return text
+
 
 WRITTEN = "a path to write"
 Written = Annotated[str | Path, WRITTEN]
@@ -74,9 +94,10 @@ def output_path(value: Any, name: str = "output") -> Path:
             f"`{name}` is `-`, which is not a file", hint="give a path; a file of that name would be `./-`"
         )
     if found := ADDRESS.fullmatch(text):
+        shown = without_credentials(text.strip())
         raise InputRefused(
-            f"`{text.strip()}` is not on this machine: `{name}` takes a local path",
-            hint=_way_out(found["scheme"], found["rest"], text.strip()),
+            f"`{shown}` is not on this machine: `{name}` takes a local path",
+            hint=_way_out(found["scheme"], found["rest"], shown),
         )
     # pathlib drops a leading `./`, without which a second call would take the path for a URI
     return path.absolute() if ADDRESS.fullmatch(str(path)) else path

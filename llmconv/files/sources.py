@@ -17,7 +17,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.hub import from_hub
 from llmconv.files.mirror import registry
 from llmconv.files.mirror.mirror_folder import make_mirror
-from llmconv.files.paths import is_address, path_of
+from llmconv.files.paths import is_address, path_of, without_credentials
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
@@ -92,9 +92,10 @@ def require_own_folder(model: str | Path) -> None:
         InputRefused: `model` is a URI or a hub id.
     """
     if is_remote(model):
+        shown = without_credentials(str(model))
         raise InputRefused(
-            f"`{model}` is not a local folder, so graphs cannot be written into it",
-            hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
+            f"`{shown}` is not a local folder, so graphs cannot be written into it",
+            hint=f"give a folder for weights and graphs: `llmconv export {shown} -o OUT`",
         )
 
 
@@ -196,7 +197,7 @@ def _download(uri: str, *, in_parts: bool) -> Path:
         if not isinstance(error, OSError | ImportError | ValueError):
             raise
         raise InputRefused(
-            f"cannot fetch `{uri.partition('?')[0]}`: {error}", hint="check the address and the credentials"
+            without_credentials(f"cannot fetch `{uri}`: {error}"), hint="check the address and the credentials"
         ) from error
 
 
@@ -206,7 +207,13 @@ def _download_all(uri: str, folder: Path) -> Path:
     filesystem, remote = fsspec.url_to_fs(uri)
     remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else BucketTree(filesystem))
     filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
-    return next(folder.iterdir(), folder)
+    return _without_query(next(folder.iterdir(), folder))
+
+
+def _without_query(path: Path) -> Path:
+    """The file under its plain name: that of a URL may end with a signature, and the manifest names the source."""
+    plain = re.split("[?#]", path.name)[0]
+    return path.rename(path.with_name(plain)) if path.is_file() and plain not in ("", path.name) else path
 
 
 class BucketTree:

@@ -65,4 +65,12 @@ def _remove_all() -> None:
         remove_temporary_folder(folder)
 
 
+def _leave_to_parent() -> None:
+    """In a fork: the folders are those of its parent, which would lose them when this process ends."""
+    for descriptor in _locks.values():
+        os.close(descriptor)
+    _locks.clear()
+
+
 hung_calls.before_exit(_remove_all)
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmconv.errors import InputRefused
-from llmconv.output.manifest import MANIFEST
-from llmconv.output.store_claim import CLAIM, JOURNAL, Claim, read_claim
+from llmconv.output.manifest import MANIFEST, parse_manifest
+from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, read_claim
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
 from llmconv.stores.connection import abort_uploads, open_uploads
 from llmconv.stores.object_store import ObjectStore
@@ -18,7 +18,7 @@ class Cleaned:
 
     Attributes:
         objects: paths of objects below the address.
-        uploads: number of multipart uploads that were open; None: they cannot be listed (no boto3, or no S3).
+        uploads: number of its multipart uploads that were open; None: they cannot be listed (no boto3, or no S3).
     """
 
     objects: tuple[str, ...]
@@ -26,9 +26,9 @@ class Cleaned:
 
 
 def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
-    """Deletes the journal and the files that an interrupted run left below `output`, and its open uploads.
+    """Deletes the journal and the files that an interrupted run left below `output`, and their open uploads.
 
-    A published output stays, and so does everything that llmconv did not write.
+    A published output stays, and so does everything that llmconv did not write: uploads of other files may be at work.
 
     Args:
         output: the address that was given to `-o`.
@@ -45,17 +45,23 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
         )
     address = output if isinstance(output, StoreAddress) else parse_address(output)
     store = ObjectStore(address)
-    objects = _left(store)
+    objects, written = _left(store)
     if dry_run:
-        found = open_uploads(address)
+        found = open_uploads(address, written)
         return Cleaned(tuple(objects), len(found[1]) if found else None)
     store.delete([*(key for key in objects if key != CLAIM), CLAIM])
-    return Cleaned(tuple(objects), abort_uploads(address))
+    return Cleaned(tuple(objects), abort_uploads(address, written))
 
 
-def _left(store: ObjectStore) -> list[str]:
-    """The journal, and the files that the claim lists, new and replaced ones, if no output is published."""
+def _left(store: ObjectStore) -> tuple[list[str], set[str]]:
+    """What to delete, and the files that a run may have been writing.
+
+    That is the journal, and the files that the claim lists, new and replaced ones, if no output is published. An upload
+    that a lost worker left open may be of a file that has been published since.
+    """
     keys = {head.key for head in store.list()}
     claim = read_claim(store) or Claim("")
-    files = {*claim.files, *claim.replaced} if MANIFEST not in keys else set()
-    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in files)
+    published = store.read(MANIFEST, SMALL) if MANIFEST in keys else None
+    files = set() if published is not None else {*claim.files, *claim.replaced}
+    written = {*claim.files, *(parse_manifest(published).files if published else ())}
+    return sorted(key for key in keys if key.startswith(f"{JOURNAL}/") or key in files), written

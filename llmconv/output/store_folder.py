@@ -23,6 +23,7 @@ from typing import Any
 from llmconv.checkpoint import INDEX, parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
 from llmconv.files import page_cache
+from llmconv.files.mirror import registry
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import open_source
 from llmconv.output.io_errors import failing_safely
@@ -89,6 +90,7 @@ class StoreFolder:
 
     def require_free(self, overwrite: bool, inputs: Sequence[Path], *, resume: bool) -> None:
         """See `Destination`."""
+        self._require_apart(inputs)
         found = {head.key for head in self.store.list() if not head.key.startswith(f"{JOURNAL}/")}
         if MANIFEST not in found and found and self.store.head(CLAIM) is None:
             raise InputRefused(
@@ -107,6 +109,16 @@ class StoreFolder:
                 f"`{self.address}` also contains `{foreign[0]}`, which llmconv did not make, so it is not overwritten",
                 hint="choose another `-o`, or remove it yourself",
             )
+
+    def _require_apart(self, inputs: Sequence[Path]) -> None:
+        """Refuses an output around or inside an input: `--overwrite` would delete what the run is to read."""
+        for place in filter(None, map(registry.address_of, inputs)):
+            if place.is_within(self.address) or self.address.is_within(place):
+                where = "contains" if place.is_within(self.address) else "is inside"
+                raise InputRefused(
+                    f"`{self.address}` {where} the input `{place}`",
+                    hint="choose an `-o` that neither contains an input nor is inside one",
+                )
 
     def require_space(self, plan: Plan) -> None:
         """See `Destination`; a store has room."""
@@ -202,7 +214,7 @@ class UnfinishedObjects:
             return
         with suppress(Exception):  # the first error is the one to show
             self._dispose()
-            abort_uploads(self.target.address)  # of workers and tasks that were stopped
+            abort_uploads(self.target.address, self.files)  # of workers and tasks that were stopped
 
     def _dispose(self) -> None:
         """Deletes all files of this output, also those of a worker that was stopped before it had recorded them."""

@@ -38,6 +38,7 @@ class Part:
     count: int
 
     def __post_init__(self) -> None:
+        _require_integers(number=self.number, count=self.count)
         if not 0 <= self.number < self.count <= MOST_PARTS:
             raise UsageProblem(
                 f"there is no part {self.number}/{self.count}",
@@ -92,6 +93,7 @@ class Workers:
     count: int
 
     def __post_init__(self) -> None:
+        _require_integers(count=self.count)
         if not 1 <= self.count <= MOST_WORKERS:
             raise UsageProblem(f"{self.count} workers are not possible", hint=f"give 1 to {MOST_WORKERS}")
 
@@ -105,6 +107,13 @@ class Ray:
 
 
 Work = Part | Shards | Finish | Workers | Ray
+
+
+def _require_integers(**values: object) -> None:
+    """Raises UsageProblem for other values: half a part is no error elsewhere, and has no shards."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageProblem(f"`{name}` is {value!r:.40}, not an integer", hint="give an `int`")
 
 
 def done_by(work: Work | None, plan: Plan, found: bool) -> Plan:

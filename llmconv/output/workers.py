@@ -1,6 +1,7 @@
 """Workers: processes of this machine that plan once and write one shard after another, each named in a line of JSON.
 
-    python -m llmconv.output.workers        reads tasks, each with the NAME of a shard, and writes {} or an error
+    stdin       {"function": …, "arguments": …, "shard": NAME}, once per shard
+    stdout      {}, or an error
 
 A worker that dies is replaced, and its shard is given to another one; a shard that is refused ends the run.
 """
@@ -26,6 +27,10 @@ from llmconv.output.repeated_call import Answer, Task, error_of
 from llmconv.output.work import Call, Workers
 from llmconv.progress import set_quiet
 from llmconv.stores import hung_calls
+
+COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from llmconv.output.workers import main; main()"
+"""Python of a worker, whose arguments are the module search path of this process: with `-m`, Python would also import
+from the current folder, which may be that of an untrusted model."""
 
 TRIES = 3
 """How often a shard is given to a worker that dies of it."""
@@ -97,7 +102,7 @@ class _Driver:
     def _ask(self, line: str) -> Answer | None:
         """The worker's answer; None if it died."""
         if self._process is None:
-            command = [sys.executable, "-m", "llmconv.output.workers"]
+            command = [sys.executable, "-c", COMMAND, *sys.path]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin and self._process.stdout
         try:
@@ -196,7 +201,3 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 def _nothing_to_say() -> None:
     """The process that stops a worker reports it."""
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
 from llmconv.files.mirror import registry
+from llmconv.files.mirror.mirror_folder import WEIGHTS
 from llmconv.files.safe_folder import Link
 from llmconv.hub.address import HubAddress
 from llmconv.output.destination import Destination, UnfinishedOutput
@@ -39,6 +40,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20
 """Freed memory that glibc may keep (`mallopt(3)`); a block is far smaller."""
 
+
+Identity = tuple[str | int, ...]
+Stats = Mapping[Path, Identity]
+"""The sources of an output, and what they were when it was planned."""
 
 Place = Path | StoreAddress | HubAddress
 """Where an output can be made: a local folder, one in an object store, or a repository on the Hugging Face Hub."""
@@ -90,12 +95,13 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     if resume and not overwrite and target.is_complete():
         return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
-    key = _fingerprint(plan, steps, sources)
+    stats = {source: _identity(source) for source in sources}
+    key = _fingerprint(plan, steps, [*stats.values()])
     files = [*(shard.name for shard in plan.shards), *plan.small_files, *(more_files or {})]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
         for chosen in [work.chosen(plan.shards)] if isinstance(work, Part) else ({name} for name in work.names):
-            _write_part(plan, target, key, files, chosen, sources)
+            _write_part(plan, target, key, files, chosen, stats)
         return replace(manifest, unfinished=True)
     if isinstance(work, Workers | Ray):
         _write_elsewhere(plan, target, key, files, work, overwrite=overwrite, resume=resume)
@@ -104,7 +110,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     else:
         making = target.begin(key, files, overwrite=overwrite, resume=resume)
     with making as folder:
-        _require_parts(plan, folder, target) if work else _write_shards(plan, folder, target.name, sources)
+        _require_parts(plan, folder, target) if work else _write_shards(plan, folder, target.name, stats)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
         folder.commit(manifest)
@@ -112,7 +118,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
 
 
 def _write_part(
-    plan: Plan, target: Destination, key: str, files: Sequence[str], chosen: set[str], sources: Sequence[Path]
+    plan: Plan, target: Destination, key: str, files: Sequence[str], chosen: set[str], sources: Stats
 ) -> None:
     """Writes the chosen shards, and publishes nothing."""
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
@@ -160,7 +166,7 @@ def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) ->
         )
 
 
-def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequence[Path]) -> None:
+def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stats) -> None:
     """Writes the unfinished shards; `name` is the title of the progress bar."""
     crowded = not page_cache.fits(plan.nbytes)
     with bytes_bar(f"writing {name}", plan.nbytes) as advance, checked_reading() as checks:
@@ -170,9 +176,10 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Sequ
                 continue
             entry = folder.make_shard(shard, advance)
             checks.finish()
+            _require_unchanged(sources)
             folder.record(shard.name, entry)
             if crowded:
-                folder.release(shard.name, sources)
+                folder.release(shard.name, [*sources])
     warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
 
 
@@ -241,14 +248,27 @@ def _reuse_freed_blocks() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
-def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
+def _require_unchanged(sources: Stats) -> None:
+    """Requires that the weights are still the planned ones; others may write into other files of a checkpoint's folder.
+
+    Raises:
+        InputRefused: a shard may contain tensors of two versions.
+    """
+    for source, before in sources.items():
+        if (source.suffix in WEIGHTS or len(sources) == 1) and not (source.exists() and _identity(source) == before):
+            raise InputRefused(
+                f"`{source.name}` changed while it was read",
+                hint="make sure that nothing writes to it, and run again",
+            )
+
+
+def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Identity]) -> str:
     """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
-    stats = [_identity(source) for source in sources]
     return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()
 
 
-def _identity(source: Path) -> tuple[str | int, ...]:
+def _identity(source: Path) -> Identity:
     """What changes with a source: its time, and in a store its ETag."""
     tag, found = registry.e_tag(source), source.stat()
     return source.name, found.st_size, found.st_mtime_ns, *([tag] if tag else [])

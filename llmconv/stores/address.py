@@ -24,6 +24,9 @@ SCHEMES = {
 WITH_HOST = ("abfss", "oci")
 """Schemes in which the bucket is followed by `@` and its account or namespace."""
 
+SAME_STORES = {"abfss": "az", "oci": "s3"}
+"""Schemes of stores that can be reached by another scheme, too; to that one."""
+
 PARTS = re.compile(r"\s*(?P<scheme>[A-Za-z0-9]+)://(?P<bucket>[^/?#]*)/?(?P<key>.*)", re.DOTALL)
 
 
@@ -53,6 +56,11 @@ class StoreAddress:
     def parent(self) -> StoreAddress:
         """The folder that contains it; the bucket itself for a key without slashes."""
         return StoreAddress(self.scheme, self.bucket, self.key.rpartition("/")[0])
+
+    def is_within(self, other: StoreAddress) -> bool:
+        """Whether this is `other`, or below it, also if the two name one bucket in different ways."""
+        mine, its = ((SAME_STORES.get(a.scheme, a.scheme), a.bucket.partition("@")[0]) for a in (self, other))
+        return mine == its and f"{self.key}/".startswith(f"{other.key}/" if other.key else "")
 
     def __truediv__(self, name: str) -> StoreAddress:
         """The address of `name`, a path below this folder."""

@@ -7,7 +7,7 @@ of Google; keys, SAS and workload identity of Azure. Profiles and SSO of AWS nee
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,11 @@ def connect(address: StoreAddress) -> Connection:
     """A connection whose paths are relative to `address`; nothing is requested yet.
 
     Raises:
-        UnsupportedInput: obstore is not installed.
+        UnsupportedInput: obstore is not installed, or cannot be used in this process.
         InputRefused: the address or the environment lacks what this store needs.
     """
     require_obstore(address)
+    _require_no_fork(address)
     from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
     from obstore.store import S3Store, from_url  # noqa: PLC0415
 
@@ -57,14 +58,32 @@ def connect(address: StoreAddress) -> Connection:
         ) from error
 
 
+def _require_no_fork(address: StoreAddress) -> None:
+    """Refuses a fork of a process that has used obstore, whose threads it does not have: it would wait forever."""
+    _users.add(os.getpid())
+    if len(_users) > 1:
+        raise UnsupportedInput(
+            f"`{address}` cannot be opened in a fork of a process that has used an object store",
+            hint="start processes by `spawn` or `forkserver`, as `multiprocessing.get_context` does",
+        )
+
+
+_users: set[int] = set()
+"""This process, if it has connected to a store, and the one that it was forked from."""
+
+
 def require_obstore(address: StoreAddress) -> None:
     """Raises UnsupportedInput if obstore is not installed."""
     if find_spec("obstore") is None:
         raise UnsupportedInput(f"`{address}` needs obstore, which is not installed", hint="`pip install obstore`")
 
 
-def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | None:
-    """A client of boto3, and the multipart uploads below the address that are neither complete nor aborted.
+def open_uploads(address: StoreAddress, names: Collection[str]) -> tuple[Any, list[dict[str, str]]] | None:
+    """A client of boto3, and the multipart uploads of some objects that are neither complete nor aborted.
+
+    Args:
+        address: of a folder.
+        names: of the objects, below the address.
 
     Returns:
         The client, and the arguments of its `abort_multipart_upload` for each; None without boto3, and for stores that
@@ -77,16 +96,16 @@ def open_uploads(address: StoreAddress) -> tuple[Any, list[dict[str, str]]] | No
     options = _s3_options(address, os.environ)
     client = boto3.client("s3", endpoint_url=options.get("endpoint"), region_name=options.get("region"))
     bucket, found = address.bucket.partition("@")[0], []
-    prefix = f"{address.key}/" if address.key else ""
+    prefix, keys = f"{address.key}/" if address.key else "", {(address / name).key for name in names}
     for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
-        uploads = [each for each in page.get("Uploads", ()) if each["Key"].startswith(prefix)]  # some stores list all
+        uploads = [each for each in page.get("Uploads", ()) if each["Key"] in keys]
         found += [{"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]} for each in uploads]
     return client, found
 
 
-def abort_uploads(address: StoreAddress) -> int | None:
-    """Aborts the multipart uploads below the address; returns how many, None if they cannot be listed."""
-    if not (found := open_uploads(address)):
+def abort_uploads(address: StoreAddress, names: Collection[str]) -> int | None:
+    """Aborts the multipart uploads of some objects, see `open_uploads`; returns how many, or None as it does."""
+    if not (found := open_uploads(address, names)):
         return None
     client, uploads = found
     for upload in uploads:

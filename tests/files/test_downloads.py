@@ -212,3 +212,26 @@ def test_an_address_never_means_a_local_folder_of_that_name(
     with pytest.raises(InputRefused, match="give a URI as text|nor a complete URI"):
         local_path(Path("memory://b"))
     assert local_path("./memory:/b").is_dir()
+
+
+def test_the_signature_of_a_url_is_not_published_as_the_name_of_the_source(temporary: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(CHECKPOINT), "/llmconv/rank0.pt?signature=canary")
+    to_hf("memory://llmconv/rank0.pt?signature=canary", tmp_path / "out")
+    memory.rm("/llmconv", recursive=True)
+    manifest = (tmp_path / "out/llmconv.json").read_text()
+    assert '"source": "rank0.pt"' in manifest and "canary" not in manifest
+
+
+@pytest.mark.parametrize(
+    "address", ["memory://me:canary@host/none.pt?signature=canary", "https://canary@host/x#canary"]
+)
+def test_no_credential_of_a_uri_is_in_an_error(address: str, temporary: Path, tmp_path: Path) -> None:
+    for call in (
+        partial(to_hf, address, tmp_path / "out"),
+        partial(export, address),
+        partial(to_hf, CHECKPOINT, address),
+    ):
+        with pytest.raises(InputRefused) as caught:
+            call()
+        assert "canary" not in caught.value.message + caught.value.hint

@@ -85,3 +85,11 @@ def test_a_link_with_such_a_name_is_not_followed(home: Path) -> None:
     os.utime(home / f"{PREFIX}link", (0, 0), follow_symlinks=False)
     remove_temporary_folder(make_temporary_folder())
     assert (home / "precious").is_dir() and (home / f"{PREFIX}link").is_symlink()
+
+
+def test_a_fork_that_ends_leaves_the_folder_to_its_parent(home: Path) -> None:
+    script = MAKE.replace(
+        "sys.stdin.read()", "import os\nif os.fork() == 0: sys.exit()\nos.wait(); print(folder.exists())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "True" and not [*home.glob(f"{PREFIX}*")]

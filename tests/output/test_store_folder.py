@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
+from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
 from llmconv.output.clean import clean
 from llmconv.stores.address import parse_address
@@ -20,7 +22,7 @@ from llmconv.stores.object_store import ObjectStore
 from llmconv.tensors import LazyTensor
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.shard_outputs import F32, sample, write, written
-from tests.stores.bucket import Bucket
+from tests.stores.bucket import NAME, Bucket
 from tests.stores.server import KEY, SECRET
 
 
@@ -129,6 +131,23 @@ def test_a_busy_store_gets_the_same_bytes(bucket: Bucket, tmp_path: Path) -> Non
     assert bucket.files() == written(tmp_path / "out")
 
 
+@pytest.mark.parametrize("place", ["out", "out/", "out/inside", ""])
+def test_an_output_around_or_inside_its_input_is_refused_and_the_input_stays(place: str, bucket: Bucket) -> None:
+    source, output = f"{bucket}/out", f"{bucket}/{place}".replace("s3://", "s3a://")
+    write(sample(), source)
+    before = bucket.files()
+    with pytest.raises(InputRefused, match="contains the input|is inside the input"):
+        to_hf(source, output, dtype="float16", overwrite=True)
+    assert bucket.files() == before
+
+
+def test_an_output_next_to_its_input_with_a_longer_name_is_made(bucket: Bucket, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", LLAMA)
+    to_hf(model, f"{bucket}/out", dtype="bfloat16")
+    to_hf(f"{bucket}/out", f"{bucket}/out2", dtype="float16")
+    assert "llmconv.json" in bucket.files("out2")
+
+
 def test_clean_deletes_what_an_interrupted_run_left_and_nothing_else(bucket: Bucket) -> None:
     with pytest.raises(OutputFailed):
         write(sample(OSError("lost")), f"{bucket}/out")
@@ -195,6 +214,16 @@ def test_clean_ends_the_upload_that_a_killed_run_left_open(bucket: Bucket, tmp_p
     assert bucket.uploads()
     assert clean(f"{bucket}/out").uploads == 1
     assert (bucket.files(), bucket.uploads()) == ({}, [])
+
+
+@pytest.mark.parametrize("place", ["", "out"])
+def test_clean_leaves_the_uploads_of_other_outputs_and_programs_alone(place: str, bucket: Bucket) -> None:
+    client = boto3.client("s3", endpoint_url=bucket.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")
+    key = f"{bucket.prefix}/out/theirs.bin"
+    client.create_multipart_upload(Bucket=NAME, Key=key)
+    client.close()
+    assert clean(f"{bucket}/{place}").uploads == 0
+    assert bucket.uploads() == [key]
 
 
 def test_no_credential_is_in_any_output_or_object(bucket: Bucket, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,29 @@ def test_workers_give_the_bytes_of_one_process(
     assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
     to_hf(model, out, max_shard_size=SIZE, work=Workers(2), overwrite=True)
     assert (bucket.files() if kind == "bucket" else written(tmp_path / "out")) == expected
+
+
+def test_workers_import_nothing_from_the_current_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text(f"open({str(tmp_path / 'was imported')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    command = [str(Path(sys.executable).with_name("llmconv")), "to-hf", str(model), "-o", "out", "--dtype", "float16"]
+    done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True, check=False)
+    assert (done.returncode, (tmp_path / "was imported").exists()) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [(Part, (0.5, 2)), (Part, ("0", "2")), (Workers, (2.5,)), (Workers, (True,))]
+)
+def test_numbers_of_parts_and_workers_are_integers(kind: Callable[..., object], numbers: tuple[object, ...]) -> None:
+    with pytest.raises(UsageProblem, match="not an integer"):
+        kind(*numbers)
+
+
+def test_a_part_as_text_is_refused_with_the_ways_to_give_work(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match=r"not a `Part`, `Shards`, `Finish`, `Workers` or `Ray`"):
+        to_hf(model, tmp_path / "out", work="0/2")  # type: ignore[arg-type]
 
 
 def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_path: Path) -> None:

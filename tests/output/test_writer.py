@@ -172,6 +172,42 @@ def test_an_error_in_a_tensor_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("change", [lambda file: file.write_bytes(b"other"), Path.unlink], ids=["written", "deleted"])
+def test_weights_that_change_while_they_are_read_are_not_published(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
+    source, checkpoint = tmp_path / "source.safetensors", sample()
+    source.write_bytes(b"first")
+
+    def changing(start: int, stop: int) -> Any:
+        change(source)
+        return rows.read()[start:stop]
+
+    rows = checkpoint["t1"]
+    plan = plan_checkpoint(
+        replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, rows.shape, changing)}), 64
+    )
+    with pytest.raises(InputRefused, match=r"`source.safetensors` changed while it was read"):
+        write_checkpoint(plan, tmp_path / "out", steps=[], sources=[source])
+    assert [path.name for path in tmp_path.iterdir() if path != source] == []
+
+
+def test_a_log_in_the_folder_of_the_weights_may_grow(tmp_path: Path) -> None:
+    sources = [tmp_path / "source.safetensors", tmp_path / "log.txt"]
+    for source in sources:
+        source.write_bytes(b"first")
+    checkpoint = sample()
+
+    def logging(start: int, stop: int) -> Any:
+        sources[1].write_bytes(b"and more")
+        return np.zeros((stop - start, 2), np.float32)
+
+    tensors = {"t": LazyTensor(F32, (10, 2), logging)}
+    plan = plan_checkpoint(replace(checkpoint, tensors=tensors), 64)
+    write_checkpoint(plan, tmp_path / "out", steps=[], sources=sources)
+    assert (tmp_path / "out/llmconv.json").is_file()
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     def read(start: int, stop: int) -> Any:
         raise AssertionError("read")

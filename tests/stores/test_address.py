@@ -45,6 +45,21 @@ def test_an_address_without_bucket_or_with_an_odd_path_is_refused(text: str) -> 
         parse_address(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "around", "expected"),
+    [
+        ("s3://bucket/a", "s3a://bucket/a/", True),
+        ("s3://bucket/a/b", "s3://bucket", True),
+        ("s3://bucket/ab", "s3://bucket/a", False),
+        ("s3://bucket/a", "gs://bucket/a", False),
+        ("az://box/a/b", "abfss://box@account.dfs.core.windows.net/a", True),
+        ("oci://bucket@namespace/a", "s3://bucket/a", True),
+    ],
+)
+def test_an_address_is_within_another_by_whatever_name(text: str, around: str, expected: bool) -> None:
+    assert parse_address(text).is_within(parse_address(around)) is expected
+
+
 def test_parts_of_an_address_are_named_as_those_of_a_path() -> None:
     address = StoreAddress("s3", "bucket", "a/b")
     assert (address.name, str(address.parent), str(address / "c")) == ("b", "s3://bucket/a", "s3://bucket/a/b/c")

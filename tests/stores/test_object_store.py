@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
-from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.errors import InputRefused, LlmconvError, OutputFailed, UnsupportedInput
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import MEBIBYTE, ObjectStore, part_bytes
 from tests.stores.bucket import Bucket
@@ -48,6 +50,18 @@ def test_an_error_of_the_source_leaves_no_object_and_no_upload(store: ObjectStor
         store.write("x", blocks(20, stop=17), 20 * MEBIBYTE)
     assert store.head("x") is None
     assert not bucket.uploads()
+
+
+def test_a_fork_of_a_process_that_used_a_store_is_refused_and_does_not_wait(store: ObjectStore, bucket: Bucket) -> None:
+    assert store.head("x") is None
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            ObjectStore(parse_address(str(bucket))).head("x")
+        except LlmconvError as error:
+            os._exit(error.exit_code)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == UnsupportedInput.exit_code
 
 
 def test_an_object_is_created_once(store: ObjectStore) -> None:

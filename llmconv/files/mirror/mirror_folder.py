@@ -49,6 +49,7 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
     if not heads:
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
+    registry.set_address(root, found)
     files = [(root / name, head) for name, head in _below(found.key, heads)]
     pool = fetching_pool()
     for path, head in files:

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.files.mirror.mirrored_file import MirroredFile
+from llmconv.stores.address import StoreAddress
 
 _files: dict[str, MirroredFile] = {}
 """By real path."""
+
+_addresses: dict[str, StoreAddress] = {}
+"""What each mirror shows, by the real path of its file or folder."""
 
 
 def add(file: MirroredFile) -> None:
@@ -22,9 +26,25 @@ def add(file: MirroredFile) -> None:
     _files[os.path.realpath(file.path)] = file
 
 
+def set_address(path: Path, address: StoreAddress) -> None:
+    """From now on, `address_of` knows that the file or folder at `path` shows what is at `address`."""
+    _addresses[os.path.realpath(path)] = address
+
+
+def address_of(path: Path) -> StoreAddress | None:
+    """The address of a mirrored file or folder, None for any other path."""
+    name = os.path.realpath(path)
+    for root, address in [*_addresses.items()]:
+        if name == root or name.startswith(root + os.sep):
+            return address / name[len(root) :].strip(os.sep)
+    return None
+
+
 def remove(folder: Path) -> None:
     """Forgets all files in `folder`, which is removed."""
     start = os.path.realpath(folder) + os.sep
+    for name in [name for name in [*_addresses] if name.startswith(start)]:
+        _addresses.pop(name, None)
     for name in [name for name in _files if name.startswith(start)]:
         _files.pop(name).close()
 
