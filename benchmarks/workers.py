@@ -120,8 +120,8 @@ def main() -> int:
         Target("peak of all processes, MB", max(run.peak_mb for run in found[MANY]), 1000),
     ]
     lines = [
-        f"A random 1.1 B Llama (bfloat16, 2.2 GB, in the page cache), a rank-{RANK} adapter on all linear layers, shards",
-        f"of {SIZE}; medians of runs in turn. Memory is the sum over all processes, shared pages counted once.",
+        f"A random 1.1 B Llama (bfloat16, 2.2 GB, in the page cache), a rank-{RANK} adapter on all linear layers,",
+        f"shards of {SIZE}; medians of runs in turn. Memory is the sum over all processes, shared pages counted once.",
         "",
         "| | runs | wall, s (range) | CPU, s | peak memory, MB |",
         "| --- | --- | --- | --- | --- |",
