@@ -26,7 +26,7 @@ from llmconv.files import page_cache
 from llmconv.files.mirror import registry
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import open_source
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.output.staging import check_copy, failing_safely, require_unchanged
 from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, digest, read_claim, take
@@ -229,15 +229,15 @@ class UnfinishedObjects:
         self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """Entries of shards whose size and ETag are those of the store; nothing is read again."""
+        """Entries of files of this output whose size and ETag are those of the store; nothing is read again."""
         heads = {head.key: head for head in self.store.list()} if self.joins else {}
         if self.mine is not None:
             heads = {name: heads[name] for own in self.mine for name in (own, entry_key(own)) if name in heads}
         found: dict[str, dict[str, Any]] = {}
         for key in heads:
             line = parse_object(self.store.read(key, SMALL) or b"{}", key) if key.startswith(f"{DONE}/") else {}
-            name, entry, e_tag = line.get("file"), line.get("entry"), line.get("e_tag")
-            if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
+            name, entry, e_tag = str(line.get("file")), line.get("entry"), line.get("e_tag")
+            if line.get("key") != self.key or name not in self.files or not is_file_entry(entry):
                 continue
             if (head := heads.get(name)) and (head.size, head.e_tag) == (entry.get("bytes"), e_tag):
                 found[name], self._tags[name] = entry, head.e_tag
