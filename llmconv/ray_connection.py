@@ -48,11 +48,23 @@ def connected(option: str) -> Iterator[Any]:
 def _connect(ray: Any) -> None:
     terminated = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False, **_safe_path(ray))
     except ConnectionError as error:
         raise _unreachable(error) from error
     with suppress(ValueError):  # not the main thread, where ray did not replace it either
         signal.signal(signal.SIGTERM, terminated)
+
+
+def _safe_path(ray: Any) -> dict[str, Any]:
+    """Options by which workers do not import from the current folder first, which may be that of an untrusted model.
+
+    Ray leaves it out where a job has a working folder of its own. A client (`ray://`) never sends it.
+    """
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        return {}
+    job = ray.job_config.JobConfig()
+    job._runtime_env_has_working_dir = lambda: True
+    return {"job_config": job}
 
 
 def _require_reachable(address: str) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import MalformedInput
@@ -139,3 +140,11 @@ def file_entry(content: bytes) -> dict[str, Any]:
 def link_entry(target: str) -> dict[str, Any]:
     """The entry of `files` for a symbolic link."""
     return {"link": target}
+
+
+def is_file_entry(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value, such as one of a journal, has the form of `file_entry`."""
+    if not isinstance(value, dict) or value.keys() != {"bytes", "sha256"}:
+        return False
+    size, digest = value["bytes"], value["sha256"]
+    return type(size) is int and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None

@@ -27,7 +27,7 @@ from llmconv.files.mirror import registry
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import open_source
 from llmconv.output.io_errors import failing_safely
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, is_file_entry, parse_manifest
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, digest, read_claim, take
 from llmconv.output.streaming import ShardContent
@@ -232,7 +232,7 @@ class UnfinishedObjects:
         self.store.delete([head.key for head in self.store.list() if head.key in replaced] if replaced else [])
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """Entries of shards whose size and ETag are those of the store; nothing is read again."""
+        """Entries of files of this output whose size and ETag are those of the store; nothing is read again."""
         heads = {head.key: head for head in self.store.list()} if self.joins else {}
         if self.mine is not None:
             heads = {name: heads[name] for own in self.mine for name in (own, entry_key(own)) if name in heads}
@@ -240,8 +240,8 @@ class UnfinishedObjects:
         keys = [key for key in heads if key.startswith(f"{DONE}/")]
         for key, content in zip(keys, self.store.read_all(keys, SMALL), strict=True):
             line = parse_object(content or b"{}", key)
-            name, entry, e_tag = line.get("file"), line.get("entry"), line.get("e_tag")
-            if line.get("key") != self.key or not isinstance(name, str) or not isinstance(entry, dict):
+            name, entry, e_tag = str(line.get("file")), line.get("entry"), line.get("e_tag")
+            if line.get("key") != self.key or name not in self.files or not is_file_entry(entry):
                 continue
             if (head := heads.get(name)) and (head.size, head.e_tag) == (entry.get("bytes"), e_tag):
                 found[name], self._tags[name] = entry, head.e_tag

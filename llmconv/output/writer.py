@@ -188,7 +188,7 @@ def _same_as_before(
 ) -> Manifest:
     """The manifest of a complete folder, if this run would make the same one."""
     manifest, made = output.manifest(), output.made_at()
-    changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
+    changed = [source.name for source in sources if _changed_at(source) > made]
     replaced = {CONFIG} if adds and _extends(output.read(CONFIG), plan.small_files[CONFIG]) else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
@@ -202,6 +202,18 @@ def _same_as_before(
     output.tidy()
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)
+
+
+def _changed_at(source: Path) -> int:
+    """When a source got its content, in ns since 1970.
+
+    Weights that were moved or copied here may be older themselves; of other files the content is compared, too.
+    """
+    found = source.stat()
+    if registry.address_of(source) or source.suffix not in WEIGHTS:
+        return found.st_mtime_ns
+    links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
+    return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))
 
 
 def _extends(found: bytes | None, content: bytes) -> bool:

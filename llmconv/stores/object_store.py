@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
@@ -29,6 +30,9 @@ PARTS_AT_ONCE = 4
 
 BLOCK = 256 << 10
 """Bytes of a range that are taken at once: memory is about as much per request, and not the whole range."""
+
+MOST_OBJECTS = 1_000_000
+"""Of a folder: a listing is kept in memory, and that of a hostile or broken store need not end."""
 
 LISTINGS = 10
 """How often a listing is asked for, as often as obstore repeats other requests."""
@@ -106,7 +110,13 @@ class ObjectStore:
 
         for tries in reversed(range(LISTINGS)):
             try:
-                return [_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch]
+                listed = (_head(meta) for batch in obstore.list(self._connection, prefix or None) for meta in batch)
+                if len(found := [*islice(listed, MOST_OBJECTS + 1)]) > MOST_OBJECTS:
+                    raise InputRefused(
+                        f"`{self.address / prefix}` has more than {MOST_OBJECTS:,} objects",
+                        hint="is this the right address? give the folder of one model",
+                    )
+                return found
             except GenericError as error:
                 if not tries or "body" not in first_line(error):
                     raise

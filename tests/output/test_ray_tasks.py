@@ -147,6 +147,20 @@ assert ray.is_initialized()
     assert bucket.files() == {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
 
 
+@pytest.mark.slow
+def test_tasks_do_not_import_from_the_current_folder_of_the_driver(cluster: RayCluster, tmp_path: Path) -> None:
+    code = """
+import sys
+from llmconv.ray_connection import connected
+with connected("--engine ray") as ray:
+    print(ray.get(ray.remote(num_cpus=0, resources={"llmconv_nic": 1})(lambda: sys.path).remote()))
+"""
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "site-packages" in done.stdout and str(tmp_path) not in done.stdout
+
+
 def test_a_node_with_another_version_refuses() -> None:
     answer = ray_tasks.write_shard({"version": "0.0.1", "folder": "/", "shard": "a", "function": ["a", "b"]})
     assert answer["error"] == "UnsupportedInput" and "not 0.0.1 as the driver" in answer["message"]

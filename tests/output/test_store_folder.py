@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutputFailed
 from llmconv.output.clean import clean
+from llmconv.output.manifest import file_entry
+from llmconv.output.work import Finish, Part
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import ObjectStore
 from llmconv.tensors import LazyTensor
@@ -129,6 +132,35 @@ def test_a_busy_store_gets_the_same_bytes(bucket: Bucket, tmp_path: Path) -> Non
     write(sample(), f"{bucket}/out")
     write(sample(), tmp_path / "out")
     assert bucket.files() == written(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"sha256": 5}, {"sha256": "0" * 63}, {"link": "../secret"}, {"bytes": 160.0}],
+    ids=["number", "short", "field", "float"],
+)
+def test_a_journal_entry_of_another_form_does_not_count(edit: dict[str, Any], bucket: Bucket, tmp_path: Path) -> None:
+    write(sample(), f"{bucket}/out", work=Part(0, 1))
+    journal = bucket.folder / bucket.prefix / "out/.llmconv/done/model-00001-of-00003.safetensors.json"
+    line = json.loads(journal.read_bytes())
+    line["entry"] |= edit
+    _put(bucket, "out/.llmconv/done/model-00001-of-00003.safetensors.json", json.dumps(line).encode())
+    with pytest.raises(OutputFailed, match="1 of 3 shards"):
+        write(sample(), f"{bucket}/out", work=Finish())
+
+
+def test_a_file_that_is_not_of_the_output_is_not_published_by_the_journal(bucket: Bucket) -> None:
+    write(sample(), f"{bucket}/out", work=Part(0, 1))
+    journal = bucket.folder / bucket.prefix / "out/.llmconv/done/model-00001-of-00003.safetensors.json"
+    tag = _put(bucket, "out/mine.txt", b"mine")
+    line = {**json.loads(journal.read_bytes()), "file": "mine.txt", "e_tag": tag, "entry": file_entry(b"mine")}
+    _put(bucket, "out/.llmconv/done/mine.txt.json", json.dumps(line).encode())
+    write(sample(), f"{bucket}/out", work=Finish())
+    assert "mine.txt" not in json.loads(bucket.files()["llmconv.json"])["files"]
+
+
+def _put(bucket: Bucket, name: str, content: bytes) -> str:
+    return ObjectStore(parse_address(str(bucket))).write(name, content, len(content))
 
 
 @pytest.mark.parametrize("place", ["out", "out/", "out/inside", ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,3 +221,22 @@ def test_workers_write_the_shards_of_a_training_checkpoint(model: Path, tmp_path
     from_hf(model, tmp_path / "alone", to="meta", shards=4)
     from_hf(model, tmp_path / "out", to="meta", shards=4, work=Workers(2))
     assert written(tmp_path / "out") == written(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["moved", "linked"])
+def test_a_complete_output_is_not_that_of_an_older_file_which_took_the_place_of_its_source(
+    linked: bool, tmp_path: Path
+) -> None:
+    older, newer, source = (save_model(tmp_path / name, LLAMA) for name in ("older", "newer", "source"))
+    if linked:
+        shutil.rmtree(source)
+        source.symlink_to(newer)
+    to_hf(source, tmp_path / "out", dtype="float16")
+    if linked:
+        source.unlink()
+        source.symlink_to(older)
+    else:
+        os.utime(older / "model.safetensors", (1, 1))
+        (older / "model.safetensors").rename(source / "model.safetensors")
+    with pytest.raises(InputRefused, match="has changed since"):
+        to_hf(source, tmp_path / "out", dtype="float16", resume=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, UnsupportedInput
+from llmconv.stores import object_store
 from llmconv.stores.address import parse_address
 from llmconv.stores.object_store import MEBIBYTE, ObjectStore, part_bytes
 from tests.stores.bucket import Bucket
@@ -50,6 +51,16 @@ def test_an_error_of_the_source_leaves_no_object_and_no_upload(store: ObjectStor
         store.write("x", blocks(20, stop=17), 20 * MEBIBYTE)
     assert store.head("x") is None
     assert not bucket.uploads()
+
+
+def test_a_listing_without_an_end_is_refused(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        store.write(name, b"1", 1)
+    monkeypatch.setattr(object_store, "MOST_OBJECTS", 3)
+    assert len([*store.list()]) == 3
+    monkeypatch.setattr(object_store, "MOST_OBJECTS", 2)
+    with pytest.raises(InputRefused, match="has more than 2 objects"):
+        [*store.list()]
 
 
 def test_a_fork_of_a_process_that_used_a_store_is_refused_and_does_not_wait(store: ObjectStore, bucket: Bucket) -> None:
