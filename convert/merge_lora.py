@@ -28,7 +28,7 @@ from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
-from llmconv.output.work import Part, Work, done_by, repeatable, require_possible
+from llmconv.output.work import Part, Shards, Work, done_by, repeatable, require_possible
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES
@@ -124,7 +124,7 @@ def merge_lora(
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         merge = replace(merge, plan=done_by(work, merge.plan, done.found))
-    return _checked(merge, Path(output), recipe) if check else merge
+    return _checked(merge, Path(output), recipe) if check and not isinstance(work, Shards) else merge
 
 
 def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:

@@ -10,6 +10,8 @@ from functools import partial
 from llmconv.errors import printable
 
 _level = {"quiet": False}
+_takers: list[Callable[[str], object]] = []
+"""Functions that take warnings, the last of them all; without one they are printed."""
 
 
 def set_quiet(quiet: bool) -> None:
@@ -30,7 +32,20 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """Prints a warning on stderr, even with `-q`."""
-    _print(f"warning: {printable(text)}")
+    if _takers:
+        _takers[-1](text)
+    else:
+        _print(f"warning: {printable(text)}")
+
+
+@contextmanager
+def warnings_to(take: Callable[[str], object]) -> Iterator[None]:
+    """Gives the warnings of this process to a function instead of printing them."""
+    _takers.append(take)
+    try:
+        yield
+    finally:
+        _takers.remove(take)
 
 
 def _print(line: str) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem, as_fields, raise_fields
+from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files.paths import is_address
 from llmconv.output.plan import Shard
-from llmconv.output.repeated_call import Answer, answer_to
+from llmconv.output.repeated_call import Answer, answer_to, take_answer
 from llmconv.output.work import Call
 from llmconv.output.workers import TRIES
 from llmconv.progress import set_quiet
@@ -70,16 +70,17 @@ class _Tasks:
     def run(self, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
         """Writes shards, the largest first; a store or disk that failed on one node is tried on another."""
         failures: dict[str, int] = {}
+        warned: set[str] = set()
         for shard in sorted(shards, key=lambda shard: -shard.nbytes):
             self._start(shard)
         while self._running:
             [done], _ = self._ray.wait([*self._running], num_returns=1)
             shard, answer = self._running.pop(done), self._ray.get(done)
             failures[shard.name] = failures.get(shard.name, 0) + (answer.get("error") == OutputFailed.__name__)
-            if answer and 0 < failures[shard.name] < TRIES:
+            if "error" in answer and 0 < failures[shard.name] < TRIES:
                 self._start(shard)
                 continue
-            raise_fields(answer)
+            take_answer(answer, warned)
             advance(shard.nbytes)
 
     def _start(self, shard: Shard) -> None:

@@ -6,35 +6,55 @@ A plan costs seconds where a model has a thousand tensors, an adapter is hashed 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from llmconv.errors import LlmconvError, as_fields
+from llmconv.errors import LlmconvError, as_fields, raise_fields
 from llmconv.output.work import Shards
+from llmconv.progress import warn_all, warnings_to
 
 Task = dict[str, Any]
 """`function` and `arguments` of a command, see `Call`, and the name of a `shard`."""
 
-Answer = dict[str, str]
-"""Of a shard; empty, or an error's `as_fields`."""
+Answer = dict[str, Any]
+"""Of a shard: its `warnings`, if there are any; or an error's `as_fields`."""
 
 
-def error_of(task: Task, names: Iterator[str]) -> Answer:
-    """Repeats a command for the shards that `names` yields; each is recorded in the journal when the next one is taken.
+def repeat(task: Task, next_name: Callable[[], str | None], answer: Callable[[Answer], None]) -> None:
+    """Repeats a command for some of its shards; each is in the journal of the output when it is answered.
 
-    Returns:
-        The fields of the error that has ended it; empty if all shards are written.
+    Args:
+        task: the command.
+        next_name: the name of the next shard; None if no more are to be written.
+        answer: takes the answer of each shard. An error is the last one.
     """
-    module, name = task["function"]
+    warned: list[str] = []
+
+    def names() -> Iterator[str]:
+        while (name := next_name()) is not None:
+            warned.clear()  # of the plan, which the first process has printed
+            yield name
+            answer({"warnings": [*warned]} if warned else {})
+
+    module, function = task["function"]
+    asked = names()
     try:
-        getattr(importlib.import_module(module), name)(**task["arguments"] | {"work": Shards(names)})
+        with warnings_to(warned.append):
+            getattr(importlib.import_module(module), function)(**task["arguments"] | {"work": Shards(asked)})
+        for _ in asked:  # the command found the output complete: another run has written it
+            continue
     except LlmconvError as error:
-        return as_fields(error)
-    for _ in names:  # of an output that another run has completed, as the command has found
-        continue
-    return {}
+        answer(as_fields(error))
+
+
+def take_answer(answer: Answer, warned: set[str]) -> None:
+    """Raises the error of an answer, or prints its warnings, unless they are in `warned`, to which they are added."""
+    raise_fields(answer)
+    texts = [text for text in answer.get("warnings", ()) if text not in warned]
+    warned.update(texts)
+    warn_all(texts)
 
 
 class RepeatedCall:
@@ -59,7 +79,7 @@ class RepeatedCall:
         """
         self._asked.put(name)
         answer = self._answers.get()
-        if answer:
+        if isinstance(answer, BaseException) or "error" in answer:
             self._thread.join()
         if isinstance(answer, BaseException):
             raise answer
@@ -77,15 +97,9 @@ class RepeatedCall:
 
     def _run(self) -> None:
         try:
-            if error := error_of(self._task, self._names()):
-                self._answers.put(error)
+            repeat(self._task, self._asked.get, self._answers.put)
         except BaseException as error:
             self._answers.put(error)
-
-    def _names(self) -> Iterator[str]:
-        while (name := self._asked.get()) is not None:
-            yield name
-            self._answers.put({})
 
 
 _calls: dict[str, RepeatedCall] = {}

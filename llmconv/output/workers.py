@@ -14,16 +14,18 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from threading import Thread
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from llmconv.errors import OutputFailed, raise_fields
+from llmconv.errors import OutputFailed
 from llmconv.output.plan import Shard
-from llmconv.output.repeated_call import Answer, Task, error_of
+from llmconv.output.repeated_call import Answer, Task, repeat, take_answer
 from llmconv.output.work import Call, Workers
 from llmconv.progress import set_quiet
 from llmconv.stores import hung_calls
@@ -56,7 +58,8 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
     for shard in sorted(shards, key=lambda shard: -shard.nbytes):
         waiting.put(shard)
     with ThreadPoolExecutor(work.count) as pool:
-        drivers = [_Driver(call, waiting, advance) for _ in range(min(work.count, len(shards)))]
+        warned: set[str] = set()
+        drivers = [_Driver(call, waiting, advance, warned) for _ in range(min(work.count, len(shards)))]
         running = [pool.submit(driver.run) for driver in drivers]
         try:
             for run in as_completed(running):
@@ -70,8 +73,10 @@ def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance
 class _Driver:
     """Gives shards to one worker, and starts another when it dies."""
 
-    def __init__(self, call: Call, waiting: queue.SimpleQueue[Shard], advance: Callable[[int], None]) -> None:
-        self._call, self._waiting, self._advance = call.fields(), waiting, advance
+    def __init__(
+        self, call: Call, waiting: queue.SimpleQueue[Shard], advance: Callable[[int], None], warned: set[str]
+    ) -> None:
+        self._call, self._waiting, self._advance, self._warned = call.fields(), waiting, advance, warned
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
 
@@ -93,7 +98,7 @@ class _Driver:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
             answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
             if answer is not None:
-                return raise_fields(answer)
+                return take_answer(answer, self._warned)
         raise OutputFailed(
             f"{TRIES} workers died while they wrote `{shard.name}`",
             hint="is memory short? give fewer `--workers`, and run again with `--resume`",
@@ -148,21 +153,17 @@ def main() -> None:
     with suppress(_Stopped):
         tasks = iter(_Tasks())
         for task in tasks:
-            if error := error_of(task, _names(task, tasks, out)):
-                _answer(out, error)
+            repeat(task, _names(chain([task], tasks)).__next__, partial(_answer, out))
 
 
-def _names(task: Task, tasks: Iterator[Task], out: TextIO) -> Iterator[str]:
-    """The name of the first shard and of those that follow, which a command writes with one plan; each is answered."""
-    yield task["shard"]
-    _answer(out, {})
-    for following in tasks:
-        yield following["shard"]
-        _answer(out, {})
+def _names(tasks: Iterable[Task]) -> Iterator[str | None]:
+    """The names of shards, which a command writes with one plan, and None at the end."""
+    yield from (task["shard"] for task in tasks)
+    yield None
 
 
-def _answer(out: TextIO, fields: Answer) -> None:
-    print(json.dumps(fields), file=out, flush=True)
+def _answer(out: TextIO, answer: Answer) -> None:
+    print(json.dumps(answer), file=out, flush=True)
 
 
 class _Tasks:

@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from llmconv.output.plan import Shard
 from llmconv.output.work import Finish, Part, Workers
 from llmconv.tensors import BY_NAME, LazyTensor
 from tests.builders.hf_models import LLAMA, save_model
+from tests.builders.lora_models import causal_lm, train
 from tests.stores.bucket import Bucket
 
 SIZE = "8KB"
@@ -240,3 +243,37 @@ def test_a_complete_output_is_not_that_of_an_older_file_which_took_the_place_of_
         (older / "model.safetensors").rename(source / "model.safetensors")
     with pytest.raises(InputRefused, match="has changed since"):
         to_hf(source, tmp_path / "out", dtype="float16", resume=True)
+
+
+def test_a_worker_plans_once_for_all_its_shards(model: Path, expected: dict[str, bytes], bucket: Bucket) -> None:
+    to_hf(model, f"{bucket}/model", max_shard_size="1GB")
+    bucket.set_faults()
+    to_hf(f"{bucket}/model", f"{bucket}/out", max_shard_size=SIZE, work=Workers(2))
+    read = [request for request in bucket.requests() if request.endswith("/model/config.json")]
+    assert len(expected) > 10 and len([request for request in read if request.startswith("GET")]) <= 3
+
+
+def test_a_warning_of_the_shards_is_printed_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from_hf(model, tmp_path / "meta", to="meta")
+    file = tmp_path / "meta/consolidated.00.pth"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.load(file), file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    to_hf(tmp_path / "meta", tmp_path / "out", max_shard_size=SIZE, work=Workers(2))
+    assert capsys.readouterr().err.count("warning: `consolidated.00.pth` was saved without checksums") == 1
+
+
+def test_a_merge_in_workers_warns_once_and_is_checked_when_it_is_complete(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes: dict[str, Any] = {name: value for name, value in LLAMA.items() if isinstance(value, int)}
+    case = train(causal_lm("llama", **sizes), tmp_path, merge=False, target_modules=["q_proj", "down_proj"])
+    capfd.readouterr()
+    adapters = [case.adapter, case.adapter]
+    done = merge_lora(case.base, adapters, tmp_path / "out", max_shard_size=SIZE, check=True, work=Workers(2))
+    assert done.check and len(done.plan.shards) > 4
+    assert capfd.readouterr().err.count("is given twice") == 1

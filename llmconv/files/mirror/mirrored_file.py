@@ -30,7 +30,7 @@ WITHOUT_EDGES = ".distcp"
 
 
 FILES_WITH_EDGES = 64
-"""Files whose ends stay in memory; a folder may have those of a thousand ranks."""
+"""Torch files whose ends stay in memory; a folder may have those of a thousand ranks."""
 
 
 class MirroredFile:
@@ -75,15 +75,21 @@ class MirroredFile:
         if size <= SMALL or suffix == WITHOUT_EDGES or edge <= offset < size - edge:
             return {}
         with self._lock:
-            if not self._edges:
+            if not self._edges and suffix == ".safetensors":
+                self._edges[0] = self._pool.submit(self._header)
+            elif not self._edges:
                 self._edges[0] = self._pool.submit(self._edge, 0, edge)
-                if suffix != ".safetensors":
-                    self._edges[size - edge] = self._pool.submit(self._edge, size - edge, size)
+                self._edges[size - edge] = self._pool.submit(self._edge, size - edge, size)
                 _recent.append(self)
             edges = self._edges
         if len(_recent) > FILES_WITH_EDGES:
             _recent.popleft().forget_edges()
         return edges
+
+    def _header(self) -> bytes:
+        """The header of a safetensors file, without the data after it: small enough to stay, of any number of files."""
+        content = self._edge(0, HEADER)
+        return content[: 8 + int.from_bytes(content[:8], "little")]
 
     def forget_edges(self) -> None:
         """Gives the memory of both ends back; they are fetched again where they are read again."""

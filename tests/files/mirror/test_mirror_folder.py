@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.mirror import registry
+from llmconv.files.mirror import mirrored_file, registry
 from llmconv.files.mirror.chunk_cache import CHUNK_FILE
 from llmconv.files.mirror.chunk_file import CHUNK
 from llmconv.files.safetensors_file import read_header
@@ -146,6 +146,16 @@ def test_a_long_header_is_one_request_more(bucket: Bucket) -> None:
     path = local_path(bucket.put("long/x.safetensors", content), in_parts=True)
     assert list(read_header(path).tensors) == ["weight"]
     assert bucket.requests().count(("GET", "long/x.safetensors")) == 2
+
+
+def test_headers_of_any_number_of_shards_are_fetched_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrored_file, "FILES_WITH_EDGES", 1)
+    for name in "abc":
+        bucket.put(f"many/{name}.safetensors", one_tensor(3 * MEBIBYTE))
+    folder = local_path(bucket.uri("many"), in_parts=True)
+    for path in [*folder.iterdir()] * 2:
+        assert list(read_header(path).tensors) == ["weight"]
+    assert len([key for method, key in bucket.requests() if method == "GET" and key]) == 3
 
 
 def one_tensor(size: int, padding: int = 0) -> bytes:
