@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.measure import FOLDER, INSTALLED, SETTLE, Target, llmconv, remove, report
 from benchmarks.models import adapter, base
 
-WORKERS, SIZE, RANK = 2, "200MB", 256
+WORKERS, SIZE, RANK = 2, "200MB", 64
 INTERVAL = 0.05
 """Seconds between two looks at the memory."""
 
