@@ -9,7 +9,9 @@ from functools import partial
 
 from llmconv.errors import printable
 
-_level = {"quiet": False}
+_level = {"quiet": False, "once": False}
+_shown: set[str] = set()
+"""Warnings that were printed."""
 
 
 def set_quiet(quiet: bool) -> None:
@@ -29,8 +31,22 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a warning on stderr, even with `-q`."""
-    _print(f"warning: {printable(text)}")
+    """Prints a warning on stderr, even with `-q`; see `warn_once`."""
+    line = printable(text)
+    if not (_level["once"] and line in _shown):
+        _shown.add(line)
+        _print(f"warning: {line}")
+
+
+def shown_warnings() -> list[str]:
+    """The warnings that this process has printed."""
+    return sorted(_shown)
+
+
+def warn_once(shown: Iterable[str]) -> None:
+    """From now on no warning is repeated, nor one of `shown`, which the process that started this one has printed."""
+    _level["once"] = True
+    _shown.update(shown)
 
 
 def _print(line: str) -> None:

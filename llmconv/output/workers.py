@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from llmconv.errors import LlmconvError, OutputFailed, as_fields, raise_fields
 from llmconv.output.plan import Shard
 from llmconv.output.work import Call, Shards, Workers
-from llmconv.progress import is_quiet, set_quiet
+from llmconv.progress import is_quiet, set_quiet, shown_warnings, warn_once
 from llmconv.stores import hung_calls
 
 TRIES = 3
@@ -86,7 +86,8 @@ class _Driver:
         for _ in range(TRIES):
             if self._stopped:
                 raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
-            answer = self._ask(json.dumps({**self._call, "shard": shard.name, "quiet": is_quiet()}))
+            task = {**self._call, "shard": shard.name, "quiet": is_quiet(), "warnings": shown_warnings()}
+            answer = self._ask(json.dumps(task))
             if answer is not None:
                 return raise_fields(answer)
         raise OutputFailed(
@@ -143,6 +144,7 @@ def main() -> None:
         for line in _Tasks():
             task = json.loads(line)
             set_quiet(True)
+            warn_once(task["warnings"])
             print(json.dumps(answer_to(task)), file=out, flush=True)
 
 
