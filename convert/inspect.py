@@ -28,7 +28,7 @@ from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.files.sources import fetching, files_under, local_path, reading_safely
+from llmconv.files.sources import fetching, files_under, local_path, reading_safely, with_addresses
 from llmconv.files.torch.reader import is_torch_file
 from llmconv.quantized_export import is_quantized_export
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
@@ -175,7 +175,7 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
     except InputRefused as problem:
         tensors = _peek(path, found, problem)
         files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
-        warning = f"not to be converted as it is: {problem} ({problem.hint})"
+        warning = with_addresses(f"cannot be converted as it is: {problem} ({problem.hint})")
         return Inspection(path, found.name, {}, tensors, warnings=(warning,), shards=len(files))
     return _opened(opened)
 

@@ -33,6 +33,9 @@ COPY_TOOLS = {
 }
 """Scheme to the command that copies a folder to such a store."""
 
+LOCAL_SCHEMES = ("file", "local")
+"""Schemes of this machine's files."""
+
 
 def without_credentials(text: str) -> str:
     """A text whose URIs have neither passwords nor queries, which may be signatures; for http also without the user.
@@ -68,7 +71,17 @@ def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubA
         return value
     if is_hub_address(value):
         return parse_hub_address(value)
-    return parse_address(value) if is_store_address(value) else output_path(value, name)
+    if is_store_address(value):
+        return parse_address(value)
+    found = ADDRESS.fullmatch(os.fspath(value)) if isinstance(value, str | Path) else None
+    if found and found["scheme"].lower() not in LOCAL_SCHEMES:
+        text = str(value).strip()
+        raise InputRefused(
+            f"`{text}` is not on this machine, and nothing can be written there",
+            hint="give a local path, `s3://BUCKET/FOLDER` (also gs, az and oci) or `hf://ORG/NAME`; "
+            f"a local folder `{found['scheme']}:` would be `./{text}`",
+        )
+    return output_path(value, name)
 
 
 def local_only(place: Path | StoreAddress | HubAddress) -> Path | None:
@@ -104,7 +117,7 @@ def output_path(value: Any, name: str = "output") -> Path:
 
 
 def _way_out(scheme: str, rest: str, text: str) -> str:
-    if scheme.lower() in ("file", "local"):
+    if scheme.lower() in LOCAL_SCHEMES:
         return f"give the plain path: `/{rest}`"
     tool = COPY_TOOLS.get(scheme.lower())
     copied = f"write to a local path, then copy it: `{tool} …`" if tool else "write to a local path, then copy it"

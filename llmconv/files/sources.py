@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, LlmconvError
 from llmconv.files.hub import from_hub
 from llmconv.files.mirror import registry
 from llmconv.files.mirror.mirror_folder import make_mirror
@@ -114,6 +114,16 @@ def reading_safely(source: str | Path) -> Iterator[None]:
 _folders: set[Path] = set()
 """Temporary folders of this process that contain downloads."""
 
+_addresses: dict[str, str] = {}
+"""Path of what was fetched from a store to its address, for messages."""
+
+
+def with_addresses(text: str) -> str:
+    """`text` with the addresses of downloads in place of their temporary paths, which do not last."""
+    for path, address in list(_addresses.items()):
+        text = text.replace(path, address)
+    return text
+
 
 def remove_downloads(folders: set[Path] | None = None) -> None:
     """Removes temporary folders; by default all of this process, for when it ends."""
@@ -121,6 +131,8 @@ def remove_downloads(folders: set[Path] | None = None) -> None:
         registry.remove(folder)
         remove_temporary_folder(folder)
         _folders.discard(folder)
+        for path in [path for path in list(_addresses) if Path(path).is_relative_to(folder)]:
+            _addresses.pop(path, None)
 
 
 atexit.register(remove_downloads)
@@ -148,6 +160,10 @@ def fetching() -> Iterator[Fetched]:
     token = _fetched.set(fetched)
     try:
         yield fetched
+    except LlmconvError as error:
+        error.message, error.hint = with_addresses(error.message), with_addresses(error.hint)
+        error.args = (error.message,)
+        raise
     finally:
         _fetched.reset(token)
         remove_downloads(fetched.folders)
@@ -189,9 +205,11 @@ def _download(uri: str, *, in_parts: bool) -> Path:
     if fetched := _fetched.get():
         fetched.folders.add(folder)
     try:
-        if is_store_address(uri) and find_spec("obstore"):
-            return make_mirror(uri, folder, whole=not in_parts)
-        return _download_all(uri, folder)
+        if not (is_store_address(uri) and find_spec("obstore")):
+            return _download_all(uri, folder)
+        path = make_mirror(uri, folder, whole=not in_parts)
+        _addresses[str(path)] = uri.rstrip("/")
+        return path
     except BaseException as error:
         remove_downloads({folder})
         if not isinstance(error, OSError | ImportError | ValueError):

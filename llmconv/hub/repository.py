@@ -187,6 +187,9 @@ class HubRepository:
         with writing_to(self.address):
             if not self.state.has_branch:
                 self.api.create_branch(self.address.repository, branch=self.branch, revision=self.state.head or None)
+            if not operations:  # a new branch with the files of `main`: the Hub has no empty commits
+                head = self.state.head
+                return Commit(head, f"{self.api.endpoint}/{self.address.repository}/commit/{head}", "")
             done = self.api.create_commit(
                 self.address.repository,
                 operations,

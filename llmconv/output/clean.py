@@ -41,7 +41,8 @@ def clean(output: str | StoreAddress, *, dry_run: bool = False) -> Cleaned:
     if not is_store_address(output):
         raise InputRefused(
             f"`{output}` is not an address in an object store",
-            hint="a local run that was interrupted left a folder `.OUT.llmconv-partial` beside OUT: remove it",
+            hint="a local run that was interrupted left a folder `.OUT.llmconv-partial` next to OUT, which you can "
+            "remove; one to the Hub left nothing there",
         )
     address = output if isinstance(output, StoreAddress) else parse_address(output)
     store = ObjectStore(address)

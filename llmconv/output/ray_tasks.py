@@ -35,7 +35,12 @@ PATIENCE = 30
 
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
-    """Writes shards in a cluster; see `write_in_workers`.
+    """Writes shards in a cluster.
+
+    Args:
+        call: of the command; each task repeats it for one shard.
+        shards: that are not finished yet.
+        advance: is called with the bytes of each finished shard.
 
     Args:
         call: the command, which each process of the cluster repeats once.

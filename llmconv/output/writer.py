@@ -160,8 +160,8 @@ def _require_parts(plan: Plan, folder: UnfinishedOutput, target: Destination) ->
     missing = [shard.name for shard in plan.shards if shard.name not in folder.finished]
     if missing:
         raise OutputFailed(
-            f"{len(missing)} of {len(plan.shards)} shards of `{target}` are missing, such as `{missing[0]}`",
-            hint="does every process write to the same file system? run the parts that failed again, then finish; or "
+            f"shards of `{target}` are missing ({len(missing)} of {len(plan.shards)}), such as `{missing[0]}`",
+            hint="run the parts that failed again, with the same options and into the same place, then finish; or "
             "complete it alone with `--resume`",
         )
 

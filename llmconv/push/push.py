@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
+from llmconv.files.paths import is_address
 from llmconv.files.sources import reading_safely
 from llmconv.hub.address import HUB_NAME, HubAddress, hub_address
 from llmconv.hub.repository import HubRepository
@@ -37,6 +38,7 @@ class Push:
         deleted: files of an earlier output that this one does not have.
         left_out: hidden files of the folder.
         card: a model card was written, since there was none, or an older one that nobody had edited.
+        is_new_branch: the repository exists without the branch.
         commit: the commit; None in a dry run, and if there was nothing to do.
         differing: files of which the Hub has other bytes; None unless `verify_upload` was given.
     """
@@ -47,6 +49,7 @@ class Push:
     deleted: tuple[str, ...]
     left_out: tuple[str, ...]
     card: bool
+    is_new_branch: bool = False
     commit: Commit | None = None
     differing: tuple[str, ...] | None = None
 
@@ -58,7 +61,7 @@ class Push:
     @property
     def is_needed(self) -> bool:
         """Whether the branch is to be changed."""
-        return bool(self.changed or self.deleted)
+        return bool(self.changed or self.deleted or self.is_new_branch)
 
 
 @checked
@@ -90,6 +93,8 @@ def push(
         OutputFailed: the Hub is busy or cannot be reached, or the branch got another commit in the meantime.
         UsageProblem: an option has an impossible value.
     """
+    if is_address(folder):
+        raise InputRefused(f"`{folder}` is not on this machine", hint="copy it to a local folder, and push that")
     target = HubRepository(_address(repository, revision, pr=pr), pull_request=pr, show_progress=True)
     with reading_safely(folder):
         found = files_of(Path(folder))
@@ -145,9 +150,9 @@ def _planned(found: FolderFiles, digests: Mapping[str, FileDigest], target: HubR
             hint="choose another repository or a new branch (`--revision`), or delete it there yourself",
         )
     deleted = replaced_files(target, files)
-    return contents, Push(
-        target.address, files, tuple(changed), tuple(deleted), found.left_out, card and CARD in changed
-    )
+    written = card and CARD in changed
+    new = target.state.exists and not target.state.has_branch
+    return contents, Push(target.address, files, tuple(changed), tuple(deleted), found.left_out, written, new)
 
 
 def _config(found: FolderFiles) -> dict[str, object]:

@@ -40,6 +40,8 @@ LISTINGS = 10
 SMALL_AT_ONCE = 16
 """Requests in flight for small objects."""
 
+NO_BUCKET = re.compile(r"<Code>NoSuchBucket</Code>|\bContainerNotFound\b")
+"""What stores answer if there is no such bucket: S3's and Google's code, and Azure's."""
 
 DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 """Names of obstore's classes for missing rights."""
@@ -247,6 +249,8 @@ class ObjectStore:
         except exceptions.PreconditionError as error:
             raise self.changed(key) from error
         except FileNotFoundError as error:
+            if NO_BUCKET.search(str(error)):
+                raise self._problem(key, error, writes=writes) from error
             raise InputRefused(
                 f"`{self.address / key}` does not exist", hint="check the bucket and the path"
             ) from error
@@ -258,6 +262,11 @@ class ObjectStore:
         if (writes or self._writes) and FULL.search(str(error)):
             return OutputFailed(
                 f"no space left in the store for `{self.address / key}`", hint=f"free some space there, and {again}"
+            )
+        if NO_BUCKET.search(str(error)):
+            return InputRefused(
+                f"there is no bucket `{self.address.bucket}` in this store",
+                hint="check its name, and the region or endpoint in the environment; llmconv does not make buckets",
             )
         denied = type(error).__name__ in DENIED or "403 Forbidden" in str(error)  # listings have no class for it
         if denied:

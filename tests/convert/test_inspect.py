@@ -53,7 +53,7 @@ def test_what_cannot_be_converted_yet_is_told_with_its_tensors(name: str) -> Non
     found = inspect(FIXTURES / name)
     assert found.format == format_name and found.tensors
     (warning,) = found.warnings
-    assert warning.startswith("not to be converted as it is: ")
+    assert warning.startswith("cannot be converted as it is: ")
     assert any(part in warning for part in reason.split("|"))
 
 

@@ -78,6 +78,17 @@ def test_a_branch_is_made_and_main_is_left_alone(client: Client, model: Path) ->
     }
 
 
+def test_a_branch_with_the_files_of_main_is_made(client: Client, model: Path) -> None:
+    assert client.run("push", model, "me/tiny").returncode == 0
+    repository = client.hub.repositories["me/tiny"]
+    planned = client.run("push", model, "me/tiny", "--revision", "v2", "--dry-run")
+    assert planned.stdout.startswith("would push") and "v2" not in repository.branches
+    done = client.run("push", model, "me/tiny", "--revision", "v2", "--verify-upload")
+    assert done.returncode == 0 and done.stdout.startswith("pushed"), done.stderr
+    assert repository.branches["v2"] == repository.branches["main"]
+    assert "nothing to do" in client.run("push", model, "me/tiny", "--revision", "v2").stdout
+
+
 def test_a_pull_request_needs_no_write_access(client: Client, model: Path) -> None:
     client.hub.repository("you/tiny").read_only = True
     denied = client.run("push", model, "you/tiny")

@@ -90,7 +90,7 @@ def test_a_finish_names_what_is_missing_and_keeps_the_rest(
 ) -> None:
     out = f"{bucket}/out" if kind == "bucket" else tmp_path / "out"
     to_hf(model, out, max_shard_size=SIZE, work=Part(0, 2))
-    with pytest.raises(OutputFailed, match="are missing, such as `model-"):
+    with pytest.raises(OutputFailed, match=r"are missing \(\d+ of 12\), such as `model-"):
         to_hf(model, out, max_shard_size=SIZE, work=Finish())
     to_hf(model, out, max_shard_size=SIZE, work=Part(1, 2))
     to_hf(model, out, max_shard_size=SIZE, work=Finish())
@@ -104,7 +104,7 @@ def test_a_damaged_shard_of_a_part_is_found_by_the_finish(
     shard = partial(tmp_path / "out") / min(name for name in expected if name.endswith(".safetensors"))
     assert shard.name in expected
     shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
-    with pytest.raises(OutputFailed, match="1 of 12 shards .* missing, such as `model-00001"):
+    with pytest.raises(OutputFailed, match=r"missing \(1 of 12\), such as `model-00001"):
         to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Finish())
 
 
@@ -155,6 +155,13 @@ def test_numbers_of_parts_and_workers_are_integers(kind: Callable[..., object], 
 def test_a_part_as_text_is_refused_with_the_ways_to_give_work(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match=r"not a `Part`, `Shards`, `Finish`, `Workers` or `Ray`"):
         to_hf(model, tmp_path / "out", work="0/2")  # type: ignore[arg-type]
+
+
+def test_workers_do_not_repeat_warnings(model: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "llmconv", "from-hf", str(model), "-o", str(tmp_path / "out"), "--to", "meta"]
+    done = subprocess.run([*line, "--shards", "2", "--workers", "2"], capture_output=True, text=True, check=False)
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert done.returncode == 0 and len(warnings) == len({*warnings}) > 0, done.stderr
 
 
 def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_chat_takes_turns_over_a_stage(folder: Path) -> None:
         (["serve-stage", "MODEL", "--stage", "3"], 2, "has no stage 3"),
         (["serve-stage", "MODEL", "--stage", "1", "--listen", "7700"], 2, "is not an address"),
         (["serve-stage", "MODEL", "--stage", "1", "--listen", "192.0.2.1:0"], 4, "cannot listen on 192.0.2.1:0"),
-        (["serve-stage", "MODEL/none", "--stage", "1"], 3, "has no graphs in stages"),
+        (["serve-stage", "MODEL/none", "--stage", "1"], 3, "is not a folder"),
     ],
 )
 def test_mistakes_are_refused_with_a_hint(folder: Path, arguments: list[str], code: int, problem: str) -> None:

@@ -126,6 +126,13 @@ def test_denied_reads_are_refused_and_denied_writes_fail(store: ObjectStore, buc
         store.write("x", b"1", 1)
 
 
+def test_a_bucket_that_does_not_exist_is_refused_by_name(bucket: Bucket) -> None:
+    store = ObjectStore(parse_address("s3://no-such-bucket/folder"))
+    for use in (lambda: list(store.list()), lambda: store.write("x", b"1", 1)):
+        with pytest.raises(InputRefused, match="there is no bucket `no-such-bucket`"):
+            use()
+
+
 def test_errors_show_no_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET + "-revoked")
     store = ObjectStore(parse_address(str(bucket)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
+import weakref
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from llmconv.errors import LlmconvError, StageFailed, as_fields, raise_fields
-from llmconv.progress import warn
+from llmconv.progress import say, warn
 from llmconv.ray_connection import connected
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
 from llmconv.runtime.stages.connection import Address
@@ -24,6 +26,9 @@ ON_RAY = "ray"
 
 PATIENCE = 600
 """Seconds for a node to be found, and to open its stage."""
+
+SILENCE = 10
+"""Seconds after which a message reports which stage is still waited for."""
 
 ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "migraphx")
 """Execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0."""
@@ -88,6 +93,7 @@ class RayStages:
             starting = [actor.serve.remote(folder, number, given.of_stage(number)) for actor, number in calls]
             self.addresses = [f"{n}={self._address(call, n)}" for n, call in zip(numbers, starting, strict=True)]
             self._open = stack.pop_all()
+        atexit.register(_close, weakref.ref(self))  # before ray's own exit, in which nothing can be closed
         if not token():
             warn(f"anyone who can reach the nodes of the cluster can use the stages: set {TOKEN} on all of them")
 
@@ -98,6 +104,9 @@ class RayStages:
 
     def _address(self, call: Any, number: int) -> str:
         try:
+            if not self._ray.wait([call], timeout=SILENCE)[0]:
+                say(f"waiting for stage {number}, up to {PATIENCE} seconds: it needs a processor (and GPU) of its own")
+                say("`ray status` shows what the cluster has free")
             answer = self._ray.get(call, timeout=PATIENCE)
         except self._ray.exceptions.RayError as error:
             raise StageFailed(
@@ -119,3 +128,8 @@ class RayStages:
     def close(self) -> None:
         """Ends the stages."""
         self._open.close()
+
+
+def _close(stages: weakref.ref[RayStages]) -> None:
+    if found := stages():
+        found.close()

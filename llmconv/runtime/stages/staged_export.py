@@ -49,9 +49,11 @@ class StagedExport:
         """The stages of a folder.
 
         Raises:
-            InputRefused: its graphs are not in stages, or llmconv.json has no checksums of them.
+            InputRefused: it is not a folder, its graphs are not in stages, or llmconv.json has no checksums of them.
             MalformedInput: llmconv.json is invalid.
         """
+        if not folder.is_dir():
+            raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
         manifest, found = read_manifest(folder), {entry.role: entry for entry in graph_entries(folder)}
         if not found or len(next(iter(found.values())).files) == 1:
             raise InputRefused(

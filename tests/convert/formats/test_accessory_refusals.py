@@ -77,7 +77,7 @@ def test_inspect_counts_trained_tensors_alone() -> None:
     folder = FIXTURES / "legacy_llama_peft_mp2_trainable" / "epoch0"
     found = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(folder)]).stdout)
     assert (found["format"], found["tensors"], found["parameters"]) == ("accessory", 47, 22_208)
-    assert found["warnings"][0].startswith("not to be converted as it is: ")
+    assert found["warnings"][0].startswith("cannot be converted as it is: ")
 
 
 def test_biases_of_a_mixtral_are_refused_unless_they_are_zero(tmp_path: Path) -> None:

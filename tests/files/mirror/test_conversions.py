@@ -227,3 +227,16 @@ def test_an_export_of_graphs_only_fetches_headers(bucket: Bucket, large: Path, t
     assert Counter(bucket.requests())["GET", f"{large.parent.name}/large/model.safetensors"] == 1
     export(large, tmp_path / "local", unified=True, graphs_only=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "local")
+
+
+def test_messages_have_the_address_and_not_the_temporary_path(bucket: Bucket, shards: Path, tmp_path: Path) -> None:
+    put_under = "unnamed/one"
+    for path in shards.iterdir():
+        if path.name.endswith((".json", "-00001-of-00004.safetensors")):
+            bucket.put(f"{put_under}/{path.name}", path.read_bytes())
+    runner = CliRunner()
+    outer = runner.invoke(main, ["to-hf", bucket.uri("unnamed"), "-o", str(tmp_path / "out")])
+    inner = runner.invoke(main, ["to-hf", bucket.uri(put_under), "-o", str(tmp_path / "out")])
+    for result, uri in ((outer, bucket.uri("unnamed")), (inner, bucket.uri(put_under))):
+        assert result.exit_code == 3 and uri in result.stderr, result.output
+        assert "llmconv-fetched" not in result.stderr
