@@ -212,3 +212,10 @@ def test_an_address_never_means_a_local_folder_of_that_name(
     with pytest.raises(InputRefused, match="give a URI as text|nor a complete URI"):
         local_path(Path("memory://b"))
     assert local_path("./memory:/b").is_dir()
+
+
+def test_without_a_package_for_a_store_the_hint_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmconv.files.sources.find_spec", lambda name: None)  # as if obstore were not installed
+    with pytest.raises(InputRefused, match="s3fs") as caught:
+        local_path("s3://bucket/model")
+    assert "pip install obstore" in caught.value.hint
