@@ -214,8 +214,10 @@ def _download(uri: str, *, in_parts: bool) -> Path:
         remove_downloads({folder})
         if not isinstance(error, OSError | ImportError | ValueError):
             raise
+        missing = "`pip install obstore`" if is_store_address(uri) else "install that package"
         raise InputRefused(
-            without_credentials(f"cannot fetch `{uri}`: {error}"), hint="check the address and the credentials"
+            without_credentials(f"cannot fetch `{uri}`: {error}"),
+            hint=missing if isinstance(error, ImportError) else "check the address and the credentials",
         ) from error
 
 

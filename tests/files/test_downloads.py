@@ -235,3 +235,10 @@ def test_no_credential_of_a_uri_is_in_an_error(address: str, temporary: Path, tm
         with pytest.raises(InputRefused) as caught:
             call()
         assert "canary" not in caught.value.message + caught.value.hint
+
+
+def test_without_a_package_for_a_store_the_hint_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmconv.files.sources.find_spec", lambda name: None)  # as if obstore were not installed
+    with pytest.raises(InputRefused, match="s3fs") as caught:
+        local_path("s3://bucket/model")
+    assert "pip install obstore" in caught.value.hint
