@@ -75,7 +75,7 @@ def output_place(value: Any, name: str = "output") -> Path | StoreAddress | HubA
         return parse_address(value)
     found = ADDRESS.fullmatch(os.fspath(value)) if isinstance(value, str | Path) else None
     if found and found["scheme"].lower() not in LOCAL_SCHEMES:
-        text = str(value).strip()
+        text = without_credentials(str(value).strip())
         raise InputRefused(
             f"`{text}` is not on this machine, and nothing can be written there",
             hint="give a local path, `s3://BUCKET/FOLDER` (also gs, az and oci) or `hf://ORG/NAME`; "
