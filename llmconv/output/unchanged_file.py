@@ -22,7 +22,19 @@ def check_copy(path: Path, shard: Shard) -> None:
 
 
 def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Copies the source of a shard and returns the manifest entry."""
+    """Copies the source of a shard.
+
+    Args:
+        new: the file to write.
+        shard: to copy.
+        advance: called with the bytes of each block written.
+
+    Returns:
+        The manifest entry.
+
+    Raises:
+        MalformedInput: the source changed meanwhile.
+    """
     assert shard.copy_of
     entry = copy_file(shard.copy_of, new.file, advance)
     require_unchanged(new.path, shard)
