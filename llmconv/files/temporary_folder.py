@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 from llmconv.stores import hung_calls
 
@@ -20,24 +21,37 @@ YOUNG = 60
 """Seconds after which a folder that nobody has locked is one of a process that ended."""
 
 _locks: dict[Path, int] = {}
-"""Folders of this process, and the descriptors that lock them."""
+"""The folder of this process in each temporary directory that it has used, and the descriptor that locks it."""
+
+_changing = Lock()
 
 
 def make_temporary_folder() -> Path:
     """A new folder in the temporary directory, which is removed by `remove_temporary_folder`, or with the process."""
-    _sweep(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    _locks[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    place = Path(tempfile.gettempdir())
+    with _changing:
+        home = next((home for home in _locks if home.parent == place and home.is_dir()), None)
+        return Path(tempfile.mkdtemp(dir=home or _make_home(place)))
+
+
+def _make_home(place: Path) -> Path:
+    _sweep(place)
+    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    _locks[home] = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):  # a file system without locks, where the folders of a killed process stay
-        fcntl.flock(_locks[folder], fcntl.LOCK_EX)
-    return folder
+        fcntl.flock(_locks[home], fcntl.LOCK_EX)
+    return home
 
 
 def remove_temporary_folder(folder: Path) -> None:
     """Removes a folder of this process; nothing happens if it has been removed."""
-    if folder in _locks:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(_locks.pop(folder))
+    home = folder.parent
+    if home not in _locks:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    with _changing, suppress(OSError):  # it has other folders
+        home.rmdir()
+        os.close(_locks.pop(home))
 
 
 def _sweep(home: Path) -> None:
@@ -61,15 +75,18 @@ def _remove_unlocked(folder: Path) -> None:
 
 @atexit.register
 def _remove_all() -> None:
-    for folder in [*_locks]:
-        remove_temporary_folder(folder)
+    for home in [*_locks]:
+        shutil.rmtree(home, ignore_errors=True)
+        os.close(_locks.pop(home))
 
 
 def _leave_to_parent() -> None:
     """In a fork: the folders are those of its parent, which would lose them when this process ends."""
+    global _changing
     for descriptor in _locks.values():
         os.close(descriptor)
     _locks.clear()
+    _changing = Lock()  # another thread of the parent may have held it
 
 
 hung_calls.before_exit(_remove_all)

@@ -34,10 +34,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folder_of_another(end: signal.Signals | None) -> Path:
-    """The folder of another process, made long ago; the process has got the signal `end`, or still runs."""
+    """What another process has made long ago; the process has got the signal `end`, or still runs."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", MAKE], text=True, **pipes)  # type: ignore[call-overload]
-    folder = Path(process.stdout.readline().strip())
+    folder = Path(process.stdout.readline().strip()).parent
     OTHERS.append(process)
     if end:
         process.send_signal(end)
@@ -62,7 +62,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(home: Path) -> No
     left = folder_of_another(signal.SIGKILL)
     assert left.is_dir()
     mine = make_temporary_folder()
-    assert [*home.iterdir()] == [mine]
+    assert [*home.iterdir()] == [mine.parent]
     remove_temporary_folder(mine)
     assert not [*home.iterdir()]
 
@@ -70,7 +70,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(home: Path) -> No
 def test_the_folder_of_a_running_process_stays(home: Path) -> None:
     left = folder_of_another(None)
     remove_temporary_folder(make_temporary_folder())
-    assert [*home.iterdir()] == [left] and (left / "weights").is_file()
+    assert [*home.iterdir()] == [left] and [*left.glob("*/weights")]
 
 
 def test_a_process_that_ends_removes_its_own(home: Path) -> None:
@@ -93,3 +93,12 @@ def test_a_fork_that_ends_leaves_the_folder_to_its_parent(home: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "True" and not [*home.glob(f"{PREFIX}*")]
+
+
+def test_many_folders_take_one_descriptor() -> None:
+    folders = [make_temporary_folder() for _ in range(50)]
+    before = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").is_dir() else 0
+    more = [make_temporary_folder() for _ in range(50)]
+    assert not before or len([*Path("/proc/self/fd").iterdir()]) == before
+    for folder in folders + more:
+        remove_temporary_folder(folder)

@@ -145,7 +145,7 @@ def test_a_journal_entry_of_another_form_does_not_count(edit: dict[str, Any], bu
     line = json.loads(journal.read_bytes())
     line["entry"] |= edit
     _put(bucket, "out/.llmconv/done/model-00001-of-00003.safetensors.json", json.dumps(line).encode())
-    with pytest.raises(OutputFailed, match="1 of 3 shards"):
+    with pytest.raises(OutputFailed, match=r"are missing \(1 of 3\)"):
         write(sample(), f"{bucket}/out", work=Finish())
 
 
