@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.measure import FOLDER, INSTALLED, SETTLE, Target, llmconv, remove, report
 from benchmarks.models import adapter, base
+from llmconv.files.system_calls import cores
 
 WORKERS, SIZE, RANK = 2, "200MB", 64
 INTERVAL = 0.05
@@ -107,6 +108,15 @@ def row(name: str, runs: Sequence[Family]) -> str:
     return f"| {name} | {len(runs)} | {spread} | {cpu:.2f} | {max(one.peak_mb for one in runs):.0f} |"
 
 
+def limit(runs: Sequence[Family]) -> str:
+    """How much faster workers could be at most."""
+    busy = statistics.median(run.cpu / run.wall for run in runs)
+    return (
+        f"One process computes on all cores by itself: it keeps {busy:.1f} of {cores()} busy, so workers could be "
+        f"{cores() / busy:.2f} times\nas fast at most. They help where one thread is the limit: the sha256 of each file."
+    )
+
+
 def main() -> int:
     """Measures, prints the table, and returns 1 if a target is missed."""
     parser = argparse.ArgumentParser()
@@ -126,6 +136,8 @@ def main() -> int:
         "| | runs | wall, s (range) | CPU, s | peak memory, MB |",
         "| --- | --- | --- | --- | --- |",
         *(row(name, runs) for name, runs in found.items()),
+        "",
+        limit(found[ONE]),
     ]
     return report("workers", "merge-lora with workers", "\n".join(lines), targets)
 
