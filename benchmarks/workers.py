@@ -112,8 +112,9 @@ def limit(runs: Sequence[Family]) -> str:
     """How much faster workers could be at most."""
     busy = statistics.median(run.cpu / run.wall for run in runs)
     return (
-        f"One process computes on all cores by itself: it keeps {busy:.1f} of {cores()} busy, so workers could be "
-        f"{cores() / busy:.2f} times\nas fast at most. They help where one thread is the limit: the sha256 of each file."
+        f"One process computes on all cores by itself: it keeps {busy:.1f} of {cores()} busy, so "
+        f"workers could be\n{cores() / busy:.2f} times as fast at most. They help where one thread is the limit: the "
+        "sha256 of each file."
     )
 
 
