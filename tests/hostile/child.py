@@ -171,8 +171,10 @@ def _inspect(source: Path) -> str:
 
 def _left_temporary(folder: str) -> list[str]:
     """What lies in TMPDIR but links to files that have no name; those go with the process, however it ends."""
-    there = [path for path in Path(folder).glob("*/*") if not (path.is_symlink() and UNPACKED.match(os.readlink(path)))]
-    return sorted(map(str, there + [path for path in Path(folder).iterdir() if not any(path.iterdir())]))
+    files = [path for path in Path(folder).rglob("*") if not path.is_dir() or path.is_symlink()]
+    left = [path for path in files if not (path.is_symlink() and UNPACKED.match(os.readlink(path)))]
+    empty = [path for path in Path(folder).rglob("*") if path.is_dir() and not any(path.iterdir())]
+    return sorted(map(str, left + empty))
 
 
 def _one(run: Callable[[], Any], watch: Watch, source: Path, output: Path) -> dict[str, Any]:
