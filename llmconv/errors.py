@@ -77,7 +77,7 @@ class OutOfMemory(LlmconvError):
 
 
 class StageFailed(LlmconvError):
-    """A stage of the model in another process failed, was lost, or did not answer; there is no result."""
+    """A stage of the model in another process failed, disconnected, or did not answer in time."""
 
     exit_code = 4
 

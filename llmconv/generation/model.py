@@ -83,7 +83,7 @@ class TextModel:
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights.
             OutOfMemory: the device has too little memory.
-            StageFailed: there is no stage at an address, or one of another model or export.
+            StageFailed: no stage answers at an address, or it serves another model or export.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions(adapter, device, dtype)

@@ -39,7 +39,7 @@ def load_runner(
 
     Raises:
         InputRefused: the folder has no graphs, or transformers cannot load it.
-        StageFailed: there is no stage at an address, or one of another model.
+        StageFailed: no stage answers at an address, or it serves another model.
         UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
     """
     options = options or TorchOptions()

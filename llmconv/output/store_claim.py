@@ -80,7 +80,7 @@ def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]
     Args:
         store: the objects of the output.
         claim: to put, if there is none.
-        joins: a claim with the same key is no other run.
+        joins: accept an existing claim with the same key.
 
     Returns:
         The claim that holds, and whether it is new.

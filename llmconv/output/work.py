@@ -110,7 +110,7 @@ Work = Part | Shards | Finish | Workers | Ray
 
 
 def _require_integers(**values: object) -> None:
-    """Raises UsageProblem for other values: half a part is no error elsewhere, and has no shards."""
+    """Requires integers, since `Part(0.5, 2)` would select no shards; raises UsageProblem."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageProblem(f"`{name}` is {value!r:.40}, not an integer", hint="give an `int`")

@@ -167,7 +167,7 @@ def _answer(out: TextIO, answer: Answer) -> None:
 
 
 class _Tasks:
-    """The lines of stdin. If it ends in the middle of a task, whoever gave it has died, and this process ends, too.
+    """The lines of stdin. If it ends during a task, the parent process has died, and this process exits.
 
     It would go on writing next to a run that replaces the dead one.
     """

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llmconv.convert import to_hf
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.shard_outputs import written
+from tests.builders.to_hf_process import start_to_hf, workers_of
 from tests.stores.bucket import Bucket
 
 pytestmark = pytest.mark.slow
@@ -37,16 +36,6 @@ def model(tmp_path: Path) -> Path:
 def expected(model: Path, tmp_path: Path) -> dict[str, bytes]:
     to_hf(model, tmp_path / "alone", max_shard_size=SIZE)
     return written(tmp_path / "alone")
-
-
-def start(model: Path, out: Any, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "llmconv", "to-hf", str(model), "-o", str(out), "--max-shard-size", SIZE]
-    return subprocess.Popen([*command, *options], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
-    return [int(number) for number in found.stdout.split()]
 
 
 def kill(processes: list[int]) -> None:
@@ -82,7 +71,7 @@ def test_a_killed_run_with_workers_is_completed_by_resume(
     for at in PHASES:
         folder = replace(bucket, prefix=f"{bucket.prefix}/{at}")
         bucket.set_faults(hold=at, late=late)
-        with start(model, f"{folder}/out", "--workers", "2") as process:
+        with start_to_hf(model, f"{folder}/out", SIZE, "--workers", "2") as process:
             held, workers = bucket.wait_until_held(process), workers_of(process)
             process.kill()
         wait_until_gone(workers)
@@ -98,7 +87,7 @@ def test_workers_that_are_killed_are_replaced(model: Path, expected: dict[str, b
     for at in PHASES:
         folder = replace(bucket, prefix=f"{bucket.prefix}/{at}")
         bucket.set_faults(hold=at)
-        with start(model, f"{folder}/out", "--workers", "2") as process:
+        with start_to_hf(model, f"{folder}/out", SIZE, "--workers", "2") as process:
             held, workers = bucket.wait_until_held(process), workers_of(process)
             bucket.set_faults()
             if not workers:
@@ -127,14 +116,14 @@ def journaled(out: Path) -> int:
 def test_a_killed_run_into_a_local_folder_is_completed_by_resume(
     count: int, options: tuple[str, ...], model: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    with start(model, tmp_path / "out", *options) as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, *options) as process:
         while journaled(tmp_path / "out") < count and process.poll() is None:
             time.sleep(0.001)
         workers = workers_of(process)
         process.kill()
     wait_until_gone(workers)
     assert not (tmp_path / "out").exists() or written(tmp_path / "out") == expected
-    with start(model, tmp_path / "out", *options, "--resume") as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, *options, "--resume") as process:
         completed(process)
     assert written(tmp_path / "out") == expected
 
@@ -144,7 +133,7 @@ def test_a_worker_that_is_killed_in_a_local_folder_is_replaced(
 ) -> None:
     for count in range(1, 6):
         out = tmp_path / f"out-{count}"
-        with start(model, out, "--workers", "2") as process:
+        with start_to_hf(model, out, SIZE, "--workers", "2") as process:
             while journaled(out) < count and process.poll() is None:
                 time.sleep(0.001)
             kill(workers_of(process)[:1])
@@ -165,13 +154,13 @@ def test_a_disk_that_fills_up_fails_and_resume_goes_on(
     options: tuple[str, ...], model: Path, expected: dict[str, bytes], small_disk: Path
 ) -> None:
     out = small_disk / "out"
-    with start(model, out, *options) as process:
+    with start_to_hf(model, out, SIZE, *options) as process:
         full_disk(small_disk, lambda: journaled(out) >= 1 or process.poll() is not None)
         _, stderr = process.communicate()
     assert process.returncode == 4, stderr
     assert stderr.startswith("error: ") and "No space left" in stderr and "free some space" in stderr
     assert stderr.count("\n") == 3 and not out.exists()
     (small_disk / "other").unlink()
-    with start(model, out, "--resume") as process:
+    with start_to_hf(model, out, SIZE, "--resume") as process:
         completed(process)
     assert written(out) == expected

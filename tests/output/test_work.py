@@ -24,6 +24,8 @@ from llmconv.output.work import Finish, Part, Workers
 from llmconv.tensors import BY_NAME, LazyTensor
 from tests.builders.hf_models import LLAMA, save_model
 from tests.builders.lora_models import causal_lm, train
+from tests.builders.shard_outputs import written
+from tests.builders.to_hf_process import start_to_hf, workers_of
 from tests.stores.bucket import Bucket
 
 SIZE = "8KB"
@@ -39,10 +41,6 @@ def expected(model: Path, tmp_path: Path) -> dict[str, bytes]:
     """What one process writes."""
     to_hf(model, tmp_path / "alone", max_shard_size=SIZE)
     return written(tmp_path / "alone")
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def partial(folder: Path) -> Path:
@@ -175,18 +173,8 @@ def test_a_damaged_source_ends_all_workers_and_leaves_nothing(model: Path, tmp_p
     assert not (tmp_path / "out").exists() and not partial(tmp_path / "out").exists()
 
 
-def start(model: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "llmconv", "to-hf", str(model), "-o", str(out), "--max-shard-size", SIZE]
-    return subprocess.Popen([*command, *options], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
-    return [int(number) for number in found.stdout.split()]
-
-
 def test_a_worker_that_is_killed_costs_only_its_shard(model: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
-    with start(model, tmp_path / "out", "--workers", "2") as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2") as process:
         while not (workers := workers_of(process)) and process.poll() is None:
             time.sleep(0.01)
         os.kill(workers[0], signal.SIGKILL)
@@ -198,12 +186,12 @@ def test_a_worker_that_is_killed_costs_only_its_shard(model: Path, expected: dic
 def test_a_killed_run_with_workers_is_completed_by_resume(
     model: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    with start(model, tmp_path / "out", "--workers", "2") as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2") as process:
         while not [*partial(tmp_path / "out").glob("journal-*")] and process.poll() is None:
             time.sleep(0.005)
         process.kill()
     time.sleep(1)  # its workers end when they find their input closed
-    with start(model, tmp_path / "out", "--workers", "2", "--resume") as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2", "--resume") as process:
         _, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert written(tmp_path / "out") == expected
@@ -216,13 +204,13 @@ def test_a_part_of_a_merge_cannot_be_checked(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("options", [("--workers", "0"), ("--workers", "-1"), ("--part", "3/3")])
 def test_impossible_numbers_are_usage_errors(options: tuple[str, str], model: Path, tmp_path: Path) -> None:
-    with start(model, tmp_path / "out", *options) as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, *options) as process:
         process.communicate()
     assert process.returncode == 2 and not (tmp_path / "out").exists()
 
 
 def test_part_finish_and_workers_exclude_each_other(model: Path, tmp_path: Path) -> None:
-    with start(model, tmp_path / "out", "--workers", "2", "--finish") as process:
+    with start_to_hf(model, tmp_path / "out", SIZE, "--workers", "2", "--finish") as process:
         _, stderr = process.communicate()
     assert process.returncode == 2 and "exclude each other" in stderr
 

@@ -37,7 +37,7 @@ def token() -> str:
 
 
 class Refused(Exception):
-    """The peer is refused, and told why.
+    """The peer is refused; it gets the reason.
 
     Args:
         message: one line.

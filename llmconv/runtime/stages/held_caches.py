@@ -68,7 +68,7 @@ class HeldCaches:
         if number == 0:
             return None
         if (cache := self._held.get(number)) is None:
-            raise BadMessage(f"there is no cache {number}")
+            raise BadMessage(f"unknown cache {number}")
         for fields in edits:
             cache = _edit(fields, cache).applied(cache)
         return cache

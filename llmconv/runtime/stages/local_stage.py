@@ -76,7 +76,7 @@ class LocalStage:
 
     Raises:
         MalformedInput: a graph was changed since the export, or onnxruntime cannot open it.
-        UsageProblem: there is no such stage, or there are settings of a stage that does not exist.
+        UsageProblem: the stage does not exist, or the settings name one that does not exist.
     """
 
     def __init__(self, export: StagedExport, number: int, settings: SessionSettings | None = None) -> None:

@@ -42,7 +42,7 @@ def serve_stage(
     Raises:
         InputRefused: the folder has no graphs in stages, or files of the stage are missing or were changed.
         OutputFailed: the address is not available.
-        UsageProblem: there is no such stage, or an invalid address.
+        UsageProblem: the stage does not exist, or the address is invalid.
     """
     address, export = Address.parse(listen, "--listen"), StagedExport.read(folder)
     if address.host not in LOCAL and not token():

@@ -101,7 +101,7 @@ class StagedRunner(Runner):
 
         Raises:
             InputRefused: the graphs are not in stages, or files of a stage that runs here are missing.
-            StageFailed: there is no stage at an address, or one of another model or export.
+            StageFailed: no stage answers at an address, or it serves another model or export.
             UsageProblem: an invalid address, or two addresses of one stage.
         """
         export = StagedExport.read(folder)
