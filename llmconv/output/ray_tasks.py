@@ -35,12 +35,7 @@ PATIENCE = 30
 
 
 def write_in_ray(call: Call, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
-    """Writes shards in a cluster.
-
-    Args:
-        call: of the command; each task repeats it for one shard.
-        shards: that are not finished yet.
-        advance: is called with the bytes of each finished shard.
+    """Writes shards in a cluster; returns when all are recorded in the journal of the output.
 
     Args:
         call: the command, which each process of the cluster repeats once.

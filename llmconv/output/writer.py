@@ -146,9 +146,9 @@ def _write_elsewhere(
             advance(shard.nbytes if shard.name in finished else 0)
         unfinished = [shard for shard in plan.shards if shard.name not in finished]
         try:
-            if isinstance(work, Ray):
+            if isinstance(work, Ray) and unfinished:  # a connection takes seconds
                 write_in_ray(current_call(), unfinished, advance)
-            else:
+            elif isinstance(work, Workers):
                 write_in_workers(current_call(), unfinished, work, advance)
         except BaseException:
             with target.finish(key, files, overwrite=overwrite, trusted=True):
