@@ -83,6 +83,22 @@ def _failing(graph: Path, model: EagerRunner) -> list[str]:
 
 def mutant_run(mutant: Mutant, folder: Path, target: Path, eager: Eager, model: EagerRunner) -> Killed:
     """A mutant as the decode graph of a folder."""
+    report = mutant_report(mutant, folder, target, eager)
+    where = report.where.text if report.where else ""
+    right = report.where is not None and mutant.is_at(report.where.layer, eager.num_layers)
+    others = _failing(target / "decode.onnx", model)
+    return Killed(mutant.name, largest(report)[0], report.verdict, where, right, others)
+
+
+def mutant_report(mutant: Mutant, folder: Path, target: Path, eager: Eager) -> Report:
+    """The report of a folder whose only graph is a mutant.
+
+    Args:
+        mutant: the fault.
+        folder: the export that it is made from.
+        target: the folder to make; an existing one is replaced.
+        eager: the reference, which keeps its results.
+    """
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder, target)
     (target / "prefill.onnx").unlink()
@@ -90,11 +106,7 @@ def mutant_run(mutant: Mutant, folder: Path, target: Path, eager: Eager, model: 
     graph = onnx.load(target / "decode.onnx", load_external_data=False)
     assert mutant.apply(graph, target), mutant.name
     onnx.save(graph, target / "decode.onnx")
-    report = verify(target, reference=folder, eager=eager)
-    where = report.where.text if report.where else ""
-    right = report.where is not None and mutant.is_at(report.where.layer, eager.num_layers)
-    others = _failing(target / "decode.onnx", model)
-    return Killed(mutant.name, largest(report)[0], report.verdict, where, right, others)
+    return verify(target, reference=folder, eager=eager)
 
 
 def family_runs(model_type: str, seeds: int, folder: Path) -> Family:

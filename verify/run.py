@@ -43,6 +43,7 @@ from llmconv.verify.recorded_text import recorded_text
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
+from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
 
@@ -74,6 +75,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     max_divergence: float | None = None,
     min_agreement: float | None = None,
     calibrate: str | Path | None = None,
+    budget: float | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -95,6 +97,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         max_divergence: maximum mean divergence of quantized weights, in nats per token (default: by preset).
         min_agreement: minimum share of tokens with the same most likely next token.
         calibrate: the text file on which `export` measured the ranges of an int8 cache or of activations.
+        budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
@@ -103,7 +106,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
             smallest failing piece is not empty.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
+    session = Session.of(
+        Selection(suite, only, repeat, Budget.of(budget, only)), settings, on_checks, bisect=bisect, minimize=minimize
+    )
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     if not (entries := graph_entries(folder)):

@@ -16,6 +16,7 @@ from llmconv.verify.bisect.replay import Replayable
 from llmconv.verify.bisect.unmatched import list_unmatched
 from llmconv.verify.bisect.write_piece import require_new
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.budget import record_budget
 from llmconv.verify.results.report import Check, Report
 from llmconv.verify.results.sigma import GATES
 from llmconv.verify.scenarios.selection import Selection
@@ -75,6 +76,7 @@ class Session:
             "threads": self.settings.threads,
             "optimization": self.settings.optimization,
             "repeat": self.selection.repeat,
+            **({"budget": budget.seconds} if (budget := self.selection.budget) else {}),
             "gates": {dtype: asdict(gate) for dtype, gate in GATES.items()},
             "seeds": {scenario.name: scenario.seed for scenario in self.selection.scenarios()},
         }
@@ -94,6 +96,7 @@ class Session:
         """
         with reporting_out_of_memory(f"while `{report.folder}` was verified"):
             eager, verified = self._collect(report, checking)
+            record_budget(report, self.selection.budget)
             report.where = localize(decisive(report.checks) if decisive else report.checks)
             if self.bisect or self.minimized:
                 name_node(report, verified, eager, self.minimized)

@@ -84,6 +84,18 @@ class OutputFolder(Output):
         return output_place(value, param.opts[-1] if param else "output")
 
 
+class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
+    """A time in seconds, such as `60s`, `5m` or `1h`."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See `parse_budget`."""
+        from llmconv.verify.scenarios.budget import parse_budget
+
+        return parse_budget(str(value))
+
+
 output = click.option(
     "-o",
     "--output",

@@ -47,6 +47,12 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
 )
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario; may be repeated.")
 @click.option(
+    "--budget",
+    type=options.Duration(),
+    metavar="TIME",
+    help="Time after which only mandatory scenarios run, such as 60s, 5m or 1h; the others are listed as skipped.",
+)
+@click.option(
     "--text",
     metavar="FILE",
     type=click.Path(path_type=Path),

@@ -35,6 +35,7 @@ from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSetti
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
+from llmconv.verify.reference.cost_estimate import CostEstimate
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
 from llmconv.verify.results.sigma import ExpectedOutput
@@ -73,7 +74,10 @@ class StreamedEager(Eager):
         self._precomputed: list[PrecomputedRunner] = []
         super().__init__(folder, dtype, code=code, factors=factors)
         self._selection = selection
-        chains = [chain for _, chains in selection.calls(self.facts()) for chain in chains]
+        planned = selection.calls(self.facts())
+        if selection.budget:
+            selection.budget.choose(planned, CostEstimate.of(folder, 1).seconds)
+        chains = [chain for _, chains in selection.chosen(planned) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
         for runner in self._precomputed:
@@ -105,7 +109,7 @@ class StreamedEager(Eager):
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights, with all its calls made."""
-        selection = replace(self._selection, only=SCALED_SCENARIOS)
+        selection = replace(self._selection, only=SCALED_SCENARIOS, budget=None)
         return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=scaling.factor_of)
 
 

@@ -18,13 +18,13 @@ from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
 from llmconv.verify.comparison.layer_by_layer import precompute
 from llmconv.verify.comparison.scaled_weights import Scaler
+from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
 from llmconv.verify.reference.prefix import StartOf, stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
-    scalings,
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
@@ -105,9 +105,10 @@ class FolderComparison:
             truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
             planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
-            precompute(of_prefix, planned)
+            precompute(of_prefix, self.selection.chosen(planned))
             yield skipped(self.selection, truth, [graph.name for graph in of_prefix])
-            for scenario, chains in planned:
+            rows = self.selection.paced(planned)
+            for scenario, chains in rows:
                 found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
                 truths = truth.expected_outputs(scenario, chains) if found else []
                 for candidate in found:
@@ -115,6 +116,7 @@ class FolderComparison:
                     yield check_scenario(
                         scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
                     )
+            yield from not_run(rows.left, self.selection.budget, [graph.name for graph in of_prefix])
             yield pair.checks()
         if self.eager.is_layered:
             self.report.unseen.append("caches that are changed between two calls")
@@ -132,8 +134,12 @@ class FolderComparison:
             self.report.unseen += [scaling.bug for scaling in SCALINGS]
             return
         layers = len(self.eager.cache_shapes()) // 2  # before the model is scaled: afterwards it would be read again
-        for scaling in scalings(self.eager):
+        planned = scaled_rows(self.eager, self.selection)
+        for scaling, _ in (scaled := self.selection.paced(planned, reopens=True)):
             yield from self._compare_one_scaling(scaling, entries, scaler, layers)
+        left = [scaling.scenario(row) for scaling in scaled.left for row in rows]
+        yield from not_run(left, self.selection.budget, [entry.name for entry in entries])
+        self.report.unseen += [scaling.bug for scaling in scaled.left]
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
@@ -168,12 +174,13 @@ class FolderComparison:
             yield _skip(names, entries, LAYERED)
             return
         for scenario, chains in planned:
-            for level, threads in OTHER_SETTINGS:
-                name = f"{scenario.name}, optimization {level}, {threads} thread{'s' * (threads > 1)}"
-                named = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
-                other = replace(self.settings, optimization=level, threads=threads)
+            variants = [(OtherSettings(scenario, *one), chains) for one in OTHER_SETTINGS]
+            for row, _ in (rows := self.selection.paced(variants, reopens=True)):
+                other = replace(self.settings, optimization=row.optimization, threads=row.threads)
                 graphs = yield from open_graphs(self.open_graph, self.folder, entries, other)
+                named = replace(scenario, name=row.name, bug=OTHER_SETTINGS_BUG)
                 yield from self._alone(named, chains, graphs, self.eager.expected_outputs(scenario, chains))
+            yield from not_run(rows.left, self.selection.budget, [entry.name for entry in entries])
 
     def _alone(
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.comparison.run import skipped
+from llmconv.verify.comparison.under_budget import not_run, scaled_rows
 from llmconv.verify.other_exporters.candidates import check_external, external_candidates
 from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile
@@ -17,7 +18,6 @@ from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
-    scalings,
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
@@ -88,9 +88,11 @@ class ExternalComparison:
         evidence, repeat = self.report.evidence, self.selection.repeat
         if not (change or few or named):
             yield skipped(self.selection, eager, [candidate.name for candidate in found])
-        for scenario, chains in self.selection.calls(eager.facts()):
-            if (change or few) and scenario.name not in SCALED_SCENARIOS:
-                continue
+        planned = self.selection.calls(eager.facts())
+        if change or few:
+            planned = [one for one in planned if one[0].name in SCALED_SCENARIOS]
+        rows = (self.selection if not change else replace(self.selection, budget=None)).paced(planned)
+        for scenario, chains in rows:
             row = change.scenario(scenario) if change else scenario
             truths = eager.expected_outputs(row, chains)
             row = replace(row, name=f"{row.name}{named}")
@@ -98,6 +100,8 @@ class ExternalComparison:
                 if len(candidate.external) == 1 or any(len(chain) > 1 for chain in chains):
                     seen = Evidence() if change else evidence.setdefault(f"{candidate.name}{named}", Evidence())
                     yield check_external(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat)
+        left = [replace(row, name=f"{row.name}{named}") for row in rows.left]
+        yield from not_run(left, self.selection.budget, [candidate.name for candidate in found])
 
     def compare_scaled(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
         """Compares a few scenarios with scaled weights; yields skipped checks if that is not possible."""
@@ -109,11 +113,14 @@ class ExternalComparison:
             yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
             self.report.unseen += [change.bug for change in SCALINGS] if rows else []
         elif rows:
-            for change in scalings(eager):
+            for change, _ in (passes := self.selection.paced(scaled_rows(eager, self.selection), reopens=True)):
                 if graphs := (yield from self.opened(files, change)):
                     scaled = eager.scaled(change)
                     yield from self.compare(scaled, graphs, change, named)
                     scaled.release()
+            left = [replace(row, name=f"{change.scenario(row).name}{named}") for change in passes.left for row in rows]
+            yield from not_run(left, self.selection.budget, [file.name for file in files])
+            self.report.unseen += [change.bug for change in passes.left]
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["limits that no run reaches"] if checks else []
             yield checks

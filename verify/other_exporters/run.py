@@ -43,6 +43,7 @@ from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
 
@@ -66,6 +67,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     text: str | Path | None = None,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
+    budget: float | None = None,
 ) -> Report:
     """Compares a graph of any exporter, or a prefill and a decode graph, with the eager model.
 
@@ -73,7 +75,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         paths: one or two graph files.
         reference: Hugging Face folder of the model; default: the folder of the graph.
         input_map: name of an input map, see `maps`; `auto`; or a JSON file.
-        suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
+        suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize, budget: as for `verify`.
         text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence from the model at full precision, in nats per token.
         min_agreement: minimum share of tokens with the same most likely next token.
@@ -84,7 +86,9 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         OutOfMemory: memory ran out.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
+    session = Session.of(
+        Selection(suite, only, repeat, Budget.of(budget, only)), settings, on_checks, bisect=bisect, minimize=minimize
+    )
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:

@@ -75,9 +75,14 @@ class CostEstimate:
         return addresses if addresses is not None and addresses < size + self.mapped + ADDRESSES else None
 
     @property
+    def seconds(self) -> float:
+        """Duration of the quick suite on two idle cores."""
+        return self.elements * SECONDS
+
+    @property
     def minutes(self) -> str:
-        """Duration of the quick suite, in words."""
-        minutes = max(1, round(self.elements * SECONDS / 60))
+        """The same in words."""
+        minutes = max(1, round(self.seconds / 60))
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 

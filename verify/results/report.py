@@ -121,6 +121,7 @@ class Report:
         copies: for each graph with the same bytes as another, the name of the other, which alone is run and shown.
         unmatched: by graph, the nodes whose values the model does not compute; empty if they were not searched for.
         quantization: results for quantized weights; None for other graphs.
+        budget: of time, as plain data; None without a limit.
     """
 
     folder: str
@@ -136,6 +137,7 @@ class Report:
     copies: dict[str, str] = field(default_factory=dict)
     unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
     quantization: Quantization | None = None
+    budget: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
         return self.verdict == "pass"
@@ -194,6 +196,8 @@ class Report:
         }
         if self.unmatched:
             content["unmatched"] = {name: [asdict(node) for node in nodes] for name, nodes in self.unmatched.items()}
+        if self.budget:
+            content["budget"] = self.budget
         if self.quantization:
             content["quantization"] = self.quantization.as_dict()
         if self.where:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from llmconv.argument_checks import require_least
 from llmconv.errors import UsageProblem
+from llmconv.verify.scenarios.budget import Budget, place_of
 from llmconv.verify.scenarios.calls import Chain, ModelFacts
+from llmconv.verify.scenarios.paced import Paced, Row
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 
@@ -20,6 +22,7 @@ class Selection:
         suite: `quick` or `full`.
         only: names of scenarios, of any suite; where given, only these are run.
         repeat: number of runs of each call; all must give the same bits.
+        budget: limits the time; None to run all.
 
     Raises:
         UsageProblem: the suite or a name is unknown, or `repeat` is below 1.
@@ -28,6 +31,7 @@ class Selection:
     suite: str = "quick"
     only: Sequence[str] = ()
     repeat: int = 1
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         if self.suite not in {"quick", "full"}:
@@ -40,10 +44,20 @@ class Selection:
             raise UsageProblem(f"unknown scenario `{min(unknown)}`", hint=hint)
 
     def scenarios(self) -> list[Scenario]:
-        """The selected rows of the table, whether or not they apply to a model."""
+        """The selected rows of the table, whether or not they apply to a model; with a budget by what they found."""
         if self.only:
             return [scenario for scenario in SCENARIOS if scenario.name in self.only]
-        return [scenario for scenario in SCENARIOS if self.suite == "full" or scenario.suite == "quick"]
+        rows = [scenario for scenario in SCENARIOS if self.suite == "full" or scenario.suite == "quick"]
+        return sorted(rows, key=lambda row: place_of(row.name)) if self.budget else rows
+
+    def paced(self, rows: Iterable[tuple[Row, list[Chain]]], *, reopens: bool = False) -> Paced[Row]:
+        """The rows that run now; arguments as for `Paced`."""
+        return Paced(rows, self.budget, reopens=reopens)
+
+    def chosen(self, planned: list[tuple[Scenario, list[Chain]]]) -> list[tuple[Scenario, list[Chain]]]:
+        """The scenarios whose calls are made, where that is decided before the run; else all of `planned`."""
+        names = self.budget.chosen if self.budget else None
+        return [one for one in planned if names is None or one[0].name in names]
 
     def calls(self, facts: ModelFacts) -> list[tuple[Scenario, list[Chain]]]:
         """The scenarios that apply to a model, with their calls."""
