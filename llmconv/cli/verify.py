@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
     from llmconv.verify import Check, Report
 
-OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate")
+OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate", "method", "layers")
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
@@ -97,6 +97,18 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
     help="Hold one layer of the model at a time, or the whole model.  [default: by available memory]",
 )
 @click.option(
+    "--method",
+    type=click.Choice(["auto", "whole", "induction", "structure"]),
+    default="auto",
+    show_default=True,
+    help="Run the whole model, one layer of each kind (induction), or compare no numbers (structure).",
+)
+@click.option(
+    "--layers",
+    metavar="CHOICE",
+    help="With induction, the layers that also run by themselves: all, sampled:K or classes.  [default: all]",
+)
+@click.option(
     "--allow-changed", is_flag=True, help="A graph that was changed after its export is a note instead of a failure."
 )
 @options.trust_remote_code
@@ -126,6 +138,9 @@ def command(
     builder, transformers' exporter, mobius-onnx. A graph with quantized weights is compared with a model of the same
     weights, and the cost of quantization is reported: divergence from the full model, likeliest tokens, perplexity on
     --text.
+
+    A large model is verified by induction: its graph is cut into layers, which are compared with each other; one layer
+    of each kind runs all scenarios, and every layer runs a few tokens.
 
     Prints a line per scenario and, after a failure, the outputs that differ.
 
@@ -214,6 +229,8 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
         )
     if graphs and choices["calibrate"] is not None:
         raise UsageProblem("`--calibrate` applies to FOLDER only", hint="leave out `--calibrate`")
+    if graphs and (choices["method"] not in ("auto", "whole") or choices["layers"] is not None):
+        raise UsageProblem("`--method` and `--layers` apply to FOLDER only", hint="leave them out")
     if graphs and choices["allow_changed"]:
         raise UsageProblem(
             "`--allow-changed` applies to FOLDER only", hint="leave it out: no checksum of a `--graph` is recorded"

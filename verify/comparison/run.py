@@ -116,7 +116,7 @@ class FolderComparison:
                         scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
                     )
             yield pair.checks()
-        if self.eager.is_layered:
+        if self.eager.facts().no_edits:
             self.report.unseen.append("caches that are changed between two calls")
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:

@@ -103,6 +103,21 @@ class UnmatchedNode:
     scope: str
 
 
+@dataclass(frozen=True)
+class Statement:
+    """A part of the proof that a graph is the model.
+
+    Attributes:
+        name: `structure`, `weights`, `base`, `step` or `composition`.
+        shown: whether all its checks passed and there were some.
+        text: what was shown, in words.
+    """
+
+    name: str
+    shown: bool
+    text: str
+
+
 @dataclass
 class Report:
     """All checks of a folder; true when the graphs equal the eager model.
@@ -121,6 +136,8 @@ class Report:
         copies: for each graph with the same bytes as another, the name of the other, which alone is run and shown.
         unmatched: by graph, the nodes whose values the model does not compute; empty if they were not searched for.
         quantization: results for quantized weights; None for other graphs.
+        method: `whole`, `induction` over layers, or `structure`, which compares no numbers.
+        statements: of an induction, the parts of the proof.
     """
 
     folder: str
@@ -136,6 +153,8 @@ class Report:
     copies: dict[str, str] = field(default_factory=dict)
     unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
     quantization: Quantization | None = None
+    method: str = "whole"
+    statements: list[Statement] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.verdict == "pass"
@@ -148,6 +167,9 @@ class Report:
         """`pass`, `fail`, or `inconclusive` if no output of some graph was compared."""
         if any(check.verdict == "fail" for check in self.checks):
             return "fail"
+        if self.method == "structure" or self.statements:
+            shown = bool(self.statements) and all(statement.shown for statement in self.statements)
+            return "pass" if shown else "inconclusive"
         passed = [check for check in self.checks if check.verdict == "pass" and check.output]
         compared = {name for check in passed for name in check.graph.split("+")}
         graphs = {check.graph for check in self.checks if check.graph.endswith(".onnx") and "+" not in check.graph}
@@ -185,6 +207,7 @@ class Report:
             "folder": self.folder,
             "reference": self.reference,
             "suite": self.suite,
+            "method": self.method,
             "versions": self.versions,
             "settings": self.settings,
             "notes": self.notes,
@@ -192,6 +215,8 @@ class Report:
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
+        if self.statements:
+            content["statements"] = [asdict(statement) for statement in self.statements]
         if self.unmatched:
             content["unmatched"] = {name: [asdict(node) for node in nodes] for name, nodes in self.unmatched.items()}
         if self.quantization:
@@ -212,6 +237,7 @@ class Report:
             if self.quantization
             else []
         )
+        lines += [f"{'SHOWN' if one.shown else 'OPEN'} | {one.name} | {one.text}" for one in self.statements]
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]
@@ -224,7 +250,9 @@ class Report:
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
         unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
-        return f"{self.verdict.upper()}: {passed} checks passed, {failed} differ, {skipped} skipped{tail}{unseen}"
+        method = "" if self.method == "whole" else f" by {self.method}"
+        counts = f"{passed} checks passed, {failed} differ, {skipped} skipped"
+        return f"{self.verdict.upper()}{method}: {counts}{tail}{unseen}"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
