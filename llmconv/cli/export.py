@@ -174,7 +174,7 @@ def command(model: str, output: Path | None, as_json: bool, verify: bool, **give
 
 
 def _verified(exported: Exported, model: str, given: ExportOptions, *, as_json: bool) -> Report:
-    """The report of `--verify`, printed; with `--json` in one object with the export, where null stands for an error."""
+    """The report of `--verify`, printed; with `--json` in one object with the export, null after an error."""
     quiet, show = is_quiet(), printer(every=False)
     try:
         report = verify_export(exported.folder, model, given, None if as_json or quiet else show)

@@ -34,7 +34,13 @@ def printer(*, every: bool) -> Show:
 
 
 def print_report(report: Report, show: Show, *, quiet: bool) -> None:
-    """Prints the rest of the checks and the closing lines; if quiet, the line with the verdict alone."""
+    """Prints the end of a report: the last checks and the closing lines.
+
+    Args:
+        report: of `verify`.
+        show: the printer that got the checks so far.
+        quiet: print the line with the verdict alone.
+    """
     show([])
     for line in [report.summary()] if quiet else report.closing_lines():
         click.echo(line)

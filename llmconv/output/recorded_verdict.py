@@ -123,7 +123,9 @@ def _weight_file(value: dict[str, Any]) -> WeightFile:
     size, header, whole = value.get("bytes"), value.get("header_sha256"), value.get("sha256")
     if not _is_number(size) or not _is_sha256(header):
         _refuse("weights")
-    return WeightFile(size, header, whole) if _is_sha256(whole) else WeightFile(size, header)
+    if whole is None:
+        return WeightFile(size, header)
+    return WeightFile(size, header, whole) if _is_sha256(whole) else _refuse("weights")
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
