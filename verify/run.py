@@ -12,7 +12,7 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written
+from llmconv.files.paths import Written, is_address
 from llmconv.files.sources import fetches
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
@@ -37,6 +37,7 @@ from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOption
 from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.recorded_text import recorded_text
+from llmconv.verify.recorded_verdict import recording
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report
 from llmconv.verify.scenarios.selection import Selection
@@ -72,6 +73,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     calibrate: str | Path | None = None,
     method: str = AUTO,
     layers: str | None = None,
+    record: bool = True,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -95,6 +97,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         calibrate: the text file on which `export` measured the ranges of an int8 cache or of activations.
         method: `whole`, `induction` over layers, `structure` without numbers, or `auto` to choose by the model's size.
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
+        record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
+            folder as it is.
 
     Raises:
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
@@ -105,6 +109,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     chosen = Method.of(method, layers)
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
+    record = record and not is_address(folder)  # a download is removed by the end
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     if not (entries := graph_entries(folder)):
@@ -125,6 +130,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
+        if record:
+            stack.enter_context(recording(verified, reference, report, only))
         if coded:
             checks = _coded_checks(coded, floats, eager, stack)
         elif is_quantized(verified.models):

@@ -25,6 +25,9 @@ from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
+AS_RECORDED = "sha256 as in the manifest"
+"""Detail of the check of a file that was read in full and has the recorded sha256."""
+
 ByteSpan = tuple[str, int, int]
 """File name, offset and length in bytes."""
 
@@ -98,7 +101,7 @@ def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
         return "skip", f"cloned from `{entry['clone_of']}`, without a sha256"
     with open(path, "rb") as file:
         same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
-    return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
+    return ("pass", AS_RECORDED) if same else ("fail", "weights changed since the manifest was written")
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> tuple[Check, set[str]]:
