@@ -68,6 +68,7 @@ class FloatFolder:
     def _structure(self, plan: Plan) -> Checking:
         """The checks that compare no numbers."""
         if plan.induction:
+            self.report.odd_layers = plan.induction.odd_layers()
             yield plan.induction.checks(alone=True)
         files = self.verified, self.reference, self.report
         yield from audit_folder(*files, allow_changed=self.allow_changed, reads=read_none)
@@ -78,7 +79,8 @@ class FloatFolder:
     def _by_induction(self, induction: Induction, low_memory: bool | None) -> Checking:
         """One layer of each class in all scenarios, and single layers."""
         report = self.report
-        report.notes += induction.notes()
+        report.odd_layers = induction.odd_layers()
+        report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
         yield induction.checks(alone=False)
         reads = read_all if induction.runs_all else induction.runs_weight
         yield from audit_folder(self.verified, self.reference, report, allow_changed=self.allow_changed, reads=reads)

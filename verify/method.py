@@ -17,9 +17,10 @@ from llmconv.verify.comparison.layer_by_layer import why_not_layered
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.induction import Induction, LayerChoice
 from llmconv.verify.reference.cost_estimate import SECONDS, CostEstimate, distinct_files
+from llmconv.verify.results.report import WHOLE
 from llmconv.verify.verification import Session
 
-AUTO, WHOLE, INDUCTION, STRUCTURE = "auto", "whole", "induction", "structure"
+AUTO, INDUCTION, STRUCTURE = "auto", "induction", "structure"
 METHODS = (AUTO, WHOLE, INDUCTION, STRUCTURE)
 
 WORTH_WAITING = 60.0

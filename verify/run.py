@@ -27,7 +27,7 @@ from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.float_folder import FloatFolder
 from llmconv.verify.folder_audits import audit_recorded_files
-from llmconv.verify.method import AUTO, WHOLE, Method
+from llmconv.verify.method import AUTO, Method
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
@@ -39,7 +39,7 @@ from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantiz
 from llmconv.verify.recorded_text import recorded_text
 from llmconv.verify.recorded_verdict import recording
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Report
+from llmconv.verify.results.report import WHOLE, Report
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
 

@@ -206,7 +206,9 @@ def test_a_graph_that_changes_during_the_run_is_recorded_as_it_was(folder: Path)
 
 def test_the_method_and_hashes_of_the_caller_are_recorded(folder: Path) -> None:
     hashed: dict[str, str] = {}
-    with recording(verified_folder(folder), folder, report_of(folder), method="induction", hashed=hashed):
+    report = report_of(folder)
+    report.method = "induction"
+    with recording(verified_folder(folder), folder, report, hashed=hashed):
         hashed["model.safetensors"] = "ab" * 32
     found = parse_verdict(manifest_of(folder)["verified"])
     assert (found.method, found.weights["model.safetensors"].sha256) == ("induction", "ab" * 32)
@@ -217,7 +219,7 @@ def test_an_error_during_the_run_keeps_the_last_verdict(folder: Path, verified: 
     before = (folder / "llmconv.json").read_bytes()
     with (
         pytest.raises(InputRefused),
-        recording(verified_folder(folder), folder, report_of(folder), method="structure"),
+        recording(verified_folder(folder), folder, report_of(folder)),
     ):
         raise InputRefused("no", hint="none")
     assert (folder / "llmconv.json").read_bytes() == before

@@ -171,13 +171,13 @@ class Induction:
             checks.append(Check(PARTS, name, "", detail=_composed(graph)))
         return checks
 
-    def notes(self) -> list[str]:
-        """A line for each layer that differs from the others of its kind."""
-        return [
-            f"{name}: {text}; it is a class of its own"
-            for name in self.classes.graphs
-            for text in self.classes.odd_layers(name).values()
-        ]
+    def odd_layers(self) -> dict[int, str]:
+        """By number, the layers of any graph that differ from the others of their kind, in words."""
+        found: dict[int, str] = {}
+        for name in self.classes.graphs:
+            for number, text in self.classes.odd_layers(name).items():
+                found.setdefault(number, f"{name}: {text}")
+        return dict(sorted(found.items()))
 
     def _described(self, graph: GraphLayers) -> str:
         classes = self.classes.classes

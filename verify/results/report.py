@@ -12,6 +12,9 @@ from llmconv.runtime.cache_names import is_present
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.quantization import Quantization
 
+WHOLE = "whole"
+"""The method that runs whole models."""
+
 NAME_LIMIT = 200
 LINE_LIMIT = 1000
 
@@ -138,6 +141,7 @@ class Report:
         quantization: results for quantized weights; None for other graphs.
         method: `whole`, `induction` over layers, or `structure`, which compares no numbers.
         statements: of an induction, the parts of the proof.
+        odd_layers: by number, the layers of a graph that differ from the others of their kind, in words.
     """
 
     folder: str
@@ -153,8 +157,9 @@ class Report:
     copies: dict[str, str] = field(default_factory=dict)
     unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
     quantization: Quantization | None = None
-    method: str = "whole"
+    method: str = WHOLE
     statements: list[Statement] = field(default_factory=list)
+    odd_layers: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.verdict == "pass"
@@ -215,6 +220,8 @@ class Report:
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
+        if self.odd_layers:
+            content["odd_layers"] = {str(number): text for number, text in self.odd_layers.items()}
         if self.statements:
             content["statements"] = [asdict(statement) for statement in self.statements]
         if self.unmatched:
@@ -250,7 +257,7 @@ class Report:
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
         unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
-        method = "" if self.method == "whole" else f" by {self.method}"
+        method = "" if self.method == WHOLE else f" by {self.method}"
         counts = f"{passed} checks passed, {failed} differ, {skipped} skipped"
         return f"{self.verdict.upper()}{method}: {counts}{tail}{unseen}"
 
