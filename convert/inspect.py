@@ -24,6 +24,7 @@ from llmconv.convert.opening.exported_graphs import (
 )
 from llmconv.convert.opening.training_checkpoint import open_format, recognized
 from llmconv.convert.opening.unrecognized import explain
+from llmconv.convert.opening.verdict_summary import VerdictSummary, verdict_in
 from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused
@@ -58,6 +59,7 @@ class Inspection:
         graphs: that llmconv exported into the folder.
         layouts: the clients that they were exported for, other than onnxruntime.
         codes: the quantized weights of such graphs in a folder of their own; None for any other path.
+        verified: the recorded verdict on the graphs; None if there is none.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class Inspection:
     graphs: tuple[GraphSummary, ...] = ()
     layouts: tuple[str, ...] = ()
     codes: CodesSummary | None = None
+    verified: VerdictSummary | None = None
 
     def __repr__(self) -> str:
         kind = f", {self.kind}" if self.kind else ""
@@ -128,6 +131,7 @@ class Inspection:
             "graphs": [asdict(graph) for graph in self.graphs],
             "layouts": list(self.layouts),
             **({"codes": self.codes.fields()} if self.codes else {}),
+            **({"verified": self.verified.fields()} if self.verified else {}),
             "warnings": list(self.warnings),
         }
 
@@ -224,9 +228,14 @@ def _inspect_model(opened: Checkpoint) -> Inspection:
 def _with_graphs(found: Inspection) -> Inspection:
     """With the graphs in the folder; a manifest that cannot be read is a warning, since the model needs none."""
     try:
-        return replace(found, graphs=graphs_in(found.path), layouts=layouts_in(found.path))
+        return _with_manifest(found)
     except InputRefused as problem:
         return replace(found, warnings=(*found.warnings, f"graphs are not listed: {problem}"))
+
+
+def _with_manifest(found: Inspection) -> Inspection:
+    graphs = graphs_in(found.path)
+    return replace(found, graphs=graphs, layouts=layouts_in(found.path), verified=verdict_in(found.path, graphs))
 
 
 def _inspect_codes(folder: Path) -> Inspection:
@@ -236,8 +245,7 @@ def _inspect_codes(folder: Path) -> Inspection:
     files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
     side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
     found = Inspection(folder, "onnx-graphs", config, tensors, side_files, shards=len(files))
-    found = replace(found, graphs=graphs_in(folder), layouts=layouts_in(folder))
-    return replace(found, codes=codes_in(folder, tensors))
+    return replace(_with_manifest(found), codes=codes_in(folder, tensors))
 
 
 def _inspect_delta(folder: Path) -> Inspection:

@@ -191,6 +191,8 @@ class InPlace:
         contents: dict[str, WritableContent] = {**files.files, MANIFEST: manifest.encode()}
         if self.resume and not self.overwrite and self._is_complete(contents, before):
             return 0
+        manifest.verified = None  # of the graphs before
+        contents[MANIFEST] = manifest.encode()
         sizes = [len(content) if isinstance(content, bytes) else 0 for content in contents.values()]
         require_space(self.place, sum(BLOCK * -(-size // BLOCK) for size in sizes), home=self.place)
         with failing_safely(), Folder.open(self.place) as folder:

@@ -52,11 +52,12 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 
 
 ELSEWHERE = {
+    "export": {"verify"},
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
     "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"}
     | {"stage_at", "stage_timeout"},
 }
-"""Options for another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
+"""Options for another function: `verify`; `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
 
 
 def command(path: str) -> click.Command:
@@ -137,7 +138,7 @@ def test_from_hf_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal"}
+    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal", "verdict"}
     assert files - shared == set(llmconv.cli.main.commands)
 
 

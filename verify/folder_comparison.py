@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,9 @@ from llmconv.verify.comparison.half_precision import (
 )
 from llmconv.verify.comparison.known_constants import KnownConstants
 from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces
-from llmconv.verify.comparison.run import FolderComparison, open_graphs
+from llmconv.verify.comparison.run import FolderComparison, GraphOpener, open_graphs
+from llmconv.verify.layers.induction import Induction
+from llmconv.verify.layers.layer_checks import PART_BYTES, Drift, SingleLayerChecks
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS
 from llmconv.verify.results.report import Check, Report
@@ -44,6 +46,8 @@ class Compared:
         selection: the scenarios.
         code: the reference's folder where its own code is trusted.
         layered: run layer by layer.
+        induction: the classes of layers, of which one each runs the scenarios; None to run all layers.
+        drift: receives the errors of single layers.
     """
 
     verified: VerifiedFolder
@@ -52,6 +56,8 @@ class Compared:
     selection: Selection
     code: Path | None
     layered: bool
+    induction: Induction | None = None
+    drift: Drift = field(default_factory=lambda: Drift([], []))
 
     @property
     def on_cpu(self) -> bool:
@@ -60,9 +66,10 @@ class Compared:
 
     def eager(self, dtype: str, known: Eager | None) -> Eager:
         """The reference with the noise of a dtype; `known` is an open reference of the model."""
+        skipped = self.induction.left_out(self.induction.kept) if self.induction else frozenset()
         if self.layered:
-            return StreamedEager(self.reference, dtype, code=self.code, selection=self.selection)
-        return known.in_dtype(dtype) if known else Eager(self.reference, dtype, code=self.code)
+            return StreamedEager(self.reference, dtype, code=self.code, selection=self.selection, skipped=skipped)
+        return known.in_dtype(dtype) if known else Eager(self.reference, dtype, code=self.code, skipped=skipped)
 
     def run(self, known: Eager | None, dtype: str = "", *, is_half: bool = False) -> Checking:
         """Opens the graphs and runs the scenarios.
@@ -72,7 +79,8 @@ class Compared:
             dtype: of the noise (default: that of the graphs).
             is_half: the graphs round to half precision: original weights and settings only, calmest rows if routed.
         """
-        verified, opener = self.verified, open_in_pieces if self.layered else open_graph
+        verified = self.induction.shortened(self.verified) if self.induction else self.verified
+        opener = self._opener()
         graphs = yield from open_graphs(opener, verified.path, verified.entries, verified.settings)
         if not graphs:
             return known, verified
@@ -81,7 +89,22 @@ class Compared:
         kinds = verified.named, not is_half, is_half and any(map(routes, verified.models.values()))
         comparison = FolderComparison(eager, *files, self.selection, self.report, opener, *kinds)
         yield from comparison.checks(graphs)
+        if self.induction:
+            yield from self._single_layers(eager.dtype).checks()
         return eager, verified
+
+    def _opener(self) -> GraphOpener:
+        """Opens graphs whole, or in pieces: smaller ones if few layers run."""
+        if not self.layered:
+            return open_graph
+        return partial(open_in_pieces, piece_bytes=PART_BYTES) if self.induction else open_in_pieces
+
+    def _single_layers(self, dtype: str) -> SingleLayerChecks:
+        assert self.induction is not None
+        verified = self.verified
+        settings = replace(verified.settings, change=None)  # the models are changed already
+        files = verified.path, verified.models, self.reference
+        return SingleLayerChecks(self.induction, *files, dtype, settings, self.code, verified.named, self.drift)
 
     def changed(self, change: Callable[[onnx.ModelProto], None], named: str) -> Compared:
         """The same folder with graphs that are changed in memory; arguments as in `VerifiedFolder.changed`."""

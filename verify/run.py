@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -11,26 +12,22 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written
+from llmconv.files.paths import Written, is_address
 from llmconv.files.sources import fetches
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.arguments import require_folder, require_model, require_weights
-from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
-from llmconv.verify.audit.file_checksums import audit_graph_files
-from llmconv.verify.audit.odd_weights import odd_weights
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.half_precision import most_precise
-from llmconv.verify.comparison.layer_by_layer import why_not_layered
-from llmconv.verify.folder_comparison import Compared, compare_half_precision
+from llmconv.verify.float_folder import FloatFolder
+from llmconv.verify.folder_audits import audit_recorded_files
+from llmconv.verify.method import AUTO, Method
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
 from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
@@ -40,9 +37,9 @@ from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOption
 from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.recorded_text import recorded_text
-from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
+from llmconv.verify.recorded_verdict import recording
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Checks, Report
+from llmconv.verify.results.report import WHOLE, Report
 from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
@@ -75,6 +72,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     max_divergence: float | None = None,
     min_agreement: float | None = None,
     calibrate: str | Path | None = None,
+    method: str = AUTO,
+    layers: str | None = None,
+    record: bool = True,
     budget: float | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
@@ -97,6 +97,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         max_divergence: maximum mean divergence of quantized weights, in nats per token (default: by preset).
         min_agreement: minimum share of tokens with the same most likely next token.
         calibrate: the text file on which `export` measured the ranges of an int8 cache or of activations.
+        method: `whole`, `induction` over layers, `structure` without numbers, or `auto` to choose by the model's size.
+        layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
+        record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
+            folder as it is.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
@@ -106,9 +110,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
             smallest failing piece is not empty.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    session = Session.of(
-        Selection(suite, only, repeat, Budget.of(budget, only)), settings, on_checks, bisect=bisect, minimize=minimize
-    )
+    chosen = Method.of(method, layers)
+    selection = Selection(suite, only, repeat, Budget.of(budget, only))
+    session = Session.of(selection, settings, on_checks, bisect=bisect, minimize=minimize)
+    record = record and not is_address(folder)  # a download is removed by the end
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     if not (entries := graph_entries(folder)):
@@ -121,29 +126,34 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     code = reference if trust_remote_code else None
     cost = _cost_options(verified, text, AccuracyLimits(max_divergence, min_agreement), calibrated, code)
     coded = CodedFolder.of(verified, calibrated, cost, prepack=is_quantized(verified.models))
-    if coded and low_memory:
-        raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
-    with ExitStack() as stack:
-        rest = report, session, eager
-        checks = (
-            _coded_checks(coded, reference, *rest, stack, allow_changed=allow_changed)
-            if coded
-            else _checks(verified, reference, *rest, cost, low_memory, allow_changed=allow_changed)
+    if chosen.is_forced and (coded or is_quantized(verified.models)):
+        raise UsageProblem(
+            f"`--method {chosen.name}` applies to graphs of floats only", hint="leave out `--method`, or give `whole`"
         )
+    if low_memory and (coded or is_quantized(verified.models)):
+        raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+    floats = FloatFolder(verified, reference, report, session, code, allow_changed)
+    with ExitStack() as stack:
+        if record:
+            stack.enter_context(recording(verified, reference, report, only))
+        if coded:
+            checks = _coded_checks(coded, floats, eager, stack)
+        elif is_quantized(verified.models):
+            checks = _quantized_checks(floats, eager, cost)
+        else:
+            checks = floats.checks(chosen, eager, low_memory)
         return session.run(report, checks, most_precise)
 
 
-def _coded_checks(
-    coded: CodedFolder,
-    reference: Path,
-    report: Report,
-    session: Session,
-    eager: Eager | None,
-    stack: ExitStack,
-    *,
-    allow_changed: bool,
-) -> Checking:
-    """All checks of graphs with codes in their caches; `stack` keeps copies, other arguments as in `_checks`."""
+def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
+    """All checks of graphs with codes in their caches.
+
+    Args:
+        coded: the graphs.
+        folder: the same folder, with the options of the run.
+        eager: an open reference of the model, if any.
+        stack: keeps copies of the graphs with caches of floats.
+    """
     verified, cost = coded.verified, coded.cost
     structure = coded.structure()
     yield structure
@@ -152,62 +162,23 @@ def _coded_checks(
     copies = coded.as_floats(stack)
     model: Eager | None
     if coded.prepack:
-        yield from _audit_files(verified, report, allow_changed=allow_changed)
-        result = yield from compare_quantized_folder(copies, reference, report, session, eager, cost)
-        model = eager or Eager(reference, "float32", code=cost.code)
+        yield from audit_recorded_files(verified, folder.report, allow_changed=folder.allow_changed)
+        files = copies, folder.reference, folder.report, folder.session
+        result = yield from compare_quantized_folder(*files, eager, cost)
+        model = eager or Eager(folder.reference, "float32", code=cost.code)
     else:
-        result = yield from _checks(copies, reference, report, session, eager, cost, False, allow_changed=allow_changed)
+        result = yield from replace(folder, verified=copies).checks(Method(WHOLE), eager, False)
         model = result[0]
     if model is not None:
-        yield from coded.compare(model, report, session)
+        yield from coded.compare(model, folder.report, folder.session)
     return result
 
 
-def _checks(
-    verified: VerifiedFolder,
-    reference: Path,
-    report: Report,
-    session: Session,
-    eager: Eager | None,
-    cost: QuantizationOptions,
-    low_memory: bool | None,
-    *,
-    allow_changed: bool,
-) -> Checking:
-    """All checks of a folder: audits of its files, then all scenarios; arguments as in `verify`.
-
-    Args:
-        cost: options for quantized graphs, and the reference's folder where its own code is trusted.
-    """
-    if is_quantized(verified.models):
-        if low_memory:
-            raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
-        yield from _audit_files(verified, report, allow_changed=allow_changed)
-        return (yield from compare_quantized_folder(verified, reference, report, session, eager, cost))
-    if eager is None:
-        low_memory = _is_layered(verified, reference, report, session, low_memory)
-    yield from _audit(verified, reference, report, allow_changed=allow_changed)
-    compared = Compared(verified, reference, report, session.selection, cost.code, layered=bool(low_memory))
-    if half := half_precision(next(iter(verified.models.values()))):
-        return (yield from compare_half_precision(compared, half, eager))
-    return (yield from compared.run(eager))
-
-
-def _is_layered(
-    verified: VerifiedFolder, reference: Path, report: Report, session: Session, wanted: bool | None
-) -> bool:
-    """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""
-    paths = [path for entry in verified.entries for path in entry.paths(verified.path)]
-    why_not = why_not_layered(verified.entries, verified.models)
-    if provider_name(session.settings.provider) != CPU:
-        why_not = "`--provider` holds the whole model"
-        if wanted:
-            raise UsageProblem("`--low-memory` runs on the CPU", hint="leave out `--low-memory` or `--provider`")
-    if session.bisect or session.minimized or session.selection.repeat > 1:
-        why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
-    layered, note = choose(CostEstimate.of(reference, distinct_files(paths)), wanted, why_not)
-    report.notes += [note] if note else []
-    return layered
+def _quantized_checks(folder: FloatFolder, eager: Eager | None, cost: QuantizationOptions) -> Checking:
+    """All checks of graphs with quantized weights; `cost` has their options."""
+    files = folder.verified, folder.reference, folder.report, folder.session
+    yield from audit_recorded_files(folder.verified, folder.report, allow_changed=folder.allow_changed)
+    return (yield from compare_quantized_folder(*files, eager, cost))
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
@@ -237,39 +208,6 @@ def recorded_reference(folder: Path) -> Path:
     if not (path / "config.json").is_file():
         raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
     return path
-
-
-def _prefix(verified: VerifiedFolder, graph: str) -> int:
-    """Number of virtual tokens before a graph's input, as recorded in the manifest."""
-    entries = [entry for entry in verified.entries if graph == entry.name and entry.prefix]
-    return entries[0].prefix.length if entries and entries[0].prefix else 0
-
-
-def _audit(verified: VerifiedFolder, reference: Path, report: Report, *, allow_changed: bool) -> Checks:
-    """Checks that run no graph: the recorded files, every initializer, and the decisions in the graphs."""
-    yield from _audit_files(verified, report, allow_changed=allow_changed)
-    prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
-    source = WeightSource.of(verified.path, reference, prefixes)
-    report.notes += odd_weights(source.reference)
-    used, config = set[str](), read_config(reference)
-    for name, model in verified.models.items():
-        check, names = audit_weights(name, model, source)
-        used |= names
-        yield [check]
-    models = verified.models.items()
-    yield [audit_decisions(name, model, config, prefix=_prefix(verified, name)) for name, model in models]
-    unused = sorted(set(source.reference) - used)
-    if used and unused:
-        report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
-
-
-def _audit_files(verified: VerifiedFolder, report: Report, *, allow_changed: bool) -> Checks:
-    """Checks of the recorded files."""
-    checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
-    yield checks
-    report.notes += notes
-    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
-    yield audit_files(verified.path)
 
 
 def _cost_options(

@@ -15,9 +15,10 @@ from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import Replayable
 from llmconv.verify.bisect.unmatched import list_unmatched
 from llmconv.verify.bisect.write_piece import require_new
+from llmconv.verify.layers.wrong_layer import narrowed
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.budget import record_budget
-from llmconv.verify.results.report import Check, Report
+from llmconv.verify.results.report import WHOLE, Check, Report
 from llmconv.verify.results.sigma import GATES
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.version import __version__
@@ -97,7 +98,8 @@ class Session:
         with reporting_out_of_memory(f"while `{report.folder}` was verified"):
             eager, verified = self._collect(report, checking)
             record_budget(report, self.selection.budget)
-            report.where = localize(decisive(report.checks) if decisive else report.checks)
+            where = localize(decisive(report.checks) if decisive else report.checks)
+            report.where = where if report.method == WHOLE else narrowed(where, report)
             if self.bisect or self.minimized:
                 name_node(report, verified, eager, self.minimized)
             if self.bisect or report.suite == "full":

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 import click
 
 from llmconv.cli import options
+from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
+from llmconv.errors import LlmconvError
+from llmconv.progress import is_quiet
 
 if TYPE_CHECKING:
     from llmconv.export.export_options import ExportOptions
     from llmconv.export.exporter import Exported
+    from llmconv.verify import Report
 
 
 @click.command("export")
@@ -129,10 +133,13 @@ if TYPE_CHECKING:
 @options.overwrite
 @options.resume
 @click.option("--dry-run", is_flag=True, help="Make and check the graphs, print the files and their sizes, and stop.")
+@click.option(
+    "--verify", is_flag=True, help="Then verify the graphs as `llmconv verify` does; its verdict is the exit code."
+)
 @options.trust_remote_code
 @options.as_json
 @options.talk
-def command(model: str, output: Path | None, as_json: bool, **given: Unpack[ExportOptions]) -> None:
+def command(model: str, output: Path | None, as_json: bool, verify: bool, **given: Unpack[ExportOptions]) -> None:
     """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
 
     Three layers are traced and the others are replicated, so the cost does not grow with depth. Graphs are written next
@@ -140,11 +147,16 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     compute in --precision. Without --prefill, --incremental or --unified the first two are written, or those that
     --layout needs: genai, optimum and transformersjs need --unified. docs/clients.md describes how to open the folder
     with each client.
+
+    With --verify the exit code is that of `llmconv verify`, 1 for a difference and 5 if nothing could be compared; the
+    export stays in place in any case.
     """
     from llmconv.causal_lm import require_causal_folder
     from llmconv.files.sources import require_own_folder
     from llmconv.memory import share_one_heap
 
+    if verify:
+        require_verifiable(output, given)
     share_one_heap()
     if output is None:  # both before importing torch, which takes seconds
         require_own_folder(model)
@@ -152,10 +164,31 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     from llmconv.export import export
 
     exported = export(model, output, **given)
-    if as_json:
-        options.print_json(_result(exported))
-    else:
+    if not as_json:
         _print(exported)
+    elif not verify:
+        options.print_json(_result(exported))
+    if verify:
+        report = _verified(exported, model, given, as_json=as_json)
+        click.get_current_context().exit(report.exit_code)
+
+
+def _verified(exported: Exported, model: str, given: ExportOptions, *, as_json: bool) -> Report:
+    """The report of `--verify`, printed; with `--json` in one object with the export, null after an error."""
+    quiet, show = is_quiet(), printer(every=False)
+    try:
+        report = verify_export(exported.folder, model, given, None if as_json or quiet else show)
+    except LlmconvError:
+        if as_json:
+            options.print_json({**_result(exported), "verify": None})
+        raise
+    if as_json:
+        options.print_json({**_result(exported), "verify": report.as_dict()})
+    else:
+        print_report(report, show, quiet=quiet)
+    if not report:
+        say_it_stays(exported.folder)
+    return report
 
 
 def _result(exported: Exported) -> dict[str, Any]:

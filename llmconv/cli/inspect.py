@@ -23,7 +23,8 @@ def command(path: str, as_json: bool) -> None:
     """Show what PATH is: format, architecture, element types, sizes.
 
     PATH is a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file, or a folder that
-    `export` wrote, whose graphs are listed. Only headers are read, and nothing is executed.
+    `export` wrote, whose graphs are listed with the recorded verdict of `verify`, and compared with the files that it
+    judged. Of weights only headers are read, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect
 
@@ -53,6 +54,7 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         *([("quantization", found.codes.line if found.codes else found.quantization)] if found.quantization else []),
         *(("graph", graph.line) for graph in found.graphs),
         *([("layouts", ", ".join(found.layouts))] if found.layouts else []),
+        *(("verified", line) for line in (found.verified.lines if found.verified else [])),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
         ("dtypes", ", ".join(f"{name} ({count})" for name, count in found.dtypes.items())),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say
 
 if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import Check, Report
+    from llmconv.verify import Report
 
-OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate")
+OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate", "method", "layers", "record")
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
@@ -103,7 +103,27 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
     help="Hold one layer of the model at a time, or the whole model.  [default: by available memory]",
 )
 @click.option(
+    "--method",
+    type=click.Choice(["auto", "whole", "induction", "structure"]),
+    default="auto",
+    show_default=True,
+    help="Run the whole model, one layer of each kind (induction), or compare no numbers (structure).",
+)
+@click.option(
+    "--layers",
+    metavar="CHOICE",
+    help="With induction, the layers that also run by themselves: all, sampled:K or classes.  [default: all]",
+)
+@click.option(
     "--allow-changed", is_flag=True, help="A graph that was changed after its export is a note instead of a failure."
+)
+@click.option(
+    "--no-record",
+    "record",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Do not record the verdict in FOLDER's llmconv.json.",
 )
 @options.trust_remote_code
 @options.as_json
@@ -133,7 +153,11 @@ def command(
     weights, and the cost of quantization is reported: divergence from the full model, likeliest tokens, perplexity on
     --text.
 
-    Prints a line per scenario and, after a failure, the outputs that differ.
+    A large model is verified by induction: its graph is cut into layers, which are compared with each other; one layer
+    of each kind runs all scenarios, and every layer runs a few tokens.
+
+    Prints a line per scenario and, after a failure, the outputs that differ. The verdict is recorded in FOLDER's
+    llmconv.json, and `inspect` shows it.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
@@ -145,7 +169,7 @@ def command(
     if report_folder:
         require_writable(report_folder)
     started = time.perf_counter()
-    shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
+    shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
     settings = SessionSettings(
         threads=threads, timeout=timeout, provider=provider_name(CPU if provider is None else provider)
@@ -156,30 +180,11 @@ def command(
     if as_json:
         options.print_json(report.as_dict())
     else:
-        shown([])
-        for line in [report.summary()] if quiet else report.closing_lines():
-            click.echo(line)
+        print_report(report, shown, quiet=quiet)
     for line in annotation_lines(report) if github else ():
         click.echo(line, err=as_json)
     say(f"{time.perf_counter() - started:.1f} s" + (f", report in {report_folder}" if report_folder else ""))
     ctx.exit(report.exit_code)
-
-
-Show = Callable[[list["Check"]], None]
-
-
-def _printer(*, every: bool) -> Show:
-    """Prints checks as they are made: a line per finished scenario, or each check; an empty list prints the rest."""
-    from llmconv.verify.report.progress_lines import ScenarioLines
-    from llmconv.verify.results.report import lines_of
-
-    scenarios = ScenarioLines()
-
-    def show(checks: list[Check]) -> None:
-        for line in lines_of(checks) if every else scenarios.add(checks) if checks else scenarios.close():
-            click.echo(line)
-
-    return show
 
 
 def _verified(
@@ -220,6 +225,12 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
         )
     if graphs and choices["calibrate"] is not None:
         raise UsageProblem("`--calibrate` applies to FOLDER only", hint="leave out `--calibrate`")
+    if graphs and (choices["method"] not in ("auto", "whole") or choices["layers"] is not None):
+        raise UsageProblem("`--method` and `--layers` apply to FOLDER only", hint="leave them out")
+    if graphs and not choices["record"]:
+        raise UsageProblem(
+            "`--no-record` applies to FOLDER only", hint="leave it out: a verdict on `--graph` is never recorded"
+        )
     if graphs and choices["allow_changed"]:
         raise UsageProblem(
             "`--allow-changed` applies to FOLDER only", hint="leave it out: no checksum of a `--graph` is recorded"

@@ -4,7 +4,8 @@
       "manifest_version": 1,
       "steps":  [{"command": "to-hf", "llmconv": "0.1.0", "source": "ep0-ba2-rank0.pt", "options": {…}}, …],
       "files":  {"model.safetensors": {"bytes": 123, "sha256": "…"}, …},
-      "graphs": {"prefill": {"file": "prefill.onnx", …}, …}            # once exported
+      "graphs": {"prefill": {"file": "prefill.onnx", …}, …},           # once exported
+      "verified": {"verdict": "pass", …}                               # once verified, see `recorded_verdict`
     }
 
 It contains no time, host or absolute path, so the same input gives the same bytes.
@@ -26,6 +27,8 @@ from llmconv.files.named_file import is_inner
 from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"
+VERIFIED = "verified"
+"""Key of the recorded verdict."""
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Manifest:
 
     Attributes:
         found: the folder was complete before the run, which wrote nothing; not stored in the file.
+        verified: the recorded verdict as it is in the file, unchecked; None without one.
         unfinished: only a part was written, and nothing is published; not stored in the file.
     """
 
@@ -43,6 +47,7 @@ class Manifest:
     manifest_version: int = 1
     found: bool = False
     unfinished: bool = False
+    verified: Any = None
 
     def encode(self) -> bytes:
         """The file's bytes: stable key order, so equal manifests are equal files."""
@@ -51,6 +56,7 @@ class Manifest:
             "steps": self.steps,
             "files": dict(sorted(self.files.items())),
             "graphs": self.graphs,
+            **({VERIFIED: self.verified} if self.verified is not None else {}),
         }
         return (json.dumps(content, indent=2) + "\n").encode()
 
@@ -89,7 +95,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
             _refuse(f"the entry of `{name[:80]}` has a field of the wrong type")
     if not all(_names_files(entry) for entry in graphs.values()):
         _refuse("`graphs` does not name plain files")
-    return Manifest(steps, files, graphs)
+    return Manifest(steps, files, graphs, verified=content.get(VERIFIED))
 
 
 FIELDS: tuple[tuple[str, type, Any], ...] = (

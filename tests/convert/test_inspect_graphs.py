@@ -17,6 +17,7 @@ from llmconv.convert.opening import exported_graphs
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings
+from llmconv.verify import verify
 from tools.tiny_models import save_tiny
 
 
@@ -112,3 +113,89 @@ def test_default_blocks_are_those_of_the_presets() -> None:
     forms = {name: [preset.layers, preset.head] for name, preset in settings.PRESETS.items()}
     sizes = {name: max(form.size for form in pair) for name, pair in forms.items()}
     assert sizes == exported_graphs.PRESETS
+
+
+@pytest.fixture
+def verified(model: Path, tmp_path: Path) -> Path:
+    """A folder of two graphs with a recorded verdict."""
+    folder = tmp_path / "verified"
+    export(model, folder)
+    assert verify(folder, only=["prefill, 3 tokens"])
+    return folder
+
+
+def shown_verdict(folder: Path) -> list[str]:
+    """The lines of `inspect` on the verdict."""
+    lines = CliRunner().invoke(main, ["inspect", str(folder)]).stdout.splitlines()
+    return [line.removeprefix("verified").strip() for line in lines if line.startswith("verified")]
+
+
+def test_the_recorded_verdict_is_shown(verified: Path) -> None:
+    (line,) = shown_verdict(verified)
+    assert line.startswith("pass by whole, suite quick, 1 selected scenario, ")
+    assert " checks, llmconv " in line and "onnxruntime " in line
+    found = json.loads(CliRunner().invoke(main, ["inspect", str(verified), "--json"]).stdout)["verified"]
+    assert (found["verdict"], found["out_of_date"], found["changed"]) == ("pass", False, [])
+
+
+def test_a_folder_that_was_never_verified_has_no_verdict(model: Path, quantized: Callable[..., Path]) -> None:
+    assert shown_verdict(quantized(quant="int4")) == [] == shown_verdict(model)
+    assert "verified" not in inspect(quantized(quant="int4")).summary()
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def other_header(path: Path) -> None:
+    content = path.read_bytes()
+    assert b'"format":"pt"' in content
+    path.write_bytes(content.replace(b'"format":"pt"', b'"format":"np"'))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("decode.onnx", append),
+        ("prefill.onnx", Path.unlink),
+        ("model.safetensors", other_header),
+        ("model.safetensors", append),
+    ],
+)
+def test_a_file_that_changed_after_the_verdict_is_named(
+    verified: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    change(verified / name)
+    if (name, change) == ("model.safetensors", append):
+        with pytest.raises(MalformedInput):  # such a file is refused before
+            inspect(verified)
+        return
+    stale, before = shown_verdict(verified)
+    assert stale == f"out of date: {name} changed since" and before.startswith("before: pass by whole")
+    assert inspect(verified).summary()["verified"]["changed"] == [name]
+
+
+def test_a_graph_that_was_not_judged_is_named(verified: Path) -> None:
+    manifest = json.loads((verified / "llmconv.json").read_bytes())
+    del manifest["verified"]["graphs"]["prefill.onnx"]
+    (verified / "llmconv.json").write_text(json.dumps(manifest))
+    assert shown_verdict(verified)[0] == "out of date: prefill.onnx not verified"
+
+
+@pytest.mark.parametrize("content", [5, {}, {"verdict": "pass"}, "\x1b[2J"])
+def test_a_malformed_verdict_is_shown_as_unreadable(verified: Path, content: object) -> None:
+    manifest = json.loads((verified / "llmconv.json").read_bytes())
+    (verified / "llmconv.json").write_text(json.dumps({**manifest, "verified": content}))
+    (line,) = shown_verdict(verified)
+    assert line.startswith("unreadable: invalid `")
+    assert inspect(verified).summary()["verified"]["unreadable"]
+    assert verify(verified, only=["prefill, 3 tokens"]), "it does not disturb the next run, which replaces it"
+    assert shown_verdict(verified)[0].startswith("pass by whole")
+
+
+def test_control_characters_of_a_verdict_are_not_printed(verified: Path) -> None:
+    manifest = json.loads((verified / "llmconv.json").read_bytes())
+    manifest["verified"]["versions"]["llmconv"] = "\x1b[2J\ud800"
+    (verified / "llmconv.json").write_text(json.dumps(manifest))
+    (line,) = shown_verdict(verified)
+    assert "\x1b" not in line and r"\x1b[2J" in line

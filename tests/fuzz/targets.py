@@ -238,6 +238,18 @@ LAYOUT = {"dev_matrix": [2, 4], "tensor_map": [0, -1], "opt_weight_shard_step": 
 STEP = {"command": "to-hf", "llmconv": "0.1.0", "source": "x", "options": {}}
 QUANT_STEP = {**STEP, "command": "export", "options": {"quant": "int4", "quant_block": 32, "parameters": 140}}
 GRAPH = {"file": "prefill.onnx", "sha256": "0" * 64, "bytes": 8}
+VERDICT = {
+    "verdict": "pass",
+    "method": "whole",
+    "suite": "quick",
+    "only": ["batch of 3"],
+    "checks": {"passed": 4, "failed": 0, "skipped": 0},
+    "unseen": [],
+    "reference": "x",
+    "versions": {"llmconv": "0.1.0"},
+    "graphs": {"prefill.onnx": "0" * 64},
+    "weights": {"quantized.safetensors": {"bytes": 8, "header_sha256": "0" * 64}},
+}
 RUN = """model:
   arch: {type: LlamaForCausalLM}
   model_config: &a {hidden_size: 4, num_layers: 1, num_heads: 2, rms_norm_eps: 1.0e-5, use_past: false}
@@ -285,7 +297,7 @@ TARGETS: dict[str, Target] = {
     ),
     "quantized-manifest": Target(
         "llmconv.json",
-        lambda: fields(manifest_version=1, steps=[QUANT_STEP], files={"a": {"bytes": 1}}, graphs={"prefill": GRAPH}),
+        lambda: fields(steps=[QUANT_STEP], files={"a": {"bytes": 1}}, graphs={"prefill": GRAPH}, verified=VERDICT),
         lambda path: inspect(path.parent).summary(),
         lambda: {"quantized.safetensors": codes()},
     ),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, LazyTensor
 
 NAMED = 3
 """Maximum number of tensors that a note names."""
@@ -28,13 +28,27 @@ def odd_weights(tensors: Mapping[str, LazyTensor]) -> list[str]:
 def _kinds(tensor: LazyTensor) -> Iterator[str]:
     finite, empty = True, len(tensor.shape) >= MATRIX and tensor.nbytes > 0
     for start, stop in tensor.blocks():
-        block = tensor.rows(start, stop)
-        finite = finite and (block.dtype.kind in "biu" or bool(np.isfinite(block).all()))
-        empty = empty and not block.any()
+        largest, infinity = _largest(tensor.rows(start, stop))
+        finite, empty = finite and largest < infinity, empty and largest == 0
     if not finite:
         yield "NaN or infinity"
     if empty:
         yield "zeros only"
+
+
+INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
+"""The bits of infinity by dtype; those of finite numbers, without their sign, are smaller, and those of NaN larger."""
+
+
+def _largest(block: Array) -> tuple[float, float]:
+    """The largest bits of a number without its sign, and those of infinity; of other dtypes the numbers themselves."""
+    infinity = INFINITY.get(block.dtype.name)
+    if infinity is None:
+        finite = block.dtype.kind in "biu" or bool(np.isfinite(block).all())
+        return (float(block.any()) if finite else np.inf), np.inf
+    kind = np.dtype(f"u{block.dtype.itemsize}")
+    bits = np.ascontiguousarray(block).view(kind)
+    return int((bits & kind.type(np.iinfo(kind).max >> 1)).max(initial=0)), infinity
 
 
 def _note(kind: str, names: list[str]) -> str:

@@ -8,6 +8,7 @@ reference is another folder.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
+AS_RECORDED = "sha256 as in the manifest"
+"""Detail of the check of a file that was read in full and has the recorded sha256."""
+
 ByteSpan = tuple[str, int, int]
 """File name, offset and length in bytes."""
 
@@ -38,6 +42,7 @@ class WeightSource:
         reference: the reference's tensors by name.
         in_place: the folder is the reference.
         prefixes: names of the keys and values of prefixes, by span.
+        stored: the folder's tensors by name.
     """
 
     folder: Path
@@ -45,6 +50,7 @@ class WeightSource:
     reference: Mapping[str, LazyTensor]
     in_place: bool
     prefixes: Mapping[ByteSpan, str] = field(default_factory=dict)
+    stored: Mapping[str, LazyTensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:
@@ -64,13 +70,13 @@ class WeightSource:
             tensors = {}
         spans = {span_of(tensor): name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
         in_place = folder.resolve() == reference.resolve()
-        stored = {
+        prefixed = {
             span_of(tensor): name
             for file in prefixes
             if (folder / file).is_file()
             for name, tensor in read_header(folder / file).tensors.items()
         }
-        return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, stored)
+        return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, prefixed, tensors)
 
 
 def span_of(tensor: FileTensor) -> ByteSpan:
@@ -95,7 +101,7 @@ def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
         return "skip", f"cloned from `{entry['clone_of']}`, without a sha256"
     with open(path, "rb") as file:
         same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
-    return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
+    return ("pass", AS_RECORDED) if same else ("fail", "weights changed since the manifest was written")
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> tuple[Check, set[str]]:
@@ -162,8 +168,10 @@ def _audit(tensor: onnx.TensorProto, source: WeightSource) -> tuple[str, str]:
     bound = source.spans.get(span)
     if bound is None:
         return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are not a tensor"
-    if named and named != reference_name(bound, source.reference) and _differ(source, named, bound):
+    if named and named != reference_name(bound, source.reference) and _is_another(source, named, bound):
         return named, f"`{tensor.name}` maps the bytes of `{bound}`"
+    if named and (problem := _layout_problem(tensor, source, bound)):
+        return named, problem
     if not named and _differ(source, bound, bound):
         return bound, f"`{tensor.name}` maps `{bound}`, whose values differ from the reference"
     if named and not source.in_place:
@@ -197,6 +205,36 @@ def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
     return next((f"{prefix}.{name}" for prefix in ("model", "transformer") if f"{prefix}.{name}" in reference), "")
 
 
+def tensors_of(model: onnx.ModelProto, source: WeightSource) -> dict[str, str]:
+    """The tensor of the model that each initializer maps or is named after, by initializer; others are left out."""
+    found: dict[str, str] = {}
+    for tensor in model.graph.initializer:
+        fields = external_fields(tensor)
+        span = (fields.get("location", ""), int(fields.get("offset", 0)), int(fields.get("length", 0)))
+        part = tensor.name.rpartition("[")[0] if tensor.name.endswith("]") else tensor.name
+        name = source.spans.get(span) or reference_name(part, source.reference)
+        found |= {tensor.name: name} if name else {}
+    return found
+
+
+def _layout_problem(tensor: onnx.TensorProto, source: WeightSource, bound: str) -> str:
+    """An error if an initializer gives the bytes of a tensor another shape or element type; else empty."""
+    stored = source.stored[bound]
+    kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).name
+    if list(tensor.dims) != list(stored.shape) or kind != stored.dtype.name:
+        return f"`{tensor.name}` maps `{bound}` {stored.dtype.name} {list(stored.shape)} as {kind} {list(tensor.dims)}"
+    return ""
+
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+def _is_another(source: WeightSource, named: str, bound: str) -> bool:
+    """Whether the tensor `bound` is not `named`: a copy of equal values may stand for it, but not one of a layer."""
+    layers = [match and match[1] for match in (LAYER.search(named), LAYER.search(bound))]
+    return layers[0] != layers[1] or _differ(source, named, bound)
+
+
 def _differ(source: WeightSource, named: str, bound: str) -> bool:
     """Whether the folder's tensor `bound` differs from the reference's tensor `named`."""
     if source.in_place:
@@ -207,7 +245,9 @@ def _differ(source: WeightSource, named: str, bound: str) -> bool:
         if not found:
             return False
         other = source.reference[found]
-    return mine.shape != other.shape or not same_values(mine.read(), other.read())
+    if mine.shape != other.shape:
+        return True
+    return not all(same_values(mine.rows(*rows), other.rows(*rows)) for rows in mine.blocks())
 
 
 def _compare(tensor: onnx.TensorProto, named: str, source: WeightSource) -> str:

@@ -16,9 +16,11 @@ Scenarios that edit a cache between two calls, or continue by greedy tokens, are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,24 +28,31 @@ import onnx
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
+from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
-from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, PiecedGraph
-from llmconv.runtime.low_memory.precomputed import CallChain, PrecomputedRunner, SpilledCache, SpillFile
+from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
+from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, CallChain, PrecomputedRunner, SpilledCache, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
-from llmconv.verify.reference.cost_estimate import CostEstimate
+from llmconv.verify.reference.cost_estimate import suite_seconds
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
 from llmconv.verify.results.sigma import ExpectedOutput
-from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
+from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
 NOTHING_HELD = "with `--low-memory` no cache is held that could be edited or replaced"
+
+LOGITS = 1 << 25
+"""Logits in memory at a time, where calls run in several groups; 8 bytes each."""
+
+KEPT = 1 << 29
+"""Bytes of matrices of a model of few layers that stay in memory between calls."""
 
 PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
@@ -57,6 +66,8 @@ class StreamedEager(Eager):
         code: as for `Eager`.
         selection: the scenarios whose calls will be made.
         factors: scale the weights.
+        skipped: names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
+            made up: each reads the weights again.
     """
 
     is_layered = True
@@ -69,28 +80,39 @@ class StreamedEager(Eager):
         code: Path | None = None,
         selection: Selection,
         factors: ScaleFactors | None = None,
+        skipped: Collection[str] = (),
     ) -> None:
         self._spill_file = SpillFile()
         self._precomputed: list[PrecomputedRunner] = []
-        super().__init__(folder, dtype, code=code, factors=factors)
+        self._memory = MatrixMemory(KEPT if skipped else 0)
+        super().__init__(folder, dtype, code=code, factors=factors, skipped=skipped)
         self._selection = selection
         planned = selection.calls(self.facts())
         if selection.budget:
-            selection.budget.choose(planned, CostEstimate.of(folder, 1).seconds)
+            selection.budget.choose(planned, suite_seconds(folder, skipped))
         chains = [chain for _, chains in selection.chosen(planned) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
         for runner in self._precomputed:
-            runner.precompute([(None, chain) for chain in chains])
+            runner.precompute([(None, planned_part(chain)) for chain in chains])
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        model = StreamedRunner(self.folder, dtype, code=self._code, factors=self._factors)
-        self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file))
+        options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
+        model = StreamedRunner(self.folder, dtype, memory=self._memory, **options)
+        limit = few_tokens(model.vocab_size) if self._skipped else MAX_TOKENS
+        self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file, limit))
         return model, self._precomputed[-1]
 
+    def release(self) -> None:
+        """Frees matrices that are kept for the next call."""
+        self._memory.release()
+
     def facts(self) -> ModelFacts:
-        """As `Eager.facts`; without a held cache there are no edits, synthetic pasts or greedy continuations."""
-        return replace(super().facts(), no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
+        """As `Eager.facts`; of a model of many layers no cache is held, so there are no calls that need one."""
+        facts = super().facts()
+        if self._skipped and not facts.keeps_states:
+            return replace(facts, parameters=0)  # the smallest limit of synthetic pasts
+        return replace(facts, no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
         """Unchanged: an additional call would read all weights again."""
@@ -110,7 +132,18 @@ class StreamedEager(Eager):
     def _scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights, with all its calls made."""
         selection = replace(self._selection, only=SCALED_SCENARIOS, budget=None)
-        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=scaling.factor_of)
+        options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
+        return StreamedEager(self.folder, self.dtype, selection=selection, **options)
+
+
+def few_tokens(vocab_size: int) -> int:
+    """Tokens of calls that run together if reading the weights again costs less than holding more logits."""
+    return max(256, min(MAX_TOKENS, LOGITS // vocab_size))
+
+
+def planned_part(chain: Sequence[Call]) -> list[Call]:
+    """The calls of a chain before the first whose cache is edited or made up."""
+    return list(takewhile(lambda call: call.start is None and call.edit == CacheEdit(), chain))
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
@@ -125,15 +158,18 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
     return ""
 
 
-def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings) -> OrtGraph:
+def open_in_pieces(
+    folder: Path, entry: GraphEntry, settings: SessionSettings, piece_bytes: int = PIECE_BYTES
+) -> OrtGraph:
     """A graph of a folder that runs in pieces.
 
     Args:
         folder: the folder of the graph.
         entry: the graph in the manifest.
         settings: of onnxruntime.
+        piece_bytes: maximum size of the weights of a piece, in bytes of float32.
     """
-    return PiecedGraph(folder / entry.files[0], settings, entry=entry, file=SpillFile())
+    return PiecedGraph(folder / entry.files[0], settings, entry=entry, file=SpillFile(), piece_bytes=piece_bytes)
 
 
 def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
@@ -157,7 +193,8 @@ def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain
     """The chains that these graphs can run by design."""
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]
-    return [chain for several in chains for chain in several]
+    parts = [planned_part(chain) for several in chains for chain in several]
+    return [part for part in parts if part]
 
 
 def _handed_over(first: PiecedGraph, chain: Chain) -> CallChain | None:

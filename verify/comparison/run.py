@@ -118,7 +118,7 @@ class FolderComparison:
                     )
             yield from not_run(rows.left, self.selection.budget, [graph.name for graph in of_prefix])
             yield pair.checks()
-        if self.eager.is_layered:
+        if self.eager.facts().no_edits:
             self.report.unseen.append("caches that are changed between two calls")
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:

@@ -86,9 +86,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         OutOfMemory: memory ran out.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    session = Session.of(
-        Selection(suite, only, repeat, Budget.of(budget, only)), settings, on_checks, bisect=bisect, minimize=minimize
-    )
+    selection = Selection(suite, only, repeat, Budget.of(budget, only))
+    session = Session.of(selection, settings, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -75,15 +75,22 @@ class CostEstimate:
         return addresses if addresses is not None and addresses < size + self.mapped + ADDRESSES else None
 
     @property
-    def seconds(self) -> float:
-        """Duration of the quick suite on two idle cores."""
-        return self.elements * SECONDS
-
-    @property
     def minutes(self) -> str:
-        """The same in words."""
-        minutes = max(1, round(self.seconds / 60))
+        """Duration of the quick suite, in words."""
+        minutes = max(1, round(self.elements * SECONDS / 60))
         return f"about {minutes} minute{'s' * (minutes > 1)}"
+
+
+def suite_seconds(reference: Path, skipped: Collection[str] = ()) -> float:
+    """Seconds of the quick suite on two idle cores.
+
+    Args:
+        reference: the model's folder.
+        skipped: names of layers that are left out.
+    """
+    prefixes = tuple(f"{name}." for name in skipped)
+    kept = (tensor for name, tensor in open_weights(reference).items() if not name.startswith(prefixes))
+    return SECONDS * sum(prod(tensor.shape) for tensor in kept)
 
 
 def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tuple[bool, str]:

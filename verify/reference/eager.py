@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,7 @@ class Eager:
         keep: keep all results, to verify several folders with graphs of one model.
         code: a trusted folder whose own code builds the model; None to run no code of the folder.
         factors: the factor of each weight, by name and shape; None for the weights as stored.
+        skipped: names of layers that are left out, see `runtime.eager.skipped_layers`.
 
     Attributes:
         is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
@@ -68,8 +69,10 @@ class Eager:
         keep: bool = False,
         code: Path | None = None,
         factors: ScaleFactors | None = None,
+        skipped: Collection[str] = (),
     ) -> None:
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
+        self._skipped = skipped
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
         self._variants: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
@@ -88,7 +91,8 @@ class Eager:
             dtype == "float64" and self.dtype == "float32" and self._factors
         )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
-        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
+        options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
+        model = EagerRunner(self.folder, dtype, like=like, **options)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -222,7 +226,8 @@ class Eager:
         self._rounded_model.release()
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=scaling.factor_of)
+        options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, **options)
 
     def own_shares(self) -> dict[ModelLimit, float]:
         """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""

@@ -12,6 +12,9 @@ from llmconv.runtime.cache_names import is_present
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.quantization import Quantization
 
+WHOLE = "whole"
+"""The method that runs whole models."""
+
 NAME_LIMIT = 200
 LINE_LIMIT = 1000
 
@@ -103,6 +106,21 @@ class UnmatchedNode:
     scope: str
 
 
+@dataclass(frozen=True)
+class Statement:
+    """A part of the proof that a graph is the model.
+
+    Attributes:
+        name: `structure`, `weights`, `base`, `step` or `composition`.
+        shown: whether all its checks passed and there were some.
+        text: what was shown, in words.
+    """
+
+    name: str
+    shown: bool
+    text: str
+
+
 @dataclass
 class Report:
     """All checks of a folder; true when the graphs equal the eager model.
@@ -121,6 +139,9 @@ class Report:
         copies: for each graph with the same bytes as another, the name of the other, which alone is run and shown.
         unmatched: by graph, the nodes whose values the model does not compute; empty if they were not searched for.
         quantization: results for quantized weights; None for other graphs.
+        method: `whole`, `induction` over layers, or `structure`, which compares no numbers.
+        statements: of an induction, the parts of the proof.
+        odd_layers: by number, the layers of a graph that differ from the others of their kind, in words.
         budget: of time, as plain data; None without a limit.
     """
 
@@ -137,6 +158,9 @@ class Report:
     copies: dict[str, str] = field(default_factory=dict)
     unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
     quantization: Quantization | None = None
+    method: str = WHOLE
+    statements: list[Statement] = field(default_factory=list)
+    odd_layers: dict[int, str] = field(default_factory=dict)
     budget: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
@@ -150,6 +174,9 @@ class Report:
         """`pass`, `fail`, or `inconclusive` if no output of some graph was compared."""
         if any(check.verdict == "fail" for check in self.checks):
             return "fail"
+        if self.method == "structure" or self.statements:
+            shown = bool(self.statements) and all(statement.shown for statement in self.statements)
+            return "pass" if shown else "inconclusive"
         passed = [check for check in self.checks if check.verdict == "pass" and check.output]
         compared = {name for check in passed for name in check.graph.split("+")}
         graphs = {check.graph for check in self.checks if check.graph.endswith(".onnx") and "+" not in check.graph}
@@ -187,6 +214,7 @@ class Report:
             "folder": self.folder,
             "reference": self.reference,
             "suite": self.suite,
+            "method": self.method,
             "versions": self.versions,
             "settings": self.settings,
             "notes": self.notes,
@@ -194,6 +222,10 @@ class Report:
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
+        if self.odd_layers:
+            content["odd_layers"] = {str(number): text for number, text in self.odd_layers.items()}
+        if self.statements:
+            content["statements"] = [asdict(statement) for statement in self.statements]
         if self.unmatched:
             content["unmatched"] = {name: [asdict(node) for node in nodes] for name, nodes in self.unmatched.items()}
         if self.budget:
@@ -216,6 +248,7 @@ class Report:
             if self.quantization
             else []
         )
+        lines += [f"{'SHOWN' if one.shown else 'OPEN'} | {one.name} | {one.text}" for one in self.statements]
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]
@@ -228,7 +261,9 @@ class Report:
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
         unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
-        return f"{self.verdict.upper()}: {passed} checks passed, {failed} differ, {skipped} skipped{tail}{unseen}"
+        method = "" if self.method == WHOLE else f" by {self.method}"
+        counts = f"{passed} checks passed, {failed} differ, {skipped} skipped"
+        return f"{self.verdict.upper()}{method}: {counts}{tail}{unseen}"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Budget:
         """
         if self.chosen is not None:
             return
-        self.core = frozenset(CORE_STREAMED)
+        self.core = frozenset(CORE if {row.name for row, _ in planned} >= set(CORE) else CORE_STREAMED)
         every = sum(tokens_of(chains) for _, chains in planned) or 1
         costs = {row.name: seconds * tokens_of(chains) / every for row, chains in planned} | {SCALED: seconds * 2 / 3}
         expected = self.used + sum(cost for name, cost in costs.items() if name in self.core)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
+from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.library_patches import (
     TorchDispatchMode,
@@ -90,6 +91,7 @@ class EagerRunner(Runner):
         factors: scales the weights while they are read.
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
+        skipped: names of layers that are left out, see `skipped_layers`.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -108,8 +110,9 @@ class EagerRunner(Runner):
         factors: ScaleFactors | None = None,
         like: EagerRunner | None = None,
         device: str = "cpu",
+        skipped: Collection[str] = (),
     ) -> None:
-        self._device = require_device(device)
+        self._device, self._skipped = require_device(device), frozenset(skipped)
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -149,6 +152,7 @@ class EagerRunner(Runner):
         """The model converted to its precision."""
         if self.attention == "eager":
             use_eager_experts(model)
+        skip_layers(layer_modules(model), self._skipped)
         if self.dtype == "float64":
             for name, layer in layer_modules(model).items():
                 layer.register_forward_pre_hook(partial(_begin_layer, self.limit_margins, name))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from llmconv.checkpoint import open_weights
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.files.source_file import read_into
 
 ALIGNMENT = 64
 """Bytes of a cache line; the rounding of sums of products depends on the alignment of a matrix."""
@@ -38,6 +39,12 @@ class StoredTensor:
         self._stored, self._file, self._dtype, self._factor = stored, file, dtype, factor
         self.shape = file.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the file."""
+        found: torch.dtype = getattr(torch, self._file.dtype.name)
+        return found
+
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The whole tensor; transformers requests `[...]`."""
         tensor: torch.Tensor = self._stored[key]
@@ -46,6 +53,24 @@ class StoredTensor:
         if self._factor != 1.0:
             return self._scaled(tensor)
         return _aligned(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the tensor in memory; scaled, it has float32 at least."""
+        size = self._file.dtype.itemsize if self._factor == 1.0 else max(4, self._file.dtype.itemsize)
+        return self._file.nbytes // self._file.dtype.itemsize * size
+
+    def empty(self) -> torch.Tensor:
+        """Memory for `fill`; torch's own functions would make float64 of it while a model computes in float64."""
+        memory = torch.from_numpy(np.empty(self._file.nbytes, np.uint8))
+        return memory.view(self.dtype).view(self.shape)
+
+    def fill(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The whole tensor in its own dtype, in a buffer of that dtype and shape; a scaled tensor in a new one."""
+        if self._factor != 1.0:
+            return self[...]
+        read_into(self._file.path, buffer.view(-1).view(torch.uint8).numpy().data, self._file.offset)
+        return buffer
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start:stop`; a slice of `safe_open` would read the whole tensor."""

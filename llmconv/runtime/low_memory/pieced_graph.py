@@ -18,6 +18,7 @@ from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueType
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
+from llmconv.runtime.low_memory.split_products import split_products
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
@@ -98,6 +99,26 @@ class DeclaredGraph:
         return sorted(map(DeclaredValue.of, outputs), key=lambda value: value.name.startswith("present"))
 
 
+def open_piece(
+    piece: GraphPiece, types: ValueTypes, folder: Path, settings: SessionSettings, limit: int
+) -> LimitedSession:
+    """A session of a piece.
+
+    Args:
+        piece: the piece.
+        types: of its inputs.
+        folder: the folder of the graph.
+        settings: session settings.
+        limit: maximum size of the weights of a piece, in bytes of float32.
+    """
+    if piece.weight_bytes > limit:  # avoids a second copy of a large matrix
+        settings = replace(settings, optimization="disable")
+    options = settings.options()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    content = piece.build(types).SerializeToString()
+    return LimitedSession(content, options, ["CPUExecutionProvider"], TimeLimit(piece.weight_bytes, settings.timeout))
+
+
 class PiecedGraph(OrtGraph):
     """An `OrtGraph` that runs all calls on one piece, then on the next.
 
@@ -125,6 +146,8 @@ class PiecedGraph(OrtGraph):
         super().__init__(path, replace(settings, arena=False), entry=entry)
         self._folder, self._settings = path.parent, replace(settings, arena=False)
         self.precomputed = PrecomputedRunner(self.name, self._run_all, file)
+        for model in self._session.models:
+            split_products(model, piece_bytes)
         self._pieces = [piece for model in self._session.models for piece in cut_graph(model, piece_bytes)]
         self._limit = piece_bytes
         self._present_of = {past_of(name): name for name in self.present_names}
@@ -167,14 +190,7 @@ class PiecedGraph(OrtGraph):
             mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
 
     def _open(self, piece: GraphPiece, types: ValueTypes) -> LimitedSession:
-        settings = self._settings
-        if piece.weight_bytes > self._limit:  # avoids a second copy of a large matrix
-            settings = replace(settings, optimization="disable")
-        options = settings.options()
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
-        content = piece.build(types).SerializeToString()
-        limit = TimeLimit(piece.weight_bytes, settings.timeout)
-        return LimitedSession(content, options, ["CPUExecutionProvider"], limit)
+        return open_piece(piece, types, self._folder, self._settings, self._limit)
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""

@@ -125,10 +125,17 @@ class PrecomputedRunner(Runner):
         name: name of the model or graph; part of the keys of its calls.
         run_all: runs calls, each of which comes after the call that it continues.
         file: stores the results.
+        limit: maximum number of tokens, past ones included, of the calls that run together.
     """
 
-    def __init__(self, name: str, run_all: Callable[[Sequence[PlannedCall]], list[Step]], file: SpillFile) -> None:
-        self._name, self._run_all, self._file = name, run_all, file
+    def __init__(
+        self,
+        name: str,
+        run_all: Callable[[Sequence[PlannedCall]], list[Step]],
+        file: SpillFile,
+        limit: int = MAX_TOKENS,
+    ) -> None:
+        self._name, self._run_all, self._file, self._limit = name, run_all, file, limit
         self._kept: dict[bytes, _Kept | LlmconvError] = {}
 
     def precompute(self, chains: Sequence[CallChain]) -> None:
@@ -141,7 +148,7 @@ class PrecomputedRunner(Runner):
         tokens = 0
         for chain in chains:
             more = sum(call.attention_mask.size for call in chain[1])
-            if batch and tokens + more > MAX_TOKENS:
+            if batch and tokens + more > self._limit:
                 self._run(batch)
                 batch, tokens = [], 0
             batch, tokens = [*batch, chain], tokens + more

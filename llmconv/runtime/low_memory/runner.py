@@ -10,7 +10,7 @@ Results are bit-identical to those of `EagerRunner`: the same code of transforme
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
 from llmconv.runtime.low_memory.lazy_matrices import LazyMatrices, product_by_rows
+from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.weights import MetaTensor, StreamedWeights
@@ -42,8 +43,9 @@ class StreamedRunner(EagerRunner):
     """`EagerRunner`, layer by layer.
 
     Args:
-        folder, dtype, code, factors: as for `EagerRunner`.
+        folder, dtype, code, factors, skipped: as for `EagerRunner`.
         resident: maximum number of elements of an embedding or a head that stays in memory.
+        memory: of large matrices, which runners of the same weights may share.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -58,16 +60,19 @@ class StreamedRunner(EagerRunner):
         code: Path | None = None,
         factors: ScaleFactors | None = None,
         resident: int = RESIDENT,
+        skipped: Collection[str] = (),
+        memory: MatrixMemory | None = None,
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
         self._stored = stored_tensors(folder, load, factors)
-        super().__init__(folder, dtype, code=code)
-        self._weights = StreamedWeights(self.model, self._stored, load)
-        self._layers = layer_modules(self.model)
+        super().__init__(folder, dtype, code=code, skipped=skipped)
+        self._weights = StreamedWeights(self.model, self._stored, load, memory)
+        every = layer_modules(self.model)
+        self._layers = {name: layer for name, layer in every.items() if name not in self._skipped}
         if not self._layers:
             raise UnsupportedInput(f"`{folder.name}` has no `ModuleList` of layers to stream", hint=LOW_MEMORY_HINT)
         self._matrices, self._lazy = self._large_matrices(resident)
-        self._keep_other_weights()
+        self._keep_other_weights(every)
         for name, layer in self._layers.items():
             layer.forward = partial(self._forward_layer, name, layer.forward)
         self._scheduler: PassScheduler[Step] = PassScheduler(self._serve, self._leave)
@@ -93,8 +98,9 @@ class StreamedRunner(EagerRunner):
         lazy = {key: stored for key, stored in found.items() if stored}
         return {key: large[key] for key in lazy}, lazy
 
-    def _keep_other_weights(self) -> None:
-        streamed = {name for layer in self._layers for name in self._weights.names(layer)}
+    def _keep_other_weights(self, layers: Iterable[str]) -> None:
+        """Loads the weights outside all layers, those that are skipped included."""
+        streamed = {name for layer in layers for name in self._weights.names(layer)}
         tensors = self.model.state_dict(keep_vars=True).items()
         self._weights.keep(
             name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in self._lazy
@@ -168,7 +174,9 @@ class StreamedRunner(EagerRunner):
         positions = [*(cache.position_ids for cache in before), *(each.position_ids for each in earlier)]
         cache = DynamicCache()
         length = call.past_length
-        cache.layers = [self._empty_layer(len(ids), length) for _ in range(self.config.num_hidden_layers)]
+        left_out = {int(name.rpartition(".")[2]) for name in self._skipped}
+        numbers = range(self.config.num_hidden_layers)
+        cache.layers = [DynamicLayer() if at in left_out else self._empty_layer(len(ids), length) for at in numbers]
         return EagerCache(cache, ids, np.concatenate(positions, axis=1))
 
     def _empty_layer(self, batch: int, length: int) -> DynamicLayer:

@@ -1,7 +1,8 @@
 """StreamedWeights: a model on the meta device, whose weights are loaded only while they are needed.
 
 transformers loads each part itself, so that experts are stacked and matrices split as in `from_pretrained`. Bytes are
-read with `pread`; no file stays mapped.
+read with `pread`; no file stays mapped. Large matrices of `nn.Linear` that are stored as they are used are read as they
+are stored: the product converts blocks of their rows (`lazy_matrices`), which takes a quarter of the memory of float64.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from torch import nn
 from llmconv.errors import UnsupportedInput
 from llmconv.runtime.eager.stored_tensors import StoredTensor
 from llmconv.runtime.library_patches import load_tensors, loaded_names
+from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.onnxruntime.process_heap import trim
+
+AS_STORED = 1 << 20
+"""Least number of elements of a matrix that is not converted when it is read."""
 
 
 class MetaTensor:
@@ -42,12 +47,19 @@ class StreamedWeights:
         model: a transformers model on the meta device.
         stored: the tensors of its folder.
         dtype: dtype requested for the model.
+        memory: of large matrices; shared with other runners of the same weights.
 
     Raises:
         UnsupportedInput: the model is quantized.
     """
 
-    def __init__(self, model: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        stored: Mapping[str, StoredTensor],
+        dtype: torch.dtype,
+        memory: MatrixMemory | None = None,
+    ) -> None:
         if getattr(model.config, "quantization_config", None):
             raise UnsupportedInput("a quantized model cannot be streamed", hint=LOW_MEMORY_HINT)
         self._model, self._stored, self._dtype = model, stored, dtype
@@ -56,6 +68,17 @@ class StreamedWeights:
         for name, tensor in self._tensors.items():
             self._aliases[id(tensor)].append(name)
         self._sources, self._renamed = loaded_names(model, stored)
+        self._as_stored = self._unconverted()
+        self._memory = memory or MatrixMemory()
+
+    def _unconverted(self) -> set[str]:
+        """Names of the matrices that are kept in the dtype of their file."""
+        linear = [name for name, module in self._model.named_modules() if type(module) is nn.Linear]
+        names = [f"{name}.weight" for name in linear if f"{name}.weight" in self._tensors]
+        large = [name for name in names if self._tensors[name].numel() >= AS_STORED]
+        found = {name: self.stored_parameter(self._tensors[name]) for name in large}
+        exact = self._dtype is torch.float32
+        return {name for name, stored in found.items() if stored and (exact or stored.dtype is self._dtype)}
 
     def names(self, prefix: str) -> list[str]:
         """Parameters and persistent buffers of a module."""
@@ -87,6 +110,17 @@ class StreamedWeights:
             trim()
 
     def _load(self, names: list[str]) -> None:
+        self._memory.begin()
+        for name in [name for name in names if name in self._as_stored]:
+            if stored := self.stored_parameter(self._tensors[name]):
+                value = self._memory.read(name, stored)
+                _set(self._model, name, nn.Parameter(value, requires_grad=False))
+        self._load_converted([name for name in names if name not in self._as_stored])
+
+    def _load_converted(self, names: list[str]) -> None:
+        """Loads tensors as transformers does."""
+        if not names:
+            return
         shared = {alias for name in names for alias in self._aliases[id(self._tensors[name])]}
         sources = {source: self._stored[source] for name in shared for source in self._sources.get(name, ())}
         load_tensors(self._model, sources, self._dtype)

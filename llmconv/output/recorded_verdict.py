@@ -1,0 +1,180 @@
+"""The verdict of the last `llmconv verify` of a folder, as `llmconv.json` records it under `verified`.
+
+    "verified": {
+      "verdict": "pass",                                   # or fail, inconclusive
+      "method": "whole",
+      "suite": "quick",
+      "only": ["batch of 3"],                              # if scenarios were selected
+      "checks":   {"passed": 415, "failed": 0, "skipped": 0},
+      "unseen":   [],
+      "reference": "merged",
+      "versions": {"llmconv": "0.1.0", "onnxruntime": "1.31.0", …},
+      "graphs":   {"decode.onnx": "<sha256>", …},
+      "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …}
+    }
+
+It contains no time and no path. `sha256` of a weight file is there only if all of the file was compared with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+from llmconv.errors import MalformedInput
+from llmconv.files.named_file import is_inner
+from llmconv.output.judged_files import WeightFile, graph_sha256, weight_file
+
+VERDICTS = ("pass", "fail", "inconclusive")
+COUNTS = ("passed", "failed", "skipped")
+SHA256 = re.compile("[0-9a-f]{64}")
+WORD = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+TEXT_LIMIT = 1000
+ITEM_LIMIT = 10_000
+NUMBER_LIMIT = 2**53
+"""Larger integers are not exact in every JSON reader."""
+
+
+@dataclass(frozen=True)
+class RecordedVerdict:
+    """The verdict of a run of `verify`, and the files that it judged.
+
+    Attributes:
+        verdict: `pass`, `fail` or `inconclusive`.
+        method: how the graphs were compared, such as `whole`.
+        suite: `quick` or `full`.
+        only: names of the selected scenarios; empty if all of the suite were run.
+        checks: numbers of checks that passed, failed and were skipped.
+        unseen: kinds of faults that the run could not show.
+        reference: name of the model that the graphs were compared with.
+        versions: versions of llmconv and of the libraries, by name.
+        graphs: sha256 of the graph files, by name.
+        weights: the safetensors files that the graphs map, by name.
+    """
+
+    verdict: str
+    method: str
+    suite: str
+    only: tuple[str, ...]
+    checks: Mapping[str, int]
+    unseen: tuple[str, ...]
+    reference: str
+    versions: Mapping[str, str]
+    graphs: Mapping[str, str]
+    weights: Mapping[str, WeightFile]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in the manifest; equal for equal runs."""
+        return {
+            "verdict": self.verdict,
+            "method": self.method,
+            "suite": self.suite,
+            **({"only": list(self.only)} if self.only else {}),
+            "checks": {name: self.checks[name] for name in COUNTS},
+            "unseen": list(self.unseen),
+            "reference": self.reference,
+            "versions": dict(self.versions),
+            "graphs": dict(sorted(self.graphs.items())),
+            "weights": {name: file.as_dict() for name, file in sorted(self.weights.items())},
+        }
+
+    def changed_files(self, folder: Path) -> list[str]:
+        """Names of judged files that are missing or have changed; of weights only size and header are compared."""
+        graphs = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]
+        weights = [name for name, file in self.weights.items() if not _is_same(weight_file(folder / name), file)]
+        return graphs + weights
+
+
+def _is_same(found: WeightFile | None, recorded: WeightFile) -> bool:
+    return found is not None and (found.bytes, found.header_sha256) == (recorded.bytes, recorded.header_sha256)
+
+
+def parse_verdict(content: object) -> RecordedVerdict:
+    """The verdict in the value of `verified`; unknown keys are ignored.
+
+    Raises:
+        MalformedInput: it is not of the form in the module's docstring.
+    """
+    entry = _object(content, "verified")
+    if entry.get("verdict") not in VERDICTS:
+        _refuse("verdict")
+    checks = _map(entry, "checks", _is_number)
+    if checks.keys() != {*COUNTS}:
+        _refuse("checks")
+    weights = _map(entry, "weights", lambda value: isinstance(value, dict), ".safetensors")
+    return RecordedVerdict(
+        entry["verdict"],
+        _word(entry, "method"),
+        _word(entry, "suite"),
+        _texts(entry, "only"),
+        checks,
+        _texts(entry, "unseen"),
+        _text(entry.get("reference"), "reference"),
+        _map(entry, "versions", _is_text),
+        _map(entry, "graphs", _is_sha256, ".onnx"),
+        {name: _weight_file(value) for name, value in weights.items()},
+    )
+
+
+def _weight_file(value: dict[str, Any]) -> WeightFile:
+    size, header, whole = value.get("bytes"), value.get("header_sha256"), value.get("sha256")
+    if not _is_number(size) or not _is_sha256(header):
+        _refuse("weights")
+    if whole is None:
+        return WeightFile(size, header)
+    return WeightFile(size, header, whole) if _is_sha256(whole) else _refuse("weights")
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > ITEM_LIMIT:
+        _refuse(name)
+    return value
+
+
+def _map(entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: str = "") -> dict[str, Any]:
+    """A map of names to values that fit; the names of files, which end with `suffix`, are plain."""
+    found = _object(entry.get(name), name)
+    if not all(_is_text(key) and fits(value) for key, value in found.items()):
+        _refuse(name)
+    if suffix and not all(_is_plain(key) and key.endswith(suffix) for key in found):
+        _refuse(name)
+    return found
+
+
+def _texts(entry: dict[str, Any], name: str) -> tuple[str, ...]:
+    found = entry.get(name, [])
+    if not isinstance(found, list) or len(found) > ITEM_LIMIT:
+        _refuse(name)
+    return tuple(_text(value, name) for value in found)
+
+
+def _text(value: Any, name: str) -> str:
+    return value if _is_text(value) else _refuse(name)
+
+
+def _word(entry: dict[str, Any], name: str) -> str:
+    value = entry.get(name)
+    return value if isinstance(value, str) and WORD.fullmatch(value) else _refuse(name)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and len(value) <= TEXT_LIMIT
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= NUMBER_LIMIT
+
+
+def _is_sha256(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None
+
+
+def _is_plain(name: str) -> bool:
+    return is_inner(name) and "/" not in name and name.isprintable()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise MalformedInput(f"invalid `{name}` in the recorded verdict", hint="run `llmconv verify` again")

@@ -1,0 +1,348 @@
+"""GraphLayers: a graph as a part before the layers, its layers, and a part after them, with one value at every cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import onnx
+
+from llmconv.runtime.cache_names import is_past, is_present, layer_of
+from llmconv.verify.layers.forms import Form, Sources, forms_of, tensor_form
+from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
+
+EMBEDS = "inputs_embeds"
+
+
+class LayerForm(NamedTuple):
+    """What a layer computes: equal for layers that are isomorphic, node by node.
+
+    Attributes:
+        outputs: forms of its hidden state (empty where it could not be found) and of its cache outputs.
+        nodes: the form of every node, sorted.
+    """
+
+    outputs: tuple[Form, ...]
+    nodes: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a graph.
+
+    Attributes:
+        number: from 0.
+        nodes: indices of its nodes.
+        entry: the hidden state that it reads.
+        exit: the hidden state that it computes.
+        form: what it computes, up to the names of its weights and its number.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    entry: str
+    exit: str
+    form: LayerForm
+
+
+@dataclass(frozen=True)
+class GraphLayers:
+    """A graph as parts.
+
+    Attributes:
+        index: the whole graph.
+        prologue: indices of the nodes before the layers: embedding, mask, positions, shapes.
+        layers: in order.
+        epilogue: indices of the nodes after the layers: last norm and head.
+    """
+
+    index: GraphIndex
+    prologue: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    epilogue: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto, tensors: Mapping[str, str] | None = None) -> GraphLayers:
+        """The parts of a graph without its weights.
+
+        Args:
+            model: the graph.
+            tensors: the tensor of the model that each initializer is known to be; others are compared by content.
+
+        Raises:
+            NotLayered: it does not fall into such parts; the text says why.
+        """
+        return _Cutter(GraphIndex.of(model, tensors or {})).layers()
+
+    def nodes_of(self, numbers: Sequence[int]) -> list[onnx.NodeProto]:
+        """Nodes by their indices."""
+        return [self.index.nodes[at] for at in numbers]
+
+    def source_of(self, layer: Layer) -> Sources:
+        """The forms of the values that a layer reads, see `forms_of`."""
+        return LayerSources(self.index, self.nodes_of(self.prologue)).of(layer.number, layer.entry)
+
+
+class LayerSources:
+    """Forms of the values that layers read from elsewhere.
+
+    Args:
+        index: the graph.
+        prologue: its nodes before the layers.
+    """
+
+    def __init__(self, index: GraphIndex, prologue: Sequence[onnx.NodeProto]) -> None:
+        self._index = index
+        self._shared, _ = forms_of(prologue, partial(self._outer, NO_LAYER))
+
+    def of(self, number: int, entry: str) -> Sources:
+        """Those that a layer reads.
+
+        Args:
+            number: of the layer.
+            entry: the hidden state that it reads.
+        """
+
+        def source(name: str) -> Form:
+            if name == entry:
+                return "hidden state"
+            if name in self._shared:
+                return f"shared {self._shared[name]}"
+            return f"`{name}`" if name in self._index.producers else self._outer(number, name)
+
+        return source
+
+    def _outer(self, number: int, name: str) -> Form:
+        """The form of an input or an initializer, for a layer of some number."""
+        if name in self._index.inputs:
+            return self._input(number, name)
+        tensor = self._index.initializers[name]
+        kind = f"{onnx.TensorProto.DataType.Name(tensor.data_type)}{list(tensor.dims)}"
+        if bound := self._index.tensors.get(name, name if tensor.external_data else ""):
+            return f"weight {self._role(number, name)} as {self._role(number, bound)} {kind}"
+        return f"constant {tensor_form(tensor)}"
+
+    def _role(self, number: int, name: str) -> str:
+        """A name of a tensor, relative to a layer."""
+        match = NUMBERED.match(name)
+        if match is None or match["list"] != self._index.layer_list:
+            return name
+        return f"{'own' if int(match['number']) == number else match['number']} {match['rest']}"
+
+    def _input(self, number: int, name: str) -> Form:
+        if not is_past(name):
+            return f"input {name}"
+        declared = bytes(self._index.inputs[name].type.SerializeToString(deterministic=True)).hex()
+        whose = "" if number == NO_LAYER else "own" if layer_of(name) == number else f"layer {layer_of(name)}"
+        return f"past {whose} {_role(name)} {declared}"
+
+
+class _Cutter:
+    """Cuts a graph: first by the weights and caches that nodes depend on, then at the one value that all paths pass."""
+
+    def __init__(self, index: GraphIndex) -> None:
+        self._index = index
+        self._part = list(index.layers)
+        self._sources = LayerSources(
+            index, [node for node, layer in zip(index.nodes, self._part, strict=True) if layer == NO_LAYER]
+        )
+
+    def layers(self) -> GraphLayers:
+        """See `GraphLayers.of`."""
+        index, last = self._index, self._index.number_of_layers - 1
+        several = self._crossing(NO_LAYER)
+        cuts = [self._cut(after) for after in range(NO_LAYER, last)]
+        entries = dict(enumerate(cuts))
+        exits = {number: entries[number + 1] for number in range(last)}
+        forms = {number: self._form(number, entries[number], exits[number]) for number in range(last)}
+        if len(several) > 1 and forms[0] not in [form for number, form in forms.items() if number]:
+            raise NotLayered(f"layer 0 reads {len(several)} values of the part before the layers")
+        exits[last] = self._last_exit(last, entries[last], {form.outputs[0] for form in forms.values()})
+        forms[last] = self._form(last, entries[last], exits[last])
+        layers = tuple(
+            Layer(number, self._nodes(number), entries[number], exits[number], forms[number])
+            for number in range(last + 1)
+        )
+        self._move(self._constants_of(last + 1), last + 1)
+        found = GraphLayers(index, self._nodes(NO_LAYER), layers, self._nodes(last + 1))
+        require_composed(found)
+        return found
+
+    def _nodes(self, part: int) -> tuple[int, ...]:
+        return tuple(at for at, mine in enumerate(self._part) if mine == part)
+
+    def _cut(self, part: int) -> str:
+        """The one value through which the next layer depends on a part; nodes after it move into that layer.
+
+        Raises:
+            NotLayered: there is none.
+        """
+        index = self._index
+        crossing = self._crossing(part)
+        if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(EMBEDS, ())} == {0}:
+            return EMBEDS
+        for at in reversed(self._nodes(part)):
+            for name in index.nodes[at].output:
+                after = self._after(part, name)
+                if crossing <= {name, *(out for one in after for out in index.nodes[one].output)} and crossing:
+                    self._move(after, part + 1)
+                    return str(name)
+        raise NotLayered(
+            f"layer {part + 1} reads {len(crossing)} values of {_part_name(part, index.number_of_layers)}"
+            + (f", first `{min(crossing)}`" if crossing else "")
+        )
+
+    def _crossing(self, part: int) -> set[str]:
+        """Values of a part that the next layer reads; of the first part, those that depend on tokens.
+
+        Raises:
+            NotLayered: a later layer reads them, too.
+        """
+        index, found = self._index, set[str]()
+        for at in self._nodes(part):
+            for name in index.nodes[at].output:
+                readers = {self._part[reader] for reader in index.readers.get(name, ())} - {part}
+                if not readers or (part == NO_LAYER and name not in index.token_values):
+                    continue
+                if beyond := sorted(reader for reader in readers if reader != part + 1):
+                    whose = _part_name(part, index.number_of_layers)
+                    raise NotLayered(f"layer {beyond[0]} reads `{name}` of {whose}")
+                found.add(name)
+        return found
+
+    def _after(self, part: int, value: str) -> set[int]:
+        """Nodes of a part that depend on a value; empty if one of them also depends on another value with tokens."""
+        index, found = self._index, set[int]()
+        computed = {value}
+        others = {name for at in self._nodes(part) for name in index.nodes[at].output}
+        if part == NO_LAYER:
+            others &= index.token_values
+        for at in self._nodes(part):
+            if index.reads[at] & computed:
+                if index.reads[at] & others - computed:
+                    return set()
+                found.add(at)
+                computed.update(index.nodes[at].output)
+        return found
+
+    def _move(self, nodes: Collection[int], part: int) -> None:
+        for at in nodes:
+            self._part[at] = part
+
+    def _last_exit(self, last: int, entry: str, known: set[Form]) -> str:
+        """The hidden state after the last layer: computed as in another layer, or before weights of no layer."""
+        index = self._index
+        values, _ = forms_of([index.nodes[at] for at in self._nodes(last)], self._sources.of(last, entry))
+        alike = [name for name, form in values.items() if form in known]
+        if len(alike) == 1:
+            self._move(self._after_exit(last, alike[0]), last + 1)
+            return alike[0]
+        return self._before_shared_weights(last)
+
+    def _after_exit(self, last: int, value: str) -> set[int]:
+        """Nodes of the last part that neither the exit nor the layer's cache needs."""
+        index = self._index
+        needed, open_names = set[int](), [value, *(name for name in index.outputs if layer_of(name) == last)]
+        while open_names:
+            at = index.producers.get(open_names.pop())
+            if at is not None and at not in needed:
+                needed.add(at)
+                open_names += index.reads[at]
+        return set(self._nodes(last)) - needed
+
+    def _before_shared_weights(self, last: int) -> str:
+        index, after, computed = self._index, set[int](), set[str]()
+        for at in self._nodes(last):
+            if index.reads[at] & computed or any(self._is_outer_weight(name) for name in index.reads[at]):
+                after.add(at)
+                computed.update(index.nodes[at].output)
+        self._move(after, last + 1)
+        crossing = {name for at in after for name in index.reads[at] if self._is_of(name, last)}
+        if len(crossing) != 1:
+            raise NotLayered(f"the part after the layers reads {len(crossing)} values of layer {last}")
+        return crossing.pop()
+
+    def _is_outer_weight(self, name: str) -> bool:
+        """Whether a value is a stored weight outside the layers, or computed from one alone."""
+        index = self._index
+        tensor = index.initializers.get(name)
+        if tensor is not None:
+            return index.layer_of_weight(name) == NO_LAYER and len(tensor.dims) > 0 and bool(tensor.external_data)
+        at = index.producers.get(name)
+        return (
+            at is not None
+            and self._part[at] == NO_LAYER
+            and name not in index.token_values
+            and any(self._is_outer_weight(one) for one in index.reads[at])
+        )
+
+    def _constants_of(self, part: int) -> set[int]:
+        """Nodes before the layers that compute constants from weights, such as casts, for one later part only."""
+        index, found = self._index, set[int]()
+        constant = set(index.initializers)
+        for at, names in enumerate(index.reads):
+            constant |= set(index.nodes[at].output) if names <= constant else set()
+        for at in reversed(self._nodes(NO_LAYER)):
+            outputs = set(index.nodes[at].output)
+            readers = {reader for name in outputs for reader in index.readers.get(name, ())}
+            mine = all(self._part[reader] == part or reader in found for reader in readers)
+            if outputs <= constant and readers and mine:
+                found.add(at)
+        return found
+
+    def _is_of(self, name: str, part: int) -> bool:
+        at = self._index.producers.get(name)
+        return at is not None and self._part[at] == part
+
+    def _form(self, number: int, entry: str, exit_: str) -> LayerForm:
+        nodes = [self._index.nodes[at] for at in self._nodes(number)]
+        values, found = forms_of(nodes, self._sources.of(number, entry))
+        cached = sorted(name for name in self._index.outputs if layer_of(name) == number)
+        outputs = [values.get(exit_, ""), *(f"{_role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
+        return LayerForm(tuple(outputs), tuple(sorted(found)))
+
+
+def _role(name: str) -> str:
+    """A cache input or output without the number of its layer."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def _part_name(part: int, count: int) -> str:
+    if part == NO_LAYER:
+        return "the part before the layers"
+    return f"layer {part}" if part < count else "the part after the layers"
+
+
+def require_composed(layers: GraphLayers) -> None:
+    """Checks that the parts are the graph: every node is in one part, and every value crosses only where it may.
+
+    Raises:
+        NotLayered: a node is in no part or in several, or a value crosses elsewhere.
+    """
+    index = layers.index
+    parts = [layers.prologue, *(layer.nodes for layer in layers.layers), layers.epilogue]
+    counted = Counter(at for nodes in parts for at in nodes)
+    if counted != Counter(range(len(index.nodes))):
+        raise NotLayered("a node is in no part, or in several")
+    shared = {name for node in layers.nodes_of(layers.prologue) for name in node.output}
+    free = {*index.initializers, *index.inputs, *shared}
+    entries = ["", *(layer.entry for layer in layers.layers), layers.layers[-1].exit]
+    for number, (nodes, entry) in enumerate(zip(parts, entries, strict=True), start=NO_LAYER):
+        own = {name for node in layers.nodes_of(nodes) for name in node.output}
+        for at in nodes:
+            if odd := index.reads[at] - own - free - {entry}:
+                raise NotLayered(f"{_part_name(number, len(layers.layers))} reads `{min(odd)}`")
+            if cache := _foreign_caches(index, at, number, len(layers.layers)):
+                raise NotLayered(f"{_part_name(number, len(layers.layers))} reads or computes `{cache}`")
+
+
+def _foreign_caches(index: GraphIndex, at: int, part: int, count: int) -> str:
+    """A cache of another layer that a node reads (other than its shape) or computes; empty if there is none."""
+    node = index.nodes[at]
+    read = () if node.op_type == "Shape" and not node.domain else index.reads[at]
+    caches = [name for name in read if name in index.inputs and is_past(name)]
+    caches += [name for name in node.output if is_present(name)]
+    return next((name for name in caches if layer_of(name) != part), "")

@@ -1,0 +1,265 @@
+"""Runs every layer of a graph by itself, on the hidden state that the eager model makes, and compares what it computes.
+
+The eager model in float64 runs a few tokens layer by layer; each layer gets the result of the one before, rounded to
+the graph's dtype. The same numbers are the input of the same layer in the eager model in that dtype, which gives the
+rounding noise, and of the layer that is cut out of the graph. So errors do not add up, and an error belongs to the
+layer that it is found in. The weights of one layer are in memory at a time.
+
+Three rows run together: tokens after padding, so that the past is hidden; noise as large as the hidden state; and
+tokens after a made-up past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of
+from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.runner import Step, default_positions
+from llmconv.tensors import Array
+from llmconv.verify.layers.graph_layers import GraphLayers
+from llmconv.verify.layers.part_runner import PartRunner
+from llmconv.verify.reference.chain_runs import rows_of, valid_rows
+from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor
+from llmconv.verify.scenarios.calls import Call
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
+
+NEW, PAST = 4, 3
+"""Tokens of the call, and of its past."""
+PADDED, NOISE = 0, 1
+"""Rows of the call; the third has neither padding nor noise."""
+SEED = 22
+
+
+@dataclass
+class HiddenStates:
+    """The hidden states of one run of the eager model.
+
+    Attributes:
+        given: the input of each layer, by its name, float64 [rows, tokens, features]; numbers of the graph's dtype.
+        before: the hidden state that the model itself made there.
+        after: what each layer computed.
+    """
+
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerRuns:
+    """The eager model's runs of single layers.
+
+    Attributes:
+        call: tokens, mask, positions and past.
+        exact: hidden states in float64.
+        rounded: in the graph's dtype, from the same inputs.
+        steps: the outputs of both runs.
+        last: what the part after the layers is given, float64.
+    """
+
+    call: Call
+    exact: HiddenStates
+    rounded: HiddenStates
+    steps: tuple[Step, Step]
+    last: torch.Tensor
+
+
+def made_up_call(graph: GraphLayers, vocab_size: int) -> Call:
+    """The call that all layers run; models with states get no past, and so no padding.
+
+    Args:
+        graph: names the caches and their sizes.
+        vocab_size: number of tokens.
+    """
+    ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
+    shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
+    has_states = any(is_state(name) for name in shapes)
+    mask = np.ones((3, NEW + (0 if has_states else PAST)), dtype=np.int64)
+    rng = np.random.default_rng(SEED)
+    ids = rng.integers(0, vocab_size, (3, NEW))
+    past = None
+    if not has_states:
+        mask[PADDED, :PAST] = 0
+        past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
+    return Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
+
+
+def present_of(past: str) -> str:
+    """The output of a cache input."""
+    prefix, _, rest = past.partition(".")
+    return f"{'present' if prefix == 'past_key_values' else prefix.replace('past', 'present')}.{rest}"
+
+
+def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """The shape of a cache for one sequence and one token."""
+    return tuple(axis.dim_value or 1 for axis in port.type.tensor_type.shape.dim)
+
+
+def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Collection[str], dtype: str) -> LayerRuns:
+    """Runs the layers of the eager model in float64 and in the graph's dtype.
+
+    Args:
+        open_model: opens the model in a dtype, without the layers that are not run.
+        call: the tokens.
+        names: module names of the layers that are run, in order.
+        dtype: of the graph.
+    """
+    exact, kind = HiddenStates(), getattr(torch, dtype)
+    steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
+    last = exact.after[list(names)[-1]].to(kind).double()
+    rounded = HiddenStates(given=exact.given)
+    steps.append(_run(open_model(dtype), call, names, partial(_as_given, rounded), last))
+    return LayerRuns(call, exact, rounded, (steps[0], steps[1]), last)
+
+
+Enter = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _run(
+    model: StreamedRunner, call: Call, names: Collection[str], enter: Any, last: torch.Tensor | None = None
+) -> Step:
+    """One run; every layer reads what `enter` returns, and the part after the layers `last`."""
+    states: HiddenStates = enter.args[0]
+    for name in names:
+        layer = model.model.get_submodule(name)
+        end = name == list(names)[-1]
+        layer.forward = partial(_watched, layer.forward, name, enter, states, last if end else None, end)
+    return model.prefill(call.input_ids, call.attention_mask, call.position_ids, call.start)
+
+
+def _watched(
+    forward: Callable[..., Any],
+    name: str,
+    enter: Enter,
+    states: HiddenStates,
+    last: torch.Tensor | None,
+    end: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    states.before[name] = hidden.detach().double()
+    given = enter(name, hidden).to(hidden.dtype)
+    result = forward(given, *args[1:], **kwargs) if args else forward(**{**kwargs, "hidden_states": given})
+    after = result[0] if isinstance(result, tuple) else result
+    states.after[name] = after.detach().double()
+    if not end:
+        return result
+    shown = last if last is not None else enter(AFTER, after)
+    shown = shown.to(after.dtype)
+    return (shown, *result[1:]) if isinstance(result, tuple) else shown
+
+
+AFTER = "after the layers"
+
+
+def _with_noise(states: HiddenStates, dtype: torch.dtype, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden state as numbers of a dtype, with noise of its size in one row."""
+    given = hidden.detach().double()
+    if name != AFTER:
+        given = given.clone()
+        others = torch.cat([given[:NOISE], given[NOISE + 1 :]])
+        generator = torch.Generator().manual_seed(SEED)
+        noise = torch.randn(given[NOISE].shape, generator=generator, dtype=torch.float64)
+        given[NOISE] = noise * (others.square().mean().sqrt() or 1.0)
+    given = given.to(dtype).double()
+    states.given[name] = given
+    return given
+
+
+def _as_given(states: HiddenStates, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    return states.given[name]
+
+
+class ExpectedLayers:
+    """What each layer must compute, from the eager runs.
+
+    Args:
+        runs: of the eager model.
+        dtype: of the graph.
+    """
+
+    def __init__(self, runs: LayerRuns, dtype: str) -> None:
+        self._runs, self._floor = runs, NoiseFloor(dtype)
+        self._cached = [rows_of(step, runs.call.known) for step in runs.steps]
+
+    def hidden(self, name: str, *, before: bool = False) -> ExpectedOutput:
+        """The hidden state after a layer, or that which the model made before it."""
+        sides = [states.before if before else states.after for states in (self._runs.exact, self._runs.rounded)]
+        exact, rounded = (side[name].numpy() for side in sides)
+        return self._floor.truth("hidden state", exact, rounded, self._runs.call.valid)
+
+    def cached(self, output: str) -> ExpectedOutput:
+        """A cache output, or the logits."""
+        exact, rounded = (side[output] for side in self._cached)
+        name = output if output == "logits" else output.rpartition(".")[2]
+        return self._floor.truth(name, exact, rounded, valid_rows(self._runs.call, output))
+
+
+def feeds_of(call: Call, graph: GraphLayers) -> dict[str, Array]:
+    """The inputs of a graph for the call, its past included."""
+    given: dict[str, Array] = {
+        "input_ids": call.input_ids,
+        "attention_mask": call.attention_mask,
+        "position_ids": call.position_ids,
+    }
+    past: Mapping[str, Array] = call.start.arrays() if call.start else {}
+    for name, port in graph.index.inputs.items():
+        if is_past(name):
+            empty = [len(call.input_ids), *_sizes(port)[1:]]
+            if not is_state(name):
+                empty[2] = 0
+            given[name] = past.get(present_of(name), np.zeros(empty, np.float32))
+    return {name: array for name, array in given.items() if name in graph.index.inputs}
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """The parts of a graph, run on the call.
+
+    Attributes:
+        graph: its parts.
+        runner: runs them.
+        runs: the eager runs, whose hidden states the layers are given.
+        names: module names of the layers by number.
+    """
+
+    graph: GraphLayers
+    runner: PartRunner
+    runs: LayerRuns
+    names: Mapping[int, str]
+
+    def start(self) -> dict[str, Array]:
+        """Runs the part before the layers; returns the hidden state that it makes, unless that is an input."""
+        graph, call = self.graph, self.runs.call
+        first = graph.layers[0].entry
+        wanted = {name for layer in graph.layers if layer.number in self.names for name in self._read(layer.nodes)}
+        wanted |= self._read(graph.epilogue) | {first}
+        made = {name for node in graph.nodes_of(graph.prologue) for name in node.output}
+        self.runner.feed(feeds_of(call, graph))
+        found = self.runner.run(graph.prologue, sorted(wanted & made))
+        return {name: array for name, array in found.items() if name == first}
+
+    def layer(self, number: int) -> dict[str, Array]:
+        """Runs one layer; returns the hidden state after it as `hidden`, and its cache outputs."""
+        layer = self.graph.layers[number]
+        self.runner.feed({layer.entry: self.runs.exact.given[self.names[number]].numpy()})
+        cached = [name for name in self.graph.index.outputs if is_present(name) and layer_of(name) == number]
+        found = self.runner.run(layer.nodes, [layer.exit, *cached])
+        return {"hidden": found[layer.exit], **{name: found[name] for name in cached}}
+
+    def end(self) -> Array:
+        """Runs the part after the layers; returns the logits."""
+        self.runner.feed({self.graph.layers[-1].exit: self.runs.last.numpy()})
+        return self.runner.run(self.graph.epilogue, ["logits"])["logits"]
+
+    def _read(self, nodes: Collection[int]) -> set[str]:
+        return {name for at in nodes for name in self.graph.index.reads[at]}
