@@ -4,6 +4,7 @@
     python -m tools.families --only mixtral --only phi     again, these only
     python -m tools.families --precision float16           the same in half precision, lines of their own
     python -m tools.families --quant int4                  the same with quantized weights
+    python -m tools.families --method induction            the same by induction over layers
     python -m tools.families --write docs/families.md      the page, from the lines
 
 Every type runs in a process of its own with a time limit, so that a crash or an endless trace is one line as well.
@@ -32,6 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.verify import verify
+from llmconv.verify.method import METHODS
+from llmconv.verify.results.report import WHOLE, Report
 from tools.tiny_models import cast_weights, depth, save_tiny, tiny_config
 
 PRECISIONS = ("float32", "float16", "bfloat16")
@@ -91,12 +94,14 @@ def main() -> int:
     parser.add_argument("--suite", choices=("quick", "full"), default="full")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--quant", choices=QUANTIZED, help="with weights of so many bits, in blocks of 16")
+    parser.add_argument("--method", choices=METHODS, default=WHOLE, help="of verify; other lines than those of `whole`")
     parser.add_argument("--again", action="store_true", help="also run types that did not pass before")
     parser.add_argument("--guess", action="store_true", help="also run types without a row, as plain decoders")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of all results")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     options = parser.parse_args()
-    options.results = results_of(options.quant or options.precision)
+    kind = options.quant or options.precision
+    options.results = results_of(kind if options.method == WHOLE else options.method)
     for model_type in [] if options.page_only else chosen(options):
         result = run(model_type, options)
         print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
@@ -154,11 +159,17 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
 def _report(sender: Any, model_type: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # more threads are several times slower on a tiny model
-    sender.send(examine(model_type, options.suite, options.guess, options.precision, options.quant))
+    how = options.precision, options.quant, options.method
+    sender.send(examine(model_type, options.suite, options.guess, *how))
 
 
 def examine(
-    model_type: str, suite: str, guess: bool = False, precision: str = "float32", quant: str | None = None
+    model_type: str,
+    suite: str,
+    guess: bool = False,
+    precision: str = "float32",
+    quant: str | None = None,
+    method: str = WHOLE,
 ) -> Result:
     """Makes, exports and verifies a tiny model; any exception becomes the reason.
 
@@ -168,6 +179,7 @@ def examine(
         guess: try a type without a row as a plain decoder.
         precision: dtype of the weights and of the graphs.
         quant: a preset of `export --quant`; None for weights as they are.
+        method: of `verify`; where it runs the whole model instead, the reason says why.
     """
     exported = None
     try:
@@ -184,7 +196,7 @@ def examine(
                 report = verify(out, suite=suite, reference=folder)
             else:
                 exported = export(folder, prefill=True, incremental=True, precision=precision)
-                report = verify(folder, suite=suite)
+                report = verify(folder, suite=suite, method=method)
     except LlmconvError as error:
         return Result(model_type, "refused", suite if exported else "", reason=error.message)
     except Exception as error:
@@ -198,8 +210,13 @@ def examine(
         exported.traced_layers,
         len(report.checks),
         report.worst.sigma if report.worst else 0.0,
-        reason=report.where.text if report.where else "; ".join(report.notes if report.verdict != "pass" else []),
+        reason=report.where.text if report.where else "; ".join(_notes(report)),
     )
+
+
+def _notes(report: Report) -> list[str]:
+    """The notes of a run that did not pass, or that ran the whole model instead of an induction."""
+    return [note for note in report.notes if report.verdict != "pass" or "without induction" in note]
 
 
 def _takes_positions(model_type: str) -> bool:

@@ -56,7 +56,14 @@ def audit_folder(
 def audit_recorded_files(
     verified: VerifiedFolder, report: Report, *, allow_changed: bool, hashes: bool = True
 ) -> Checks:
-    """The recorded files; `hashes` compares the sha256 of weights, too, other arguments as in `audit_folder`."""
+    """The recorded files.
+
+    Args:
+        verified: the graphs.
+        report: receives notes.
+        allow_changed: a graph that was changed after its export is a note instead of a failure.
+        hashes: compare the sha256 of weight files, which reads all of them.
+    """
     checks, notes = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
     yield checks
     report.notes += notes

@@ -17,42 +17,40 @@ Scenarios that edit a cache between two calls, or continue by greedy tokens, are
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
-from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.checkpoint import open_weights
+from llmconv.errors import UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
-from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, CallChain, PrecomputedRunner, SpilledCache, SpillFile
+from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
-from llmconv.verify.reference.cost_estimate import suite_seconds
+from llmconv.verify.comparison.planned_chains import precompute_chains
+from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
 from llmconv.verify.results.sigma import ExpectedOutput
-from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, ModelFacts
+from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
 NOTHING_HELD = "with `--low-memory` no cache is held that could be edited or replaced"
 
-LOGITS = 1 << 25
-"""Logits in memory at a time, where calls run in several groups; 8 bytes each."""
-
-KEPT = 1 << 29
-"""Bytes of matrices of a model of few layers that stay in memory between calls."""
+LEAST_KEPT, LEAST_LOGITS = 1 << 29, 1 << 28
+"""Bytes of matrices and of logits that a model of few layers may keep in any case."""
 
 PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
@@ -67,7 +65,7 @@ class StreamedEager(Eager):
         selection: the scenarios whose calls will be made.
         factors: scale the weights.
         skipped: names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
-            made up: each reads the weights again.
+            made up.
     """
 
     is_layered = True
@@ -84,7 +82,8 @@ class StreamedEager(Eager):
     ) -> None:
         self._spill_file = SpillFile()
         self._precomputed: list[PrecomputedRunner] = []
-        self._memory = MatrixMemory(KEPT if skipped else 0)
+        self._few = FewLayers.of(folder) if skipped else None
+        self._memory = MatrixMemory(self._few.kept if self._few else 0)
         super().__init__(folder, dtype, code=code, factors=factors, skipped=skipped)
         self._selection = selection
         planned = selection.calls(self.facts())
@@ -94,12 +93,12 @@ class StreamedEager(Eager):
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
         for runner in self._precomputed:
-            runner.precompute([(None, planned_part(chain)) for chain in chains])
+            precompute_chains(runner, runner, chains)
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
         model = StreamedRunner(self.folder, dtype, memory=self._memory, **options)
-        limit = few_tokens(model.vocab_size) if self._skipped else MAX_TOKENS
+        limit = self._few.tokens(model.vocab_size) if self._few else MAX_TOKENS
         self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file, limit))
         return model, self._precomputed[-1]
 
@@ -136,14 +135,27 @@ class StreamedEager(Eager):
         return StreamedEager(self.folder, self.dtype, selection=selection, **options)
 
 
-def few_tokens(vocab_size: int) -> int:
-    """Tokens of calls that run together if reading the weights again costs less than holding more logits."""
-    return max(256, min(MAX_TOKENS, LOGITS // vocab_size))
+@dataclass(frozen=True)
+class FewLayers:
+    """How much memory a model of few layers may take, so that its weights are read less often.
 
+    Attributes:
+        kept: bytes of matrices that stay in memory between calls.
+        logits: bytes of logits in memory at a time.
+    """
 
-def planned_part(chain: Sequence[Call]) -> list[Call]:
-    """The calls of a chain before the first whose cache is edited or made up."""
-    return list(takewhile(lambda call: call.start is None and call.edit == CacheEdit(), chain))
+    kept: int
+    logits: int
+
+    @classmethod
+    def of(cls, folder: Path) -> FewLayers:
+        """Memory in proportion to the largest layer of a model folder."""
+        stored, elements = largest_layer(open_weights(folder))
+        return cls(max(LEAST_KEPT, stored), max(LEAST_LOGITS, elements))
+
+    def tokens(self, vocab_size: int) -> int:
+        """Number of tokens of calls that run together."""
+        return max(256, min(MAX_TOKENS, self.logits // (8 * vocab_size)))
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
@@ -180,28 +192,16 @@ def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
     """
     pieced = [graph for graph in graphs if isinstance(graph, PiecedGraph)]
     for graph in pieced:
-        graph.precomputed.precompute([(None, chain) for chain in _taken((graph,), planned)])
+        precompute_chains(graph.precomputed, graph.precomputed, _taken((graph,), planned))
     roles = {graph.entry.role: graph for graph in pieced}
     if {"prefill", "decode"} <= roles.keys():
         first, then = roles["prefill"], roles["decode"]
         chains = [chain for chain in _taken((first, then), planned) if len(chain) > 1]
-        lines = [_handed_over(first, chain) for chain in chains]
-        then.precomputed.precompute([line for line in lines if line])
+        precompute_chains(first.precomputed, then.precomputed, chains)
 
 
 def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain]:
     """The chains that these graphs can run by design."""
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]
-    parts = [planned_part(chain) for several in chains for chain in several]
-    return [part for part in parts if part]
-
-
-def _handed_over(first: PiecedGraph, chain: Chain) -> CallChain | None:
-    """The cache after the first call, and the calls that follow; None if the first call failed."""
-    call = chain[0]
-    try:
-        past = first.run(call.input_ids, call.attention_mask, call.position_ids).present
-    except LlmconvError:  # reported by its own checks
-        return None
-    return (past, chain[1:]) if isinstance(past, SpilledCache) else None
+    return [chain for several in chains for chain in several]

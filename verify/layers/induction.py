@@ -188,7 +188,13 @@ class Induction:
 
 
 def keep_if_layered(model: onnx.ModelProto, kept: tuple[int, ...], tensors: Mapping[str, str]) -> None:
-    """`keep_layers` of a graph with a cache; other graphs, such as embeddings, stay as they are."""
+    """`keep_layers` of a graph with a cache; other graphs, such as embeddings, stay as they are.
+
+    Args:
+        model: the graph without its weights, changed in place.
+        kept: numbers of the layers to keep.
+        tensors: the tensor of the model that each initializer is known to be.
+    """
     if any(is_past(port.name) for port in model.graph.input):
         keep_layers(model, kept, tensors)
 

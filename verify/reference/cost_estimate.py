@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ from llmconv.errors import InputRefused
 from llmconv.memory import available_memory
 from llmconv.progress import say
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES
+from llmconv.tensors import LazyTensor
 
 SMALL = 50_000_000
 """Models with fewer elements need no estimate."""
@@ -55,10 +56,7 @@ class CostEstimate:
             InputRefused: the reference has no safetensors weights.
         """
         tensors = open_weights(reference)
-        sizes: dict[str, int] = defaultdict(int)
-        for name, tensor in tensors.items():
-            layer = re.search(r"\.\d+\.", name)
-            sizes[name[: layer.end()] if layer else ""] += prod(tensor.shape)
+        sizes = elements_of_layers(tensors)
         elements = sum(sizes.values())
         layers = [size for name, size in sizes.items() if name]
         is_cast = any(tensor.dtype.itemsize < 4 for tensor in tensors.values())
@@ -91,6 +89,22 @@ def suite_seconds(reference: Path, skipped: Collection[str] = ()) -> float:
     prefixes = tuple(f"{name}." for name in skipped)
     kept = (tensor for name, tensor in open_weights(reference).items() if not name.startswith(prefixes))
     return SECONDS * sum(prod(tensor.shape) for tensor in kept)
+
+
+def elements_of_layers(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
+    """Number of elements of each layer by the beginning of its tensors' names; of the rest under an empty name."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors.items():
+        layer = re.search(r"\.\d+\.", name)
+        sizes[name[: layer.end()] if layer else ""] += prod(tensor.shape)
+    return sizes
+
+
+def largest_layer(tensors: Mapping[str, LazyTensor]) -> tuple[int, int]:
+    """Bytes and elements of the largest layer of a model."""
+    sizes = {name: size for name, size in elements_of_layers(tensors).items() if name}
+    elements = max(sizes.values(), default=0)
+    return elements * max(tensor.dtype.itemsize for tensor in tensors.values()), elements
 
 
 def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tuple[bool, str]:

@@ -7,6 +7,7 @@ here the same random numbers for both, with large values at the edge of the wind
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class SyntheticPast:
     length: int
     loud: tuple[int, int]
     seed: int
+
+    @property
+    def key(self) -> bytes:
+        """A digest of its description."""
+        return hashlib.sha256(repr(self).encode()).digest()
 
     def arrays(self) -> dict[str, Array]:
         """Arrays by name, float32; generated anew on each call, so that no memory is held between two calls."""

@@ -85,12 +85,20 @@ class SpilledArray:
         return self.file.get(self)
 
 
+class KeyedCache(Cache, Protocol):
+    """A cache that a key describes completely: equal keys, equal content."""
+
+    @property
+    def key(self) -> bytes:
+        """Digest of how it came about."""
+
+
 @dataclass(frozen=True)
 class SpilledCache:
     """The cache after precomputed calls, kept in a file.
 
     Attributes:
-        key: hash of the calls that produced it.
+        key: hash of the calls and edits that produced it.
         length: number of tokens, padding included.
         spilled: the arrays by name.
     """
@@ -103,6 +111,57 @@ class SpilledCache:
         """See `Cache.arrays`."""
         return {name: array.read() for name, array in self.spilled.items()}
 
+    def edited(self, edit: ArrayEdit, mask: Array) -> EditedSpilledCache:
+        """The cache with an edit.
+
+        Args:
+            edit: the edit.
+            mask: of the remaining tokens, [batch, tokens].
+        """
+        return EditedSpilledCache(self, edit, mask)
+
+
+class ArrayEdit(Protocol):
+    """A change of a cache; its text describes it completely."""
+
+    @property
+    def drop(self) -> int:
+        """Number of tokens that it removes."""
+
+    def of_array(self, name: str, array: Array, mask: Array) -> Array:
+        """One changed array of a cache, given the mask of the remaining tokens."""
+
+
+@dataclass(frozen=True)
+class EditedSpilledCache:
+    """A cache in a file with an edit that is made when it is read.
+
+    Attributes:
+        cache: before the edit.
+        edit: the edit.
+        mask: of the remaining tokens, [batch, tokens].
+    """
+
+    cache: SpilledCache
+    edit: ArrayEdit
+    mask: Array
+
+    @property
+    def key(self) -> bytes:
+        """Digest of the cache, the edit and the mask."""
+        content = hashlib.sha256(self.cache.key + f"{self.edit!r} {self.mask.shape}".encode())
+        content.update(self.mask.tobytes())
+        return content.digest()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, padding included."""
+        return self.cache.length - self.edit.drop
+
+    def arrays(self) -> dict[str, Array]:
+        """See `Cache.arrays`."""
+        return {name: self.edit.of_array(name, array, self.mask) for name, array in self.cache.arrays().items()}
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -114,7 +173,7 @@ class _Kept:
         return Step(self.logits.read(), self.present, self.choices)
 
 
-CallChain = tuple[SpilledCache | None, Sequence[RunnerCall]]
+CallChain = tuple[KeyedCache | None, Sequence[RunnerCall]]
 """The past of the first call, and calls that each continue the previous one."""
 
 
@@ -157,7 +216,8 @@ class PrecomputedRunner(Runner):
     def _run(self, chains: Sequence[CallChain]) -> None:
         planned: dict[bytes, PlannedCall] = {}
         for past, calls in chains:
-            key, before = past.key if past else b"", past
+            key: bytes = past.key if past else b""
+            before: KeyedCache | None = past
             for call in calls:
                 parent = list(planned).index(key) if key in planned else None
                 key = self._key(key, call)
@@ -195,13 +255,23 @@ class PrecomputedRunner(Runner):
             LlmconvError: the error of the call.
         """
         call = PlannedCall(input_ids, attention_mask, position_ids)
-        known = past if isinstance(past, SpilledCache) else None
-        if past is not None and known is None:
+        if past is not None and not hasattr(past, "key"):
             return self._run_all([replace(call, past=past)])[0]
-        key = self._key(known.key if known else b"", call)
+        return self._kept_call(past, call).step()  # type: ignore[arg-type]
+
+    def present(self, past: KeyedCache | None, call: RunnerCall) -> SpilledCache:
+        """The cache after a call; arguments as for `prefill`.
+
+        Raises:
+            LlmconvError: the error of the call.
+        """
+        return self._kept_call(past, call).present
+
+    def _kept_call(self, past: KeyedCache | None, call: RunnerCall) -> _Kept:
+        key = self._key(past.key if past else b"", call)
         if key not in self._kept:
-            self._run([(known, [call])])
+            self._run([(past, [call])])
         kept = self._kept[key]
         if isinstance(kept, LlmconvError):
             raise kept
-        return kept.step()
+        return kept
