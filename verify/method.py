@@ -131,6 +131,10 @@ def _why_not(verified: VerifiedFolder, session: Session, method: str) -> str:
         return "a graph has a prefix"
     if method == STRUCTURE:
         return ""
+    if any(entry.postprocess for entry in verified.entries):
+        return "a graph chooses tokens"
+    if fixed := why_not_layered(verified.entries, verified.models):
+        return fixed
     if session.bisect or session.minimized or session.selection.repeat > 1:
         return "`--repeat`, `--bisect` and `--minimize` run the whole model"
     if provider_name(session.settings.provider) != CPU:

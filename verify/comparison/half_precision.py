@@ -138,7 +138,8 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
             nodes += [node for name in sorted(inputs) for node in _rounding_casts(name, renamed[name], half)]
         for node in graph.node:
             new = onnx.NodeProto.FromString(node.SerializeToString())
-            new.input[:] = [renamed.get(name, name) for name in new.input]
+            if new.op_type != "Shape" or new.domain:  # rounded or not, the shape is the same
+                new.input[:] = [renamed.get(name, name) for name in new.input]
             nodes.append(new)
             if node.op_type in COPYING and not node.domain:
                 continue

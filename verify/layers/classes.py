@@ -72,5 +72,9 @@ class LayerClasses:
                 first = node
                 break
             known[form] -= 1
-        what = f"node `{first.name}` ({first.op_type})" if first else "it lacks a node, or its outputs are exchanged"
+        what = (
+            f"node `{first.name}` ({first.op_type})"
+            if first
+            else "it lacks a node, or its outputs or their types are others"
+        )
         return f"layer {odd.number} differs from the {count} others of its kind: {what}"

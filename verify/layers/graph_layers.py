@@ -11,6 +11,7 @@ from typing import NamedTuple
 import onnx
 
 from llmconv.runtime.cache_names import is_past, is_present, layer_of
+from llmconv.verify.layers.declarations import declaration_problem, declared_caches, declared_values, role
 from llmconv.verify.layers.forms import Form, Sources, forms_of, tensor_form
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
 
@@ -23,10 +24,12 @@ class LayerForm(NamedTuple):
     Attributes:
         outputs: forms of its hidden state (empty where it could not be found) and of its cache outputs.
         nodes: the form of every node, sorted.
+        declared: types of its caches, in the order of the file, and of its values.
     """
 
     outputs: tuple[Form, ...]
     nodes: tuple[Form, ...]
+    declared: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class LayerSources:
             return f"input {name}"
         declared = bytes(self._index.inputs[name].type.SerializeToString(deterministic=True)).hex()
         whose = "" if number == NO_LAYER else "own" if layer_of(name) == number else f"layer {layer_of(name)}"
-        return f"past {whose} {_role(name)} {declared}"
+        return f"past {whose} {role(name)} {declared}"
 
 
 class _Cutter:
@@ -301,13 +304,9 @@ class _Cutter:
         nodes = [self._index.nodes[at] for at in self._nodes(number)]
         values, found = forms_of(nodes, self._sources.of(number, entry))
         cached = sorted(name for name in self._index.outputs if layer_of(name) == number)
-        outputs = [values.get(exit_, ""), *(f"{_role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
-        return LayerForm(tuple(outputs), tuple(sorted(found)))
-
-
-def _role(name: str) -> str:
-    """A cache input or output without the number of its layer."""
-    return ".".join(part for part in name.split(".") if not part.isdigit())
+        outputs = [values.get(exit_, ""), *(f"{role(name)} {values.get(name, 'elsewhere')}" for name in cached)]
+        declared = declared_caches(self._index, number) + declared_values(self._index, values)
+        return LayerForm(tuple(outputs), tuple(sorted(found)), tuple(declared))
 
 
 def _part_name(part: int, count: int) -> str:
@@ -323,6 +322,8 @@ def require_composed(layers: GraphLayers) -> None:
         NotLayered: a node is in no part or in several, or a value crosses elsewhere.
     """
     index = layers.index
+    if problem := declaration_problem(index):
+        raise NotLayered(problem)
     parts = [layers.prologue, *(layer.nodes for layer in layers.layers), layers.epilogue]
     counted = Counter(at for nodes in parts for at in nodes)
     if counted != Counter(range(len(index.nodes))):

@@ -45,7 +45,7 @@ def layer_kinds(model: torch.nn.Module, names: Sequence[str]) -> list[Kind]:
     """
     described = [_described(model.get_submodule(name)) for name in names]
     keys = {key for one in described for key in one}
-    numbers = {key for key in keys if all(one.get(key, at) == at for at, one in enumerate(described))}
+    numbers = {key for key in keys if all(_is_number(one, key, at) for at, one in enumerate(described))}
     config = model.config.get_text_config(decoder=True).to_dict()  # type: ignore[operator, union-attr]
     lists = [value for _, value in sorted(config.items()) if isinstance(value, list) and len(value) == len(names)]
     entries = [value for value in lists if value != list(range(len(names)))]
@@ -53,6 +53,11 @@ def layer_kinds(model: torch.nn.Module, names: Sequence[str]) -> list[Kind]:
         (tuple(sorted((key, repr(value)) for key, value in one.items() if key not in numbers)), *_at(entries, at))
         for at, one in enumerate(described)
     ]
+
+
+def _is_number(described: Mapping[str, Any], key: str, at: int) -> bool:
+    """Whether an entry is the layer's own number, or absent; `True` is a setting."""
+    return key not in described or (type(described[key]) is int and described[key] == at)
 
 
 def _at(entries: Sequence[Sequence[Any]], at: int) -> tuple[str, ...]:

@@ -40,9 +40,16 @@ class PartRunner:
         self._types: ValueTypes = {port.name: (port.type, port.shape) for port in declared}
         self._values: dict[str, ort.OrtValue] = {}
 
-    def feed(self, given: Mapping[str, Array]) -> None:
-        """Sets values; floats are cast to the dtype of the value."""
+    def feed(self, given: Mapping[str, Array], like: str = "") -> None:
+        """Sets values; floats are cast to the dtype of the value.
+
+        Args:
+            given: by name.
+            like: a known value of the same type, for values that no part has computed.
+        """
         for name, array in given.items():
+            if name not in self._types and like in self._types:
+                self._types = {**self._types, name: self._types[like]}
             kind = self._types[name][0] if name in self._types else ""
             dtype = TENSOR_DTYPES.get(kind, array.dtype)
             self._values[name] = as_input(np.ascontiguousarray(array.astype(dtype, copy=False)))

@@ -251,14 +251,16 @@ class GraphRun:
     def layer(self, number: int) -> dict[str, Array]:
         """Runs one layer; returns the hidden state after it as `hidden`, and its cache outputs."""
         layer = self.graph.layers[number]
-        self.runner.feed({layer.entry: self.runs.exact.given[self.names[number]].numpy()})
+        given = {layer.entry: self.runs.exact.given[self.names[number]].numpy()}
+        self.runner.feed(given, like=self.graph.layers[0].exit)  # the layer before may not have run
         cached = [name for name in self.graph.index.outputs if is_present(name) and layer_of(name) == number]
         found = self.runner.run(layer.nodes, [layer.exit, *cached])
         return {"hidden": found[layer.exit], **{name: found[name] for name in cached}}
 
     def end(self) -> Array:
         """Runs the part after the layers; returns the logits."""
-        self.runner.feed({self.graph.layers[-1].exit: self.runs.last.numpy()})
+        last = {self.graph.layers[-1].exit: self.runs.last.numpy()}
+        self.runner.feed(last, like=self.graph.layers[0].exit)
         return self.runner.run(self.graph.epilogue, ["logits"])["logits"]
 
     def _read(self, nodes: Collection[int]) -> set[str]:

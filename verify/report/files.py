@@ -156,6 +156,7 @@ def render_markdown(report: Report, date: str = "") -> str:
     ]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
     lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copy_lines(), *report.notes]] + [""]
+    lines += _statements(report)
     if report.quantization:
         lines += [
             "**Quantization:**",
@@ -168,6 +169,14 @@ def render_markdown(report: Report, date: str = "") -> str:
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]
     lines += ["", f"and {len(shown) - MARKDOWN_ROWS} more rows in report.json"] if len(shown) > MARKDOWN_ROWS else []
     return "\n".join(lines) + "\n"
+
+
+def _statements(report: Report) -> list[str]:
+    """The table of what was shown; empty without an induction."""
+    if not report.statements:
+        return []
+    rows = [f"| {one.word} | {_cell(one.name)} | {_cell(one.text, LINE_LIMIT)} |" for one in report.statements]
+    return ["**What was shown:**", "", "| | part | statement |", "|---|---|---|", *rows, ""]
 
 
 def _row(check: Check) -> str:

@@ -47,7 +47,7 @@ EXPLAIN = '<p class="small">One row per scenario, graph and kind of output, with
 def render_html(report: Report, date: str) -> str:
     """The HTML page; `date` is in the format of `files.today`."""
     title = f"{report.verdict.upper()}: {report.folder}"
-    body = [_banner(report, date), *_failures(report), *_quantization(report)]
+    body = [_banner(report, date), *_statements(report), *_failures(report), *_quantization(report)]
     graphs = dict.fromkeys(check.graph for check in report.shown() if check.output)
     failed = {check.graph for check in report.checks if check.verdict == "fail"}
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
@@ -77,6 +77,18 @@ def _banner(report: Report, date: str) -> str:
         f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
         f'<p class="small">{_text(report.summary())}</p>{notes}</div>'
     )
+
+
+def _statements(report: Report) -> list[str]:
+    """The table of what an induction showed."""
+    if not report.statements:
+        return []
+    rows = "".join(
+        f'<tr class="{"pass" if one.shown else "skip"}"><td class="verdict">{one.word}</td><td>{_text(one.name)}</td>'
+        f"<td>{_text(one.text, LINE_LIMIT)}</td></tr>"
+        for one in report.statements
+    )
+    return ["<h2>What was shown</h2>", _wide(f"<table><tr><th></th><th>part</th><th>statement</th></tr>{rows}</table>")]
 
 
 def _failures(report: Report) -> list[str]:

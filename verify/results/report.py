@@ -120,6 +120,11 @@ class Statement:
     shown: bool
     text: str
 
+    @property
+    def word(self) -> str:
+        """`SHOWN` or `OPEN`."""
+        return "SHOWN" if self.shown else "OPEN"
+
 
 @dataclass
 class Report:
@@ -248,7 +253,7 @@ class Report:
             if self.quantization
             else []
         )
-        lines += [f"{'SHOWN' if one.shown else 'OPEN'} | {one.name} | {one.text}" for one in self.statements]
+        lines += [f"{one.word} | {one.name} | {one.text}" for one in self.statements]
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]

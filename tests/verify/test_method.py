@@ -1,0 +1,153 @@
+"""The method of a verification: which is chosen, which is refused, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmconv.cli import main
+from llmconv.verify import method as chosen
+from llmconv.verify import verify
+from tests.builders.layered_models import load, save, save_layered
+from tests.verify.conftest import Tiny
+
+ONE = ("--scenario", "prefill, 7 tokens", "--no-record")
+
+
+def run(*arguments: object) -> Result:
+    """The command's result."""
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama with one graph; do not write into it."""
+    return save_layered("llama", tmp_path_factory.mktemp("method") / "llama")
+
+
+def test_a_small_model_is_run_whole(llama: Path) -> None:
+    report = json.loads(run(llama, *ONE, "--json").stdout)
+    assert (report["method"], report["verdict"]) == ("whole", "pass")
+    assert "statements" not in report
+
+
+def test_a_large_model_is_shown_by_induction(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "WORTH_WAITING", 0.0)
+    report = json.loads(run(llama, *ONE, "--json").stdout)
+    assert (report["method"], report["verdict"]) == ("induction", "pass")
+    assert any(note.startswith("by induction over layers: the whole model would take") for note in report["notes"])
+
+
+@pytest.mark.parametrize("options", [("--bisect",), ("--repeat", "2"), ("--low-memory",)])
+def test_options_that_need_the_whole_model_run_it(
+    options: tuple[str, ...], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen, "WORTH_WAITING", 0.0)
+    result = run(llama, *ONE, *options, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["method"] == "whole"
+
+
+def test_structure_compares_no_numbers_and_says_so(llama: Path) -> None:
+    result = run(llama, "--method", "structure", "--no-record")
+    assert result.exit_code == 0, result.output
+    assert "PASS by structure" in result.stdout and "not seen: numbers: no graph was run" in result.stdout
+    assert "SHOWN | structure | 4 layers of 1 classes, alike node by node" in result.stdout
+
+
+def test_structure_that_is_not_found_is_inconclusive(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "copy")
+    model = load(folder)
+    names = {"past_key_values.1.key": "past_key_values.2.key", "past_key_values.2.key": "past_key_values.1.key"}
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    save(model, folder)
+    result = run(folder, "--reference", llama, "--method", "structure", "--allow-changed", "--no-record")
+    assert result.exit_code == 5, result.output
+    assert "not shown: " in result.stdout
+
+
+def test_equal_bytes_of_another_layer_fail(tmp_path: Path) -> None:
+    folder = save_layered("llama", tmp_path / "ones")
+    model = load(folder)
+    one, other = (
+        next(t for t in model.graph.initializer if t.name == f"model.layers.{layer}.input_layernorm.weight")
+        for layer in (1, 2)
+    )
+    _equalize(folder)
+    one.external_data[:], other.external_data[:] = [*other.external_data], [*one.external_data]
+    save(model, folder)
+    result = run(folder, "--method", "structure", "--allow-changed", "--no-record")
+    assert result.exit_code == 1, result.output
+    assert "maps the bytes of `model.layers.2.input_layernorm.weight`" in result.stdout
+
+
+def _equalize(folder: Path) -> None:
+    """Gives the norms of two layers the same values, in the same places."""
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.input_layernorm.weight"] = tensors["model.layers.1.input_layernorm.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    manifest.pop("files", None)
+    (folder / "llmconv.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (("--method", "induction", "--layers", "some"), "give `all`, `classes` or `sampled:K`, K at least 1"),
+        (("--method", "induction", "--layers", "sampled:0"), "give `all`, `classes` or `sampled:K`, K at least 1"),
+        (("--method", "whole", "--layers", "all"), "give `--method induction`"),
+    ],
+)
+def test_bad_values_are_refused_with_a_hint(options: tuple[str, ...], hint: str, llama: Path) -> None:
+    result = run(llama, *options)
+    assert result.exit_code == 2
+    assert f"hint: {hint}" in result.stderr
+
+
+def test_graphs_without_a_folder_take_no_method(llama: Path) -> None:
+    result = run("--graph", llama / "model.onnx", "--reference", llama, "--method", "induction")
+    assert result.exit_code == 2
+    assert "`--method` and `--layers` apply to FOLDER only" in result.stderr
+
+
+def test_quantized_folders_take_no_method(llama: Path, tmp_path: Path) -> None:
+    from llmconv.export.exporter import export  # noqa: PLC0415
+
+    source = shutil.copytree(llama, tmp_path / "source")
+    export(source, tmp_path / "int8", unified=True, quant="int8")
+    result = run(tmp_path / "int8", "--reference", llama, "--method", "induction")
+    assert result.exit_code == 2
+    assert "`--method induction` applies to graphs of floats only" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "why_not"),
+    [
+        ({"shapes": "static", "max_seq_len": 64}, "updates a fixed cache buffer in place"),
+        ({"cache": "shared-buffer"}, "updates a fixed cache buffer in place"),
+        ({"postprocess": "argmax"}, "a graph chooses tokens"),
+        ({"stages": 2}, "the graphs are in stages"),
+    ],
+)
+def test_graphs_that_do_not_fall_into_layers_are_run_whole(
+    options: dict[str, object], why_not: str, optioned: Tiny
+) -> None:
+    report = verify(optioned("llama", **options), method="induction", only=("prefill, 7 tokens",), record=False)  # type: ignore[call-arg]
+    assert (report.method, report.verdict) == ("whole", "pass")
+    assert any(why_not in note for note in report.notes), report.notes
+
+
+def test_graphs_with_the_last_logits_are_shown_by_induction(tmp_path: Path) -> None:
+    folder = save_layered("llama", tmp_path / "last", last_logits=True)
+    report = verify(folder, method="induction", only=("prefill, 7 tokens",), record=False)
+    assert (report.method, report.verdict) == ("induction", "pass"), report.lines()
