@@ -29,17 +29,18 @@ class MatrixMemory:
         """Reads the matrices of another layer from now on: those of the one before are overwritten."""
         self._used.clear()
 
-    def read(self, name: str, stored: StoredTensor) -> torch.Tensor:
+    def read(self, name: str, stored: StoredTensor, *, stays: bool = False) -> torch.Tensor:
         """A matrix.
 
         Args:
             name: of the stored tensor.
             stored: where it is.
+            stays: it belongs to no layer, and is kept whatever the limit.
         """
         if name in self._kept:
             return self._kept[name]
         size = stored.read_bytes
-        if size > self._room:
+        if size > self._room and not stays:
             return stored.fill(self._buffer(stored))
         self._room -= size
         self._kept[name] = stored.fill(stored.empty())

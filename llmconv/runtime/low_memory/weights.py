@@ -93,7 +93,7 @@ class StreamedWeights:
     def keep(self, names: Iterable[str]) -> None:
         """Loads tensors that stay in memory."""
         wanted = list(names)
-        self._load(wanted)
+        self._load(wanted, stays=True)
         for name in wanted:
             self._tensors[name] = _get(self._model, name)
 
@@ -109,11 +109,11 @@ class StreamedWeights:
                     _set(self._model, name, self._tensors[name])
             trim()
 
-    def _load(self, names: list[str]) -> None:
+    def _load(self, names: list[str], *, stays: bool = False) -> None:
         self._memory.begin()
         for name in [name for name in names if name in self._as_stored]:
             if stored := self.stored_parameter(self._tensors[name]):
-                value = self._memory.read(name, stored)
+                value = self._memory.read(name, stored, stays=stays)
                 _set(self._model, name, nn.Parameter(value, requires_grad=False))
         self._load_converted([name for name in names if name not in self._as_stored])
 
