@@ -140,7 +140,7 @@ def test_quantized_folders_take_no_method(llama: Path, tmp_path: Path) -> None:
 def test_graphs_that_do_not_fall_into_layers_are_run_whole(
     options: dict[str, object], why_not: str, optioned: Tiny
 ) -> None:
-    report = verify(optioned("llama", **options), method="induction", only=("prefill, 7 tokens",), record=False)  # type: ignore[call-arg]
+    report = verify(optioned("llama", **options), method="induction", only=("prefill, 7 tokens",), record=False)
     assert (report.method, report.verdict) == ("whole", "pass")
     assert any(why_not in note for note in report.notes), report.notes
 

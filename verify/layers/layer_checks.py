@@ -44,7 +44,8 @@ class Drift:
 
     def text(self) -> str:
         """The sums over the layers that ran, in words."""
-        graph, eager = (float(np.sqrt(np.sum(np.square(side)))) for side in (self.graph, self.eager))
+        with np.errstate(over="ignore"):
+            graph, eager = (float(np.sqrt(np.sum(np.square(side)))) for side in (self.graph, self.eager))
         return (
             f"over {len(self.graph)} layers, errors of the graph add up to {graph:.1e} of the hidden state, those of "
             f"the eager model to {eager:.1e} (root of the sum of squares; growth from layer to layer is not included)"
@@ -122,7 +123,8 @@ class SingleLayerChecks:
     def _hidden(self, blank: Check, number: int, truth: ExpectedOutput, rows: Array, run: GraphRun) -> Check:
         size = float(np.sqrt(np.mean(np.square(truth.exact[truth.valid])))) or 1.0
         error = np.where(truth.valid[..., None], np.nan_to_num(rows.astype(np.float64) - truth.exact), 0.0)
-        self.drift.graph.append(float(np.sqrt(np.mean(np.square(error)))) / size)
+        with np.errstate(over="ignore"):  # a layer that overflows has an infinite error
+            self.drift.graph.append(float(np.sqrt(np.mean(np.square(error)))) / size)
         self.drift.eager.append(truth.total_noise / size)
         return self._check(blank, f"{HIDDEN} after layer {number}", truth, rows)
 
