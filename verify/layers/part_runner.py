@@ -52,7 +52,8 @@ class PartRunner:
                 self._types = {**self._types, name: self._types[like]}
             kind = self._types[name][0] if name in self._types else ""
             dtype = TENSOR_DTYPES.get(kind, array.dtype)
-            self._values[name] = as_input(np.ascontiguousarray(array.astype(dtype, copy=False)))
+            with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
+                self._values[name] = as_input(np.ascontiguousarray(array.astype(dtype, copy=False)))
 
     def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
         """Runs a part; its outputs can be read by other parts.
