@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import onnxruntime as ort
 
 from llmconv.export import export
 from llmconv.verify import verify
+from llmconv.verify.layers.graph_index import NotLayered
+from llmconv.verify.layers.kept_layers import keep_layers
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.builders.mutants.one_layer import NoPlace, WholeGraph
 from tests.builders.mutants.one_layer_forms import in_one_layer
@@ -149,7 +152,7 @@ def verify_changed(
     method: str = "induction",
     only: Sequence[str] = (),
 ) -> Outcome:
-    """The verdict on a changed graph, which must open in onnxruntime, so that none is that of a broken file.
+    """The verdict on a changed graph, which must be valid, so that none is that of a broken file.
 
     Args:
         graph: with a mutant in one layer.
@@ -160,11 +163,27 @@ def verify_changed(
         method: of the verification.
         only: names of the scenarios; all if empty.
     """
-    path = target / "decode.onnx"
-    onnx.save(graph, path)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    onnx.save(graph, target / "decode.onnx")
+    require_valid(graph, layer, target)
     report = verify(target, reference=model, method=method, only=only, allow_changed=True, record=False)
     where = report.where
     return Outcome(name, layer, report.verdict, where.layer if where else None, where.text if where else "")
+
+
+def require_valid(graph: onnx.ModelProto, layer: int, folder: Path) -> None:
+    """Opens the changed layer in onnxruntime, with the parts before and after it; the whole graph if it has no layers.
+
+    Args:
+        graph: with a mutant in one layer.
+        layer: number of the layer.
+        folder: the folder of the weights.
+
+    Raises:
+        Exception: onnxruntime does not open it.
+    """
+    copy, path = onnx.ModelProto.FromString(graph.SerializeToString()), folder / "opened.onnx"
+    with suppress(NotLayered):
+        keep_layers(copy, {layer})
+    onnx.save(copy, path)
+    ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    path.unlink()
