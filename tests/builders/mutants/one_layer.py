@@ -115,7 +115,8 @@ class WholeGraph:
         kept = [node for at, node in enumerate(self.model.graph.node) if at not in old]
         first = sum(at not in old for at in range(min(old)))
         _replace(found.graph.node, [*kept[:first], *(_renamed(node, names) for node in nodes), *kept[first:]])
-        self._add_tensors(found, copy, changed, names)
+        read = {name for node in nodes for name in values_read_by(node)}
+        _add_tensors(found, copy, read & changed, names)
         _sort(found)
         drop_unused(found)
         return found
@@ -129,19 +130,16 @@ class WholeGraph:
         used = {name for node in nodes for name in (*values_read_by(node), *node.output)}
         return {name: f"{name}/of_layer_{layer}" for name in sorted(used & changed & read - mine)}
 
-    def _add_tensors(
-        self, found: onnx.ModelProto, copy: onnx.ModelProto, changed: set[str], names: Mapping[str, str]
-    ) -> None:
-        """Adds the initializers that the mutant changed, in place of those of the same name."""
-        used = {name for node in found.graph.node for name in values_read_by(node)}
-        tensors = {tensor.name: tensor for tensor in found.graph.initializer}
-        for tensor in copy.graph.initializer:
-            name = names.get(tensor.name, tensor.name)
-            if tensor.name in changed and name in used:
-                tensors[name] = onnx.TensorProto()
-                tensors[name].CopyFrom(tensor)
-                tensors[name].name = name
-        _replace(found.graph.initializer, tensors.values())
+
+def _add_tensors(found: onnx.ModelProto, copy: onnx.ModelProto, chosen: set[str], names: Mapping[str, str]) -> None:
+    """Adds initializers that the layer reads, in place of those of the same name."""
+    tensors = {tensor.name: tensor for tensor in found.graph.initializer}
+    for tensor in copy.graph.initializer:
+        if tensor.name in chosen:
+            added = onnx.TensorProto.FromString(tensor.SerializeToString())
+            added.name = names.get(tensor.name, tensor.name)
+            tensors[added.name] = added
+    _replace(found.graph.initializer, tensors.values())
 
 
 def _copied(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -215,7 +213,7 @@ def _sort(model: onnx.ModelProto) -> None:
     made = {tensor.name for tensor in model.graph.initializer} | {port.name for port in model.graph.input} | {""}
     waiting, ordered = list(model.graph.node), list[onnx.NodeProto]()
     while waiting:
-        late = []
+        late = list[onnx.NodeProto]()
         for node in waiting:
             ready = set(values_read_by(node)) <= made
             (ordered if ready else late).append(node)
@@ -231,7 +229,7 @@ def _content(model: onnx.ModelProto) -> list[bytes]:
 
 
 def _bytes(item: onnx.NodeProto | onnx.TensorProto) -> bytes:
-    return item.SerializeToString(deterministic=True)
+    return bytes(item.SerializeToString(deterministic=True))
 
 
 def _replace(field, items: Iterable[object]) -> None:  # type: ignore[no-untyped-def]
