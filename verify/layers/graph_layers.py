@@ -156,6 +156,7 @@ class _Cutter:
     def layers(self) -> GraphLayers:
         """See `GraphLayers.of`."""
         index, last = self._index, self._index.number_of_layers - 1
+        self._move_late(NO_LAYER)
         several = self._crossing(NO_LAYER)
         cuts = [self._cut(after) for after in range(NO_LAYER, last)]
         entries = dict(enumerate(cuts))
@@ -184,6 +185,7 @@ class _Cutter:
             NotLayered: there is none.
         """
         index = self._index
+        self._move_late(part)
         crossing = self._crossing(part)
         if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(EMBEDS, ())} == {0}:
             return EMBEDS
@@ -197,6 +199,16 @@ class _Cutter:
             f"layer {part + 1} reads {len(crossing)} values of {_part_name(part, index.number_of_layers)}"
             + (f", first `{min(crossing)}`" if crossing else "")
         )
+
+    def _move_late(self, part: int) -> None:
+        """Moves nodes that only later layers read into the next one: what a layer hands on without its own weights."""
+        index = self._index
+        for at in reversed(self._nodes(part)):
+            names = set(index.nodes[at].output)
+            readers = {self._part[reader] for name in names for reader in index.readers.get(name, ())}
+            own = part != NO_LAYER or names <= index.token_values
+            if own and readers and min(readers) > part + 1 and not names & set(index.outputs):
+                self._move({at}, part + 1)
 
     def _crossing(self, part: int) -> set[str]:
         """Values of a part that the next layer reads; of the first part, those that depend on tokens.
@@ -239,7 +251,7 @@ class _Cutter:
         """The hidden state after the last layer: computed as in another layer, or before weights of no layer."""
         index = self._index
         values, _ = forms_of([index.nodes[at] for at in self._nodes(last)], self._sources.of(last, entry))
-        alike = [name for name, form in values.items() if form in known]
+        alike = [name for name, form in values.items() if form in known and index.readers.get(name)]
         if len(alike) == 1:
             self._move(self._after_exit(last, alike[0]), last + 1)
             return alike[0]

@@ -127,11 +127,11 @@ def head_is_embedding(model: onnx.ModelProto, folder: Path) -> bool:
     return True
 
 
-def flip_bit(bit: int) -> Surgery:
+def flip_bit(bit: int, layer: int = 1) -> Surgery:
     """Flips one bit of one weight in the folder's file, not in the graph."""
 
     def apply(model: onnx.ModelProto, folder: Path) -> bool:
-        name = weight_names(model, ATTENTION_OUT.format(1))[0]
+        name = weight_names(model, ATTENTION_OUT.format(layer))[0]
         tensor = read_header(folder / "model.safetensors").tensors[name]
         with open(folder / "model.safetensors", "r+b") as file:
             file.seek(tensor.offset + 40 + bit // 8)
