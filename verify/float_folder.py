@@ -15,10 +15,11 @@ from llmconv.verify.folder_audits import audit_folder, read_all, read_none
 from llmconv.verify.folder_comparison import Compared, compare_half_precision
 from llmconv.verify.layers.induction import Induction
 from llmconv.verify.layers.statements import statements, unseen_of
+from llmconv.verify.layers.whole_graph import why_not_opened
 from llmconv.verify.method import STRUCTURE, Method, Plan, holds_one_layer, planned
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Report
+from llmconv.verify.results.report import Check, Report
 from llmconv.verify.verification import Checking, Session
 
 WITHOUT_NUMBERS = ("numbers: no graph was run", "weights that were changed since")
@@ -70,6 +71,7 @@ class FloatFolder:
         if plan.induction:
             self.report.odd_layers = plan.induction.odd_layers()
             yield plan.induction.checks(alone=True)
+        yield self._opened()
         files = self.verified, self.reference, self.report
         yield from audit_folder(*files, allow_changed=self.allow_changed, reads=read_none)
         self.report.statements = statements(plan.induction, self.report, None) if plan.induction else []
@@ -82,6 +84,7 @@ class FloatFolder:
         report.odd_layers = induction.odd_layers()
         report.notes += [f"{text}; it is a class of its own" for text in report.odd_layers.values()]
         yield induction.checks(alone=False)
+        yield self._opened()
         reads = read_all if induction.runs_all else induction.runs_weight
         yield from audit_folder(self.verified, self.reference, report, allow_changed=self.allow_changed, reads=reads)
         layered = holds_one_layer(self.verified, self.reference) if low_memory is None else low_memory
@@ -90,6 +93,12 @@ class FloatFolder:
         report.unseen += unseen_of(induction)
         report.statements = statements(induction, report, comparison.drift)
         return found
+
+    def _opened(self) -> list[Check]:
+        """A failed check for each graph that onnxruntime does not open; no cut hides what is wrong with the whole."""
+        models, settings = self.verified.models, self.session.settings
+        problems = {name: why_not_opened(model, settings) for name, model in models.items()}
+        return [Check("structure", name, "", verdict="fail", detail=text) for name, text in problems.items() if text]
 
     def _comparison(self, layered: bool, induction: Induction | None = None) -> Compared:
         options = self.report, self.session.selection, self.code

@@ -79,8 +79,9 @@ class Compared:
             dtype: of the noise (default: that of the graphs).
             is_half: the graphs round to half precision: original weights and settings only, calmest rows if routed.
         """
-        verified = self.induction.shortened(self.verified) if self.induction else self.verified
-        opener = self._opener()
+        verified, opener = self.verified, self._opener()
+        if self.induction:
+            verified = self.induction.shortened(verified)
         graphs = yield from open_graphs(opener, verified.path, verified.entries, verified.settings)
         if not graphs:
             return known, verified

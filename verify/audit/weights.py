@@ -170,8 +170,8 @@ def _audit(tensor: onnx.TensorProto, source: WeightSource) -> tuple[str, str]:
         return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are not a tensor"
     if named and named != reference_name(bound, source.reference) and _is_another(source, named, bound):
         return named, f"`{tensor.name}` maps the bytes of `{bound}`"
-    if named and (problem := _layout_problem(tensor, source, bound)):
-        return named, problem
+    if problem := _layout_problem(tensor, source, bound):
+        return named or bound, problem
     if not named and _differ(source, bound, bound):
         return bound, f"`{tensor.name}` maps `{bound}`, whose values differ from the reference"
     if named and not source.in_place:
