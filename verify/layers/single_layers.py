@@ -188,7 +188,7 @@ class ExpectedLayers:
     """
 
     def __init__(self, runs: LayerRuns, dtype: str) -> None:
-        self._runs, self._floor = runs, NoiseFloor(dtype)
+        self._runs, self._floor = runs, NoiseFloor(dtype, runs.last.shape[-1])
         self._cached = [rows_of(step, runs.call.known) for step in runs.steps]
 
     def hidden(self, name: str, *, before: bool = False) -> ExpectedOutput:

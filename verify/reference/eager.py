@@ -81,7 +81,7 @@ class Eager:
         self._run: set[str] = set()
         self._rounded_model, self._rounded = self._open(dtype)
         self._model, self._exact = self._open("float64")
-        self._floor = NoiseFloor(dtype)
+        self._floor = NoiseFloor(dtype, self.width)
         self._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else GARBAGE
         self._virtual = self._first_position = 0
 
@@ -102,7 +102,7 @@ class Eager:
         other = copy(self)
         other.dtype, other._variants, other._kept = dtype, {}, ({} if self._kept is not None else None)
         other._rounded_model, other._rounded = other._open(dtype)
-        other._floor = NoiseFloor(dtype)
+        other._floor = NoiseFloor(dtype, self.width)
         others = GARBAGE_AFTER_FLOAT16 if self.dtype == "float16" else GARBAGE
         other._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else others
         if self._kept is not None:
@@ -117,7 +117,7 @@ class Eager:
             start: returns the keys and values of the prefix for a runner.
         """
         other = copy(self)
-        other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
+        other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype, self.width)
         other._steps = {}
         other._virtual, other._first_position = entry.length, entry.first_position
         runners = [
@@ -168,6 +168,11 @@ class Eager:
             new, past = step.logits[:, -1].argmax(axis=-1)[:, None], step.present
             ids = np.concatenate([ids, new], axis=1)
         return ids
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden state."""
+        return int(getattr(self._model.config, "hidden_size", 0) or 0)
 
     def rotary_frequencies(self) -> list[tuple[Array, float]]:
         """Rotary frequencies, float32 [head_dim / 2], each with the factor of its cosines and sines."""
