@@ -91,6 +91,7 @@ class Compared:
         comparison = FolderComparison(eager, *files, self.selection, self.report, opener, *kinds)
         yield from comparison.checks(graphs)
         if self.induction:
+            eager.release()
             yield from self._single_layers(eager.dtype).checks()
         return eager, verified
 

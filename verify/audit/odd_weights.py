@@ -6,6 +6,7 @@ A graph and the eager model agree on their results, whatever the graph computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,14 +15,17 @@ from llmconv.tensors import Array, LazyTensor
 NAMED = 3
 """Maximum number of tensors that a note names."""
 MATRIX = 2
+READERS = 2
+"""Threads that read tensors."""
 
 
 def odd_weights(tensors: Mapping[str, LazyTensor]) -> list[str]:
     """A note for each kind of odd tensor; reads the tensors block by block."""
     found: dict[str, list[str]] = {}
-    for name, tensor in tensors.items():
-        for kind in _kinds(tensor):
-            found.setdefault(kind, []).append(name)
+    with ThreadPoolExecutor(READERS) as pool:  # reading and numpy's loops run without the interpreter's lock
+        for name, kinds in zip(tensors, pool.map(lambda tensor: list(_kinds(tensor)), tensors.values()), strict=True):
+            for kind in kinds:
+                found.setdefault(kind, []).append(name)
     return [_note(kind, names) for kind, names in found.items()]
 
 

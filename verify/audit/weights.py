@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from llmconv.verify.results.report import Check
 
 AS_RECORDED = "sha256 as in the manifest"
 """Detail of the check of a file that was read in full and has the recorded sha256."""
+
+READERS = 2
+"""Files that are hashed at a time."""
 
 ByteSpan = tuple[str, int, int]
 """File name, offset and length in bytes."""
@@ -86,13 +90,15 @@ def span_of(tensor: FileTensor) -> ByteSpan:
 
 def audit_files(folder: Path) -> list[Check]:
     """A check for each weight file: its sha256 is the recorded one."""
-    checks = []
-    for name, entry in read_manifest(folder).files.items():
-        path = folder / name
-        if name.endswith(".safetensors") and Path(name).name == name and path.is_file():
-            verdict, detail = _audit_file(path, entry)
-            checks.append(Check("weights", name, "", verdict=verdict, detail=detail))
-    return checks
+    recorded = {
+        name: entry
+        for name, entry in read_manifest(folder).files.items()
+        if name.endswith(".safetensors") and Path(name).name == name and (folder / name).is_file()
+    }
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(_audit_file, (folder / name for name in recorded), recorded.values())
+        results = zip(recorded, found, strict=True)
+        return [Check("weights", name, "", verdict=verdict, detail=detail) for name, (verdict, detail) in results]
 
 
 def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:

@@ -34,6 +34,7 @@ from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, 
 from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
+from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
@@ -94,6 +95,7 @@ class StreamedEager(Eager):
         chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
         for runner in self._precomputed:
             precompute_chains(runner, runner, chains)
+        self.release()
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
@@ -105,6 +107,7 @@ class StreamedEager(Eager):
     def release(self) -> None:
         """Frees matrices that are kept for the next call."""
         self._memory.release()
+        trim()
 
     def facts(self) -> ModelFacts:
         """As `Eager.facts`; of a model of many layers no cache is held, so there are no calls that need one."""

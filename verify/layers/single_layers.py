@@ -11,6 +11,7 @@ tokens after a made-up past.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,6 +115,7 @@ def run_eager(open_model: Callable[[str], StreamedRunner], call: Call, names: Co
     """
     exact, kind = HiddenStates(), getattr(torch, dtype)
     steps = [_run(open_model("float64"), call, names, partial(_with_noise, exact, kind))]
+    gc.collect()  # modules refer to each other
     last = exact.after[list(names)[-1]].to(kind).double()
     rounded = HiddenStates(given=exact.given)
     steps.append(_run(open_model(dtype), call, names, partial(_as_given, rounded), last))

@@ -61,9 +61,9 @@ ULP_SHARE = 0.5
 NORM_SHARE = 1 / 12
 """Lower limit of the noise in units in the last place of float32, by the root of the width.
 
-onnxruntime sums the squares of a norm one by one, torch in blocks: the error of n additions grows with the root of n, and
-the root of the mean halves it. On bfloat16 embeddings of width 8192, the norm of onnxruntime differed by 1.1e-6 of its
-size, that of torch by 6e-8.
+onnxruntime sums the squares of a norm one by one, torch in blocks: the error of n additions grows with the root of n,
+and the root of the mean halves it. On bfloat16 embeddings of width 8192, the norm of onnxruntime differed by 1.1e-6 of
+its size, that of torch by 6e-8.
 """
 
 FEW_ROWS = 64

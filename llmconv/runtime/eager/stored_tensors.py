@@ -20,6 +20,9 @@ ALIGNMENT = 64
 INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Integer types by size in bytes; torch converts these from numpy, unlike bfloat16."""
 
+WIDE = {torch.bfloat16, torch.float32}
+"""Dtypes with so many exponents that a product with a small power of two is exact."""
+
 ScaleFactors = Callable[[str, Sequence[int]], float]
 """The factor of a tensor by its name and shape: a power of two, so that the scaled weight is exact; 1 for unscaled."""
 
@@ -56,8 +59,9 @@ class StoredTensor:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the tensor in memory; scaled, it has float32 at least."""
-        size = self._file.dtype.itemsize if self._factor == 1.0 else max(4, self._file.dtype.itemsize)
+        """Bytes of the tensor in memory; scaled float16 has float32."""
+        unchanged = self._factor == 1.0 or self.dtype in WIDE
+        size = self._file.dtype.itemsize if unchanged else max(4, self._file.dtype.itemsize)
         return self._file.nbytes // self._file.dtype.itemsize * size
 
     def empty(self) -> torch.Tensor:
@@ -66,11 +70,11 @@ class StoredTensor:
         return memory.view(self.dtype).view(self.shape)
 
     def fill(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in its own dtype, in a buffer of that dtype and shape; a scaled tensor in a new one."""
-        if self._factor != 1.0:
+        """The whole tensor in its own dtype, in a buffer of that dtype and shape; scaled float16 in a new one."""
+        if self._factor != 1.0 and self.dtype not in WIDE:
             return self[...]
         read_into(self._file.path, buffer.view(-1).view(torch.uint8).numpy().data, self._file.offset)
-        return buffer
+        return buffer if self._factor == 1.0 else buffer.mul_(self._factor)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start:stop`; a slice of `safe_open` would read the whole tensor."""
