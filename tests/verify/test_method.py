@@ -56,7 +56,7 @@ def test_structure_compares_no_numbers_and_says_so(llama: Path) -> None:
     result = run(llama, "--method", "structure", "--no-record")
     assert result.exit_code == 0, result.output
     assert "PASS by structure" in result.stdout and "not seen: numbers: no graph was run" in result.stdout
-    assert "SHOWN | structure | 4 layers of 1 classes, alike node by node" in result.stdout
+    assert "SHOWN | structure | 4 layers of 1 class, alike node by node" in result.stdout
 
 
 def test_structure_that_is_not_found_is_inconclusive(llama: Path, tmp_path: Path) -> None:
