@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class SparseLlama:
                     file.seek(prod(shape) * size, os.SEEK_CUR)
             file.truncate()
 
-    def _fill(self, file, name: str, count: int) -> None:  # type: ignore[no-untyped-def]
+    def _fill(self, file: BinaryIO, name: str, count: int) -> None:
         """Normal numbers of the size of trained weights; those of norms are around one."""
         generator = np.random.default_rng(len(name) * 7919 + count)
         numbers = generator.standard_normal(min(count, PATTERN), dtype=np.float32)

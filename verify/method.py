@@ -47,12 +47,12 @@ class Method:
 
     @classmethod
     def of(cls, name: str, layers: str | None) -> Method:
-        """The method by the options of the command; `layers` is None for the default."""
+        """The method by the options of the command; `layers` is None for the default, and else means an induction."""
         if name not in METHODS:
             raise UsageProblem(f"unknown method `{name[:40]}`", hint="give `" + "`, `".join(METHODS) + "`")
         if layers is not None and name in (WHOLE, STRUCTURE):
             raise UsageProblem(f"`--layers` does not apply to `--method {name}`", hint="give `--method induction`")
-        return cls(name, LayerChoice(layers) if layers is not None else LayerChoice())
+        return cls(name) if layers is None else cls(INDUCTION, LayerChoice(layers))
 
     @property
     def is_forced(self) -> bool:

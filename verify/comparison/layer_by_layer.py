@@ -48,7 +48,7 @@ from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
-NOTHING_HELD = "with `--low-memory` no cache is held that could be edited or replaced"
+NOTHING_HELD = "`--low-memory` keeps no cache in memory, so none can be edited or replaced"
 
 LEAST_KEPT, LEAST_LOGITS = 1 << 29, 1 << 28
 """Bytes of matrices and of logits that a model of few layers may keep in any case."""
@@ -110,7 +110,7 @@ class StreamedEager(Eager):
         trim()
 
     def facts(self) -> ModelFacts:
-        """As `Eager.facts`; of a model of many layers no cache is held, so there are no calls that need one."""
+        """As `Eager.facts`; calls that edit or replace a cache are left out unless most layers are skipped."""
         facts = super().facts()
         if self._skipped and not facts.keeps_states:
             return replace(facts, parameters=0)  # the smallest limit of synthetic pasts

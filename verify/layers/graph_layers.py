@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,9 @@ from llmconv.verify.layers.forms import Form, Sources, forms_of, tensor_form
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
 
 EMBEDS = "inputs_embeds"
+
+TRIED = 64
+"""Nodes that are tried as the last before a cut: those after it, such as parts of a norm without weights, are few."""
 
 
 class LayerForm(NamedTuple):
@@ -149,6 +152,9 @@ class _Cutter:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._part = list(index.layers)
+        self._members: dict[int, set[int]] = defaultdict(set)
+        for at, part in enumerate(self._part):
+            self._members[part].add(at)
         self._sources = LayerSources(
             index, [node for node, layer in zip(index.nodes, self._part, strict=True) if layer == NO_LAYER]
         )
@@ -176,7 +182,7 @@ class _Cutter:
         return found
 
     def _nodes(self, part: int) -> tuple[int, ...]:
-        return tuple(at for at, mine in enumerate(self._part) if mine == part)
+        return tuple(sorted(self._members[part]))
 
     def _cut(self, part: int) -> str:
         """The one value through which the next layer depends on a part; nodes after it move into that layer.
@@ -189,16 +195,27 @@ class _Cutter:
         crossing = self._crossing(part)
         if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(EMBEDS, ())} == {0}:
             return EMBEDS
-        for at in reversed(self._nodes(part)):
+        for at in self._before(part, crossing)[:TRIED]:
             for name in index.nodes[at].output:
                 after = self._after(part, name)
-                if crossing <= {name, *(out for one in after for out in index.nodes[one].output)} and crossing:
+                if crossing <= {name, *(out for one in after for out in index.nodes[one].output)}:
                     self._move(after, part + 1)
                     return str(name)
         raise NotLayered(
             f"layer {part + 1} reads {len(crossing)} values of {_part_name(part, index.number_of_layers)}"
             + (f", first `{min(crossing)}`" if crossing else "")
         )
+
+    def _before(self, part: int, crossing: Collection[str]) -> list[int]:
+        """Nodes of a part that one of the crossing values needs, the last first: each cut is one of them."""
+        index, found = self._index, set[int]()
+        open_names = [min(crossing)] if crossing else []
+        while open_names:
+            at = index.producers.get(open_names.pop())
+            if at is not None and at not in found and self._part[at] == part:
+                found.add(at)
+                open_names += index.reads[at]
+        return sorted(found, reverse=True)
 
     def _move_late(self, part: int) -> None:
         """Moves nodes that only later layers read into the next one: what a layer hands on without its own weights."""
@@ -245,6 +262,8 @@ class _Cutter:
 
     def _move(self, nodes: Collection[int], part: int) -> None:
         for at in nodes:
+            self._members[self._part[at]].discard(at)
+            self._members[part].add(at)
             self._part[at] = part
 
     def _last_exit(self, last: int, entry: str, known: set[Form]) -> str:
@@ -269,9 +288,9 @@ class _Cutter:
         return set(self._nodes(last)) - needed
 
     def _before_shared_weights(self, last: int) -> str:
-        index, after, computed = self._index, set[int](), set[str]()
+        index, after, computed = self._index, set[int](), self._outer_weights()
         for at in self._nodes(last):
-            if index.reads[at] & computed or any(self._is_outer_weight(name) for name in index.reads[at]):
+            if index.reads[at] & computed:
                 after.add(at)
                 computed.update(index.nodes[at].output)
         self._move(after, last + 1)
@@ -280,19 +299,15 @@ class _Cutter:
             raise NotLayered(f"the part after the layers reads {len(crossing)} values of layer {last}")
         return crossing.pop()
 
-    def _is_outer_weight(self, name: str) -> bool:
-        """Whether a value is a stored weight outside the layers, or computed from one alone."""
+    def _outer_weights(self) -> set[str]:
+        """Stored weights outside the layers, and what is computed from them before the layers without tokens."""
         index = self._index
-        tensor = index.initializers.get(name)
-        if tensor is not None:
-            return index.layer_of_weight(name) == NO_LAYER and len(tensor.dims) > 0 and bool(tensor.external_data)
-        at = index.producers.get(name)
-        return (
-            at is not None
-            and self._part[at] == NO_LAYER
-            and name not in index.token_values
-            and any(self._is_outer_weight(one) for one in index.reads[at])
-        )
+        stored = {name for name, tensor in index.initializers.items() if tensor.external_data and len(tensor.dims) > 0}
+        found = {name for name in stored if index.layer_of_weight(name) == NO_LAYER}
+        for at in self._nodes(NO_LAYER):
+            if index.reads[at] & found:
+                found |= set(index.nodes[at].output) - index.token_values
+        return found
 
     def _constants_of(self, part: int) -> set[int]:
         """Nodes before the layers that compute constants from weights, such as casts, for one later part only."""

@@ -48,7 +48,7 @@ class LayerChoice:
     def __post_init__(self) -> None:
         if self.text not in (ALL, CLASSES) and self._count < 1:
             raise UsageProblem(
-                f"`{self.text[:40]}` is no choice of layers", hint="give `all`, `classes` or `sampled:K`, K at least 1"
+                f"`{self.text[:40]}` names no layers", hint="give `all`, `classes` or `sampled:K`, K at least 1"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import onnx
 
@@ -52,15 +53,21 @@ def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
 
 def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
     """The cache of a kept layer for each removed one whose shape is read: one with the same declared shape."""
-    past = {name: port for name, port in layers.index.inputs.items() if is_past(name)}
+    index, outside = layers.index, {*layers.prologue, *layers.epilogue}
+    past = {name: _type_of(port) for name, port in index.inputs.items() if is_past(name)}
+    alike = {kind: name for name, kind in reversed(past.items()) if layer_of(name) in kept}
     found: dict[str, str] = {}
-    for name in (name for name in past if layer_of(name) not in kept):
-        alike = [one for one in past if layer_of(one) in kept and past[one].type == past[name].type]
-        read = any(at in layers.prologue or at in layers.epilogue for at in layers.index.readers.get(name, ()))
-        if read and not alike:
+    for name, kind in past.items():
+        if layer_of(name) in kept:
+            continue
+        if kind not in alike and outside & set(index.readers.get(name, ())):
             raise NotLayered(f"the shape of `{name}` is that of no other cache")
-        found |= {name: alike[0]} if alike else {}
+        found |= {name: alike[kind]} if kind in alike else {}
     return found
+
+
+def _type_of(port: onnx.ValueInfoProto) -> bytes:
+    return bytes(port.type.SerializeToString(deterministic=True))
 
 
 def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
@@ -81,7 +88,8 @@ def _inner_names(model: onnx.ModelProto) -> set[str]:
     return {name for node in model.graph.node if node.attribute for name in values_read_by(node)}
 
 
-def _replace(field, items: Iterable[object]) -> None:  # type: ignore[no-untyped-def]
+def _replace(field: Any, items: Iterable[Any]) -> None:
+    """Replaces the content of a repeated protobuf field."""
     copies = list(items)
     del field[:]
     field.extend(copies)

@@ -23,7 +23,7 @@ def layer_names(model: torch.nn.Module, count: int, layer_list: str) -> tuple[st
         layer_list: name of the list of layers in the names of weights, such as `model.layers.`.
 
     Raises:
-        NotLayered: the model has no list of so many layers.
+        NotLayered: the model has no list of `count` layers.
     """
     lists: dict[str, list[str]] = {}
     for name in layer_modules(model):

@@ -21,7 +21,7 @@ INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Integer types by size in bytes; torch converts these from numpy, unlike bfloat16."""
 
 WIDE = {torch.bfloat16, torch.float32}
-"""Dtypes with so many exponents that a product with a small power of two is exact."""
+"""Dtypes with the exponent range of float32: scaling by a small power of two is exact."""
 
 ScaleFactors = Callable[[str, Sequence[int]], float]
 """The factor of a tensor by its name and shape: a power of two, so that the scaled weight is exact; 1 for unscaled."""

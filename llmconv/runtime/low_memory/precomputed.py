@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir, mkstemp
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import finalize
 
 import numpy as np
@@ -85,6 +85,7 @@ class SpilledArray:
         return self.file.get(self)
 
 
+@runtime_checkable
 class KeyedCache(Cache, Protocol):
     """A cache that a key describes completely: equal keys, equal content."""
 
@@ -255,9 +256,9 @@ class PrecomputedRunner(Runner):
             LlmconvError: the error of the call.
         """
         call = PlannedCall(input_ids, attention_mask, position_ids)
-        if past is not None and not hasattr(past, "key"):
+        if past is not None and not isinstance(past, KeyedCache):
             return self._run_all([replace(call, past=past)])[0]
-        return self._kept_call(past, call).step()  # type: ignore[arg-type]
+        return self._kept_call(past, call).step()
 
     def present(self, past: KeyedCache | None, call: RunnerCall) -> SpilledCache:
         """The cache after a call; arguments as for `prefill`.

@@ -164,7 +164,7 @@ def _needed(model: onnx.ModelProto, roots: Collection[str], given: Collection[st
     """The nodes that values depend on, in order, without those that compute given values."""
     makers = {name: at for at, node in enumerate(model.graph.node) for name in node.output}
     if missing := [name for name in roots if name not in makers]:
-        raise NoPlace(f"`{missing[0]}` is no longer computed")
+        raise NoPlace(f"`{missing[0]}` has no node that computes it")
     ports = {port.name for port in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
     found, waiting = set[int](), list(roots)
     while waiting:

@@ -25,7 +25,7 @@ def planned_with(budget: Budget) -> Planned:
 
 
 def run(rows: Paced[Scenario], clock: FakeClock, per_token: float) -> list[str]:
-    """Names of the scenarios that run if each token takes so many seconds."""
+    """Names of the scenarios that run if each token takes `seconds`."""
     names = []
     for scenario, chains in rows:
         names.append(scenario.name)
