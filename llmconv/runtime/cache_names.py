@@ -50,6 +50,12 @@ def past_of(present: str) -> str:
     return f"{past}.{rest}"
 
 
+def present_of(past: str) -> str:
+    """The output of a cache input: `present_conv.3` for `past_conv.3`."""
+    prefix, _, rest = past.partition(".")
+    return f"{_PREFIXES[prefix]}.{rest}"
+
+
 def is_state(name: str) -> bool:
     """Whether the name is a state of fixed size, that is, neither keys nor values."""
     return CACHE_NAME.match(name) is not None and not name.startswith(("past_key_values.", "present."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,9 +196,12 @@ class _Cutter:
         crossing = self._crossing(part)
         if part == NO_LAYER and not crossing and {self._part[at] for at in index.readers.get(EMBEDS, ())} == {0}:
             return EMBEDS
+        nodes = self._nodes(part)
+        own = {name for at in nodes for name in index.nodes[at].output}
+        own = own & index.token_values if part == NO_LAYER else own
         for at in self._before(part, crossing)[:TRIED]:
             for name in index.nodes[at].output:
-                after = self._after(part, name)
+                after = self._after(nodes[bisect_right(nodes, at) :], name, own)
                 if crossing <= {name, *(out for one in after for out in index.nodes[one].output)}:
                     self._move(after, part + 1)
                     return str(name)
@@ -245,16 +249,13 @@ class _Cutter:
                 found.add(name)
         return found
 
-    def _after(self, part: int, value: str) -> set[int]:
-        """Nodes of a part that depend on a value; empty if one of them also depends on another value with tokens."""
+    def _after(self, nodes: Sequence[int], value: str, own: Collection[str]) -> set[int]:
+        """Those nodes that depend on a value; empty if one of them also depends on another of the part's `own`."""
         index, found = self._index, set[int]()
         computed = {value}
-        others = {name for at in self._nodes(part) for name in index.nodes[at].output}
-        if part == NO_LAYER:
-            others &= index.token_values
-        for at in self._nodes(part):
+        for at in nodes:
             if index.reads[at] & computed:
-                if index.reads[at] & others - computed:
+                if any(name in own and name not in computed for name in index.reads[at]):
                     return set()
                 found.add(at)
                 computed.update(index.nodes[at].output)

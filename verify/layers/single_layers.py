@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import torch
 
-from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of
+from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
@@ -91,12 +91,6 @@ def made_up_call(graph: GraphLayers, vocab_size: int) -> Call:
         mask[PADDED, :PAST] = 0
         past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
     return Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
-
-
-def present_of(past: str) -> str:
-    """The output of a cache input."""
-    prefix, _, rest = past.partition(".")
-    return f"{'present' if prefix == 'past_key_values' else prefix.replace('past', 'present')}.{rest}"
 
 
 def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -232,7 +233,8 @@ def _bytes(item: onnx.NodeProto | onnx.TensorProto) -> bytes:
     return bytes(item.SerializeToString(deterministic=True))
 
 
-def _replace(field, items: Iterable[object]) -> None:  # type: ignore[no-untyped-def]
-    copies = [type(item).FromString(item.SerializeToString()) for item in items]  # type: ignore[attr-defined]
+def _replace(field: Any, items: Iterable[Any]) -> None:
+    """Replaces the content of a repeated protobuf field, which may own the items."""
+    copies = [type(item).FromString(item.SerializeToString()) for item in items]
     del field[:]
     field.extend(copies)

@@ -16,6 +16,7 @@ from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import Cache, Step, default_positions
 from llmconv.tensors import Array
+from tests.builders.layered_models import LAYERED
 from tests.conftest import CONFIGS, DECODER, save_tiny
 
 MORE: dict[str, dict[str, Any]] = {
@@ -30,19 +31,7 @@ MORE: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_n_groups": 1,
     },
-    "gemma3n_text": {
-        **DECODER,
-        "head_dim": 16,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 96,
-        "hidden_size_per_layer_input": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 8,
-        "altup_num_inputs": 2,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [96] * 4,
-    },
+    "gemma3n_text": LAYERED["gemma3n_text"],
     "zamba2": {
         **DECODER,
         "layers_block_type": ["mamba", "hybrid"] * 2,

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
+from onnx import helper, numpy_helper
 from safetensors.torch import load_file, save_file
 
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
 from llmconv.verify.layers.induction import LayerChoice
-from llmconv.verify.layers.layer_checks import Drift
+from llmconv.verify.layers.layer_checks import NAME, Drift
 from llmconv.verify.layers.statements import statements
 from llmconv.verify.report.files import write_report
 from tests.builders.layered_models import LAYERED, change_layer, load, rename, save, save_layered, shuffle
@@ -104,6 +106,24 @@ def test_a_changed_node_fails_in_its_layer_and_is_named(copied: Layered, layered
     report = inducted(folder, reference=layered("llama"), allow_changed=True)
     assert report.verdict == "fail" and report.where
     assert report.where.layer == 2 and node in report.where.text
+
+
+def test_a_past_that_comes_back_changed_fails_in_its_layer(copied: Layered, layered: Layered) -> None:
+    folder = copied("llama")
+    model = load(folder)
+    joined = next(
+        node for node in model.graph.node if "past_key_values.2.key" in node.input and node.op_type == "Concat"
+    )
+    at = list(model.graph.node).index(joined)
+    joined.input[list(joined.input).index("past_key_values.2.key")] = "changed"
+    scale = numpy_helper.from_array(np.array(1.001, np.float32), "scale")
+    model.graph.initializer.append(scale)
+    model.graph.node.insert(at, helper.make_node("Mul", ["past_key_values.2.key", "scale"], ["changed"]))
+    save(model, folder)
+    report = inducted(folder, reference=layered("llama"), allow_changed=True)
+    failed = [check for check in report.checks if check.verdict == "fail" and check.name == NAME]
+    assert {check.output for check in failed if "the past differs" in check.detail} == {"present.2.key"}
+    assert report.where and report.where.layer == 2
 
 
 def test_exchanged_weights_of_two_layers_are_named(copied: Layered, layered: Layered) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+import torch
+from onnx import TensorProto, helper
 
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import with_checked_noise
@@ -148,3 +151,40 @@ def test_a_fault_fails_also_with_another_order() -> None:
     doubted = replace(truth, others=[lambda: output])
     wrong = truth.exact + 10 * (output - truth.exact)
     assert not with_checked_noise(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)
+
+
+def norm_in_onnxruntime(states: Array) -> Array:
+    """The RMS norm of rows [rows, width] without weights, by onnxruntime."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, states.shape) for name in ("x", "y")]
+    ones = helper.make_tensor("w", TensorProto.FLOAT, [states.shape[1]], np.ones(states.shape[1], np.float32))
+    node = helper.make_node("RMSNormalization", ["x", "w"], ["y"], epsilon=1e-6)
+    graph = helper.make_graph([node], "norm", ports[:1], ports[1:], [ones])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found: Array = session.run(None, {"x": states})[0]
+    return found
+
+
+def norm_in_torch(states: torch.Tensor) -> torch.Tensor:
+    """The same by torch, in the dtype of the rows."""
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize(("width", "passes"), [(0, False), (8192, True)])
+def test_the_noise_of_wide_models_includes_that_of_a_norm_in_onnxruntime(width: int, passes: bool) -> None:
+    """Without it, a correct graph of a bfloat16 model of width 8192 fails."""
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.randn(33, 8192, generator=generator) * 0.02).bfloat16().float()
+    exact, rounded = norm_in_torch(states.double()).numpy()[None], norm_in_torch(states).numpy()[None]
+    truth = NoiseFloor("float32", width).truth("hidden state", exact, rounded, np.ones((1, 33), dtype=bool))
+    assert measure(truth, norm_in_onnxruntime(states.numpy())[None]).passes(GATE) is passes
+
+
+def test_the_noise_of_a_wide_model_does_not_hide_a_wrong_epsilon() -> None:
+    """A hidden state of the size of trained embeddings, and an epsilon of 1e-5 for 1e-6."""
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.randn(33, 8192, generator=generator) * 0.02).bfloat16().float()
+    exact, rounded = norm_in_torch(states.double()).numpy()[None], norm_in_torch(states).numpy()[None]
+    truth = NoiseFloor("float32", 8192).truth("hidden state", exact, rounded, np.ones((1, 33), dtype=bool))
+    other = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert measure(truth, other.numpy()[None]).sigma > 1000
