@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.generation.chat.reused_cache import PrefixCache
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
@@ -41,6 +42,7 @@ class LoopEngine:
         decode: Decode,
         cache: PrefixCache | None = None,
         most: int = 0,
+        inputs: Sequence[GivenInputs] = (),
     ) -> Generator[TextPiece]:
         """Continues a batch by greedy search or sampling.
 
@@ -51,9 +53,10 @@ class LoopEngine:
             decode: tokens to text.
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
+            inputs: values of extra inputs, for each prompt; empty if none are given.
         """
-        given = enumerate(zip(prompts, limits, strict=True))
-        rows = [self._row(index, prompt, limit, settings, decode) for index, (prompt, limit) in given]
+        given = enumerate(zip(prompts, limits, inputs or [None] * len(prompts), strict=True))
+        rows = [self._row(index, prompt, limit, settings, decode, one) for index, (prompt, limit, one) in given]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)
         if not batch.rows:
@@ -70,7 +73,14 @@ class LoopEngine:
             if cache and len(rows) == 1:
                 cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
 
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+    def beams(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        count: int,
+        inputs: GivenInputs | None = None,
+    ) -> Sequence[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
 
         Args:
@@ -78,6 +88,7 @@ class LoopEngine:
             limit: maximum number of new tokens.
             settings: include the number of beams.
             count: number of continuations.
+            inputs: values of extra inputs.
         """
         if not limit:
             return [[]] * count
@@ -87,12 +98,19 @@ class LoopEngine:
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
+        return search(GraphModel(self.runner, self.positions, vocabulary, inputs), prompt, limit, settings, count)
 
     @staticmethod
-    def _row(index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings, decode: Decode) -> Row:
+    def _row(
+        index: int,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        decode: Decode,
+        inputs: GivenInputs | None,
+    ) -> Row:
         if not settings.needs_processors:
-            return Row(index, prompt, limit, settings, decode)
+            return Row(index, prompt, limit, settings, decode, inputs=inputs)
         from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
 
-        return Row(index, prompt, limit, settings, decode, processor(settings, len(prompt), limit))
+        return Row(index, prompt, limit, settings, decode, processor(settings, len(prompt), limit), inputs)

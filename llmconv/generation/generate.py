@@ -10,6 +10,7 @@ from llmconv.argument_checks import OWN, checked, require_least
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
+from llmconv.generation.given_inputs import RequestInputs
 from llmconv.generation.model import TextModel, open_model
 from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
 from llmconv.generation.row import TextPiece
@@ -23,6 +24,10 @@ NEW_TOKENS = 64
 OnPiece = Callable[[TextPiece], object]
 Prompts = Annotated[str | Sequence[PromptContent], OWN]
 """Validated by `contents_of`."""
+
+
+GivenToPrompts = Annotated[Sequence[RequestInputs], OWN]
+"""Validated by `GivenInputs.of`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     *,
     backend: str = "onnx",
     batch_size: int = BATCH_SIZE,
+    inputs: GivenToPrompts | None = None,
     wording: Wording | None = None,
     session: SessionSettings | None = None,
     on_piece: OnPiece | None = None,
@@ -91,6 +97,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
         prompts: texts, or chats as lists of messages; or a single text or chat.
         backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
         batch_size: number of prompts per batch.
+        inputs: values of the model's extra inputs, by name, for each prompt: `[{"token_type_ids": [0, 0, 1]}]`; others
+            have their defaults.
         wording: chat template and prefix of all prompts.
         session: session settings of onnxruntime.
         on_piece: called with every piece of text.
@@ -100,8 +108,9 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
         options: fields of `GenerationSettings`; they replace those of `generation_config.json`.
 
     Raises:
-        InputRefused: no tokenizer, no graphs, or a prompt without tokens or longer than the context.
-        UsageProblem: no prompt, an unknown backend, or an unknown or invalid option.
+        InputRefused: no tokenizer, no graphs, a prompt without tokens or longer than the context, or a value that does
+            not fit an extra input.
+        UsageProblem: no prompt, another number of inputs, an unknown backend, or an unknown or invalid option.
     """
     contents = contents_of(prompts)
     require_least(batch_size, 1, "batch_size")
@@ -109,7 +118,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, device=device, dtype=dtype)
     wording = wording or Wording()
     settings = settings_for(opened, wording, options)
-    done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))
+    options = {"wording": wording, "batch_size": batch_size, "on_piece": on_piece}
+    done = list(run_batches(opened, contents, settings, inputs=inputs, **options))
     completions = [completion for batch, _ in done for completion in batch]
     return Generation(completions, opened.backend, [cost for _, cost in done])
 
@@ -133,6 +143,7 @@ def run_batches(
     prompts: Sequence[PromptContent],
     settings: GenerationSettings,
     *,
+    inputs: GivenToPrompts | None = None,
     wording: Wording | None = None,
     batch_size: int = BATCH_SIZE,
     skip: int = 0,
@@ -144,22 +155,26 @@ def run_batches(
         model: continues the prompts.
         prompts: texts and chats.
         settings: how tokens are picked.
+        inputs: values of extra inputs for each prompt, see `generate`.
         wording: chat template and prefix of all prompts.
         batch_size: prompts per batch; fewer if the graphs are smaller.
         skip: number of prompts at the start that are finished already.
         on_piece: called with every piece of text.
 
     Raises:
-        InputRefused: a prompt has no tokens or is longer than the context; raised before anything runs.
+        InputRefused: a prompt has no tokens or is longer than the context, or a value does not fit an extra input;
+            raised before anything runs.
     """
     wording = wording or Wording()
     ids = [wording.encode(model, prompt) for prompt in prompts]
     model.limits(ids, settings)
+    model.require_inputs(ids, inputs)
     shared = SharedPrefix(shared_start(ids), model.positions) if wording.prompt_prefix and len(ids) > 1 else None
     size = min(batch_size, model.sequences or batch_size)
     for start in range(skip, len(prompts), size):
         part = slice(start, start + size)
-        yield _run_batch(model, prompts[part], ids[part], settings, shared, _numbered(on_piece, start))
+        given = inputs[part] if inputs else None
+        yield _run_batch(model, prompts[part], ids[part], settings, shared, _numbered(on_piece, start), given)
 
 
 def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
@@ -176,10 +191,11 @@ def _run_batch(
     settings: GenerationSettings,
     shared: SharedPrefix | None,
     on_piece: OnPiece | None,
+    inputs: GivenToPrompts | None,
 ) -> tuple[list[Completion], GenerationCost]:
     meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
     growing = [_GrowingText() for _ in prompts]
-    for piece in model.stream(ids, settings, shared):
+    for piece in model.stream(ids, settings, shared, inputs=inputs):
         one = growing[piece.index]
         one.text.append(piece.text)
         one.finish = piece.finish

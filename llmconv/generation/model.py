@@ -15,6 +15,7 @@ from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat
 from llmconv.generation.engine import LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
@@ -157,6 +158,7 @@ class TextModel:
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        inputs: Sequence[RequestInputs] | None = None,
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -167,25 +169,54 @@ class TextModel:
                 the stream ends; or a `SharedPrefix`.
             most: maximum number of prompt tokens per step; 0 for all. Each step but the last then yields an empty
                 piece.
+            inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
+                with values neither use nor change `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, or a value does not fit an extra input.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
         settings = self.defaults if settings is None else require_settings(settings)
-        limits = self.limits(prompts, settings)
+        limits, given = self.limits(prompts, settings), self._given(prompts, inputs)
         if settings.num_beams > 1:
-            return self._search(prompts, limits, settings)
-        return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+            return self._search(prompts, limits, settings, given)
+        if not given:
+            return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        require_together(given, self.runner.extra_inputs)
+        return self._engine.grow(prompts, limits, settings, self.decode, None, most, given)
+
+    def require_inputs(self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None) -> None:
+        """Checks values of extra inputs, one mapping for each prompt, see `stream`.
+
+        Raises:
+            InputRefused: a value does not fit an extra input.
+            UsageProblem: there are more or fewer mappings than prompts.
+        """
+        self._given(prompts, inputs)
+
+    def _given(self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None) -> list[GivenInputs]:
+        """The values of extra inputs for each prompt; empty if no prompt has any."""
+        if inputs is not None and not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
+            count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+        known = {} if self.engine else self.runner.extra_inputs
+        several = zip(prompts, inputs or [], prompt_names(len(prompts)), strict=False)
+        found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+        return found if any(one.values for one in found) else []
 
     def _search(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        given: Sequence[GivenInputs],
     ) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known."""
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        several = zip(prompts, limits, given or [None] * len(prompts), strict=True)
+        for index, (prompt, limit, inputs) in enumerate(several):
             row = Row(index, prompt, limit, settings, self.decode)
-            yield from _pieces(row, self._engine.beams(prompt, limit, settings, 1)[0])
+            yield from _pieces(row, self._engine.beams(prompt, limit, settings, 1, inputs)[0])
 
     def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first.
@@ -210,8 +241,8 @@ class TextModel:
         Raises:
             InputRefused: a prompt is empty, or too long for the context.
         """
-        names = ["the prompt"] if len(prompts) == 1 else [f"prompt {at}" for at in range(1, len(prompts) + 1)]
-        return [self._limit(name, len(prompt), settings) for name, prompt in zip(names, prompts, strict=True)]
+        named = zip(prompt_names(len(prompts)), prompts, strict=True)
+        return [self._limit(name, len(prompt), settings) for name, prompt in named]
 
     def _limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
         wanted = settings.new_tokens(prompt_tokens)
@@ -230,6 +261,11 @@ class TextModel:
                 hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
             )
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
+
+
+def prompt_names(count: int) -> list[str]:
+    """The names of prompts in messages."""
+    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]
 
 
 def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:

@@ -73,6 +73,7 @@ class PromptRun:
             self.model,
             [prompt.content for prompt in self.prompts],
             self.settings,
+            inputs=[prompt.inputs for prompt in self.prompts],
             wording=self.wording,
             batch_size=self.batch_size,
             skip=self.skipped,

@@ -34,6 +34,12 @@ class Prompt:
     content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The field `inputs`: values of the model's extra inputs by name; empty if it is not an object."""
+        found = self.fields.get("inputs")
+        return found if isinstance(found, dict) else {}
+
 
 def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
     """Prompts of a file: one text per line, one JSON value per line, or one JSON array.
@@ -161,6 +167,11 @@ def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
 def _of_object(name: str, value: Any) -> Prompt:
     """The prompt of a JSON object; `name` is its line or item, for messages."""
     given = value if isinstance(value, dict) else {}
+    if not isinstance(given.get("inputs", ""), dict | str):  # a text is a field of the caller's own
+        raise MalformedInput(
+            f"`inputs` in {name} of the prompts is {kind_of(given['inputs'])}",
+            hint='write {"prompt": "…", "inputs": {"token_type_ids": [0, 0, 1]}}',
+        )
     return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in PROMPT_FIELDS})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.errors import UsageProblem
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
@@ -42,6 +43,7 @@ class Row:
         settings: how new tokens are picked.
         decode: tokens to text.
         processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
+        inputs: values of the model's extra inputs.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Row:
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         processor: Callable[[Array, Array], Array] | None = None,
+        inputs: GivenInputs | None = None,
     ) -> None:
         self.index, self.prompt, self.settings = index, list(prompt), settings
         self.room = limit
+        self.inputs = inputs or GivenInputs(len(prompt))
         self._processor = processor
         self._generator = np.random.default_rng(settings.seed)
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)

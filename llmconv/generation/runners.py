@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from llmconv.errors import UsageProblem
@@ -10,6 +11,7 @@ from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -47,7 +49,8 @@ def load_runner(
         options.refuse()
         if stages:
             return StagedRunner.open(_stages_folder(files), stages, settings)
-        WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
+        settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
+        WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
         return OrtRunner.from_folder(files.folder, settings)
@@ -65,7 +68,15 @@ def load_runner(
         adapter=Path(options.adapter) if options.adapter else None,
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
+        extra_inputs=_extra_inputs(files.folder),
     )
+
+
+def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:
+    """The extra inputs of the model in a folder, from the registry that the exporter also uses."""
+    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - imports torch
+
+    return extra_inputs_of(folder)
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:

@@ -37,6 +37,8 @@ from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_num
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import (
     TorchDispatchMode,
     continues_recurrent_state,
@@ -45,7 +47,7 @@ from llmconv.runtime.library_patches import (
     use_eager_experts,
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
 SMALL_MODEL = 10_000_000
@@ -92,10 +94,12 @@ class EagerRunner(Runner):
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
         skipped: names of layers that are left out, see `skipped_layers`.
+        extra_inputs: extra inputs of the family.
 
     Raises:
         InputRefused: transformers cannot load the folder.
         OutOfMemory: the device has too little memory.
+        UnsupportedInput: the model's `forward` has no parameter of an extra input.
         UsageProblem: torch does not have the device.
     """
 
@@ -111,6 +115,7 @@ class EagerRunner(Runner):
         like: EagerRunner | None = None,
         device: str = "cpu",
         skipped: Collection[str] = (),
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
         self._device, self._skipped = require_device(device), frozenset(skipped)
         transformers_logging.disable_progress_bar()
@@ -126,6 +131,8 @@ class EagerRunner(Runner):
         model = self._model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self._extra_inputs = resolved_inputs(extra_inputs, self.config)
+        require_parameters(model.forward, self._extra_inputs)
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
@@ -239,13 +246,26 @@ class EagerRunner(Runner):
         """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """See `Runner.extra_inputs`."""
+        return self._extra_inputs
+
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
         Raises:
-            UsageProblem: a token is not in the vocabulary.
+            UnsupportedInput: the hook of an extra input returns another shape or dtype.
+            UsageProblem: a token is not in the vocabulary, or a given value is of no extra input or does not fit.
         """
-        return self._run(input_ids, attention_mask, position_ids, past)
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
@@ -254,20 +274,20 @@ class EagerRunner(Runner):
                 hint="the prompt was encoded by the tokenizer of another model",
             )
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
-        self._require_tokens(input_ids)
-        new_tokens = input_ids.shape[1]
-        all_ids, all_positions = input_ids, position_ids
+    def _run(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        self._require_tokens(call.input_ids)
+        new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
+        whole, all_values = call, values
         if isinstance(past, EagerCache):
-            all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
-            all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
+            whole, all_values = past.continued(call, values, self._extra_inputs)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
-                past, input_ids, position_ids = None, all_ids, all_positions
+                past, call, values = None, whole, all_values
         if past is None:
             reset_dynamic_rope(self.model)
         cache = self._cache(past)
-        logits = self._forward(input_ids, attention_mask, position_ids, cache)
-        return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
+        logits = self._forward(call, cache, values)
+        present = EagerCache(cache, whole.input_ids, whole.position_ids, all_values)
+        return Step(to_numpy(logits)[:, -new_tokens:], present)
 
     def _cache(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
@@ -278,13 +298,14 @@ class EagerRunner(Runner):
             restore(cache, name, torch.from_numpy(array).to(self._device, self.model.dtype))
         return cache
 
-    def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
+    def _forward(self, call: ModelCall, cache: Any, values: Extras) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
+        input_ids, attention_mask = call.input_ids, call.attention_mask
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **values}
         if self.takes_positions:
-            inputs["position_ids"] = position_ids
+            inputs["position_ids"] = call.position_ids
         return self._call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:

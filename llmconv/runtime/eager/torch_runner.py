@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.sources import local_path
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import reset_dynamic_rope
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
 
 
@@ -60,6 +62,7 @@ class TorchRunner(EagerRunner):
         adapter: folder of a PEFT adapter, which is applied without merging.
         threads: number of torch threads in this process; 0 for no change.
         device: torch's name of the device.
+        extra_inputs: extra inputs of the family.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -76,8 +79,9 @@ class TorchRunner(EagerRunner):
         adapter: Path | None = None,
         threads: int = 0,
         device: str = "cpu",
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
-        super().__init__(folder, dtype, code=code, device=device)
+        super().__init__(folder, dtype, code=code, device=device, extra_inputs=extra_inputs)
         if threads:
             torch.set_num_threads(threads)
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
@@ -85,15 +89,18 @@ class TorchRunner(EagerRunner):
         if adapter is not None:
             self.model = _with_adapter(self.model, adapter)
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
         cache = past.cache if isinstance(past, TorchCache) else self._cache(past)
-        new, done = input_ids.shape[1], past.length if past else 0
+        values = ExtraValues(self.extra_inputs, extras or {})
+        new, done = call.input_ids.shape[1], past.length if past else 0
         width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
         for start in range(0, new, width):
             at = slice(start, start + width)
-            logits = self._forward(input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at], cache)
+            seen = call.attention_mask[:, : done + min(at.stop, new)]
+            piece = ModelCall(call.input_ids[:, at], seen, call.position_ids[:, at])
+            logits = self._forward(piece, cache, values.of(piece, call, start))
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
 
     def _needs_single_tokens(self, past: Cache) -> bool:
