@@ -19,6 +19,7 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import build, kept_in_float32, load_config, period, refusing, shortened
 from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, find_naming
 from llmconv.progress import say
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE
 
 
@@ -40,6 +41,11 @@ class LanguageModel:
     def embeddings(self) -> int | None:
         """Size of the embeddings that the graphs take instead of tokens; None if they take tokens."""
         return int(self.config.hidden_size) if self.naming else None
+
+    @property
+    def extra_inputs(self) -> dict[str, ExtraInput]:
+        """The extra inputs of its graphs by name, resolved."""
+        return self.input_map.extra_inputs(self.config)
 
     def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
         """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""

@@ -55,7 +55,8 @@ class LoopEngine:
             most: maximum number of prompt tokens per step; 0 for all.
             inputs: values of extra inputs, for each prompt; empty if none are given.
         """
-        given = enumerate(zip(prompts, limits, inputs or [None] * len(prompts), strict=True))
+        values: Sequence[GivenInputs | None] = inputs or [None] * len(prompts)
+        given = enumerate(zip(prompts, limits, values, strict=True))
         rows = [self._row(index, prompt, limit, settings, decode, one) for index, (prompt, limit, one) in given]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)

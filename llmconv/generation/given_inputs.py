@@ -124,9 +124,11 @@ def batch_values(
 def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tuple[int, int], call: ModelCall) -> None:
     """Writes a prompt's value into its row; `prompt` is the range of its columns."""
     inner = [axis for axis in extra.axes if axis != BATCH]
-    target = np.moveaxis(target, extra.axes.index(BATCH), 0)[row] if BATCH in extra.axes else target
+    if BATCH in extra.axes:  # a slice, because an element is not a view
+        target = np.moveaxis(target, extra.axes.index(BATCH), -1)[..., row : row + 1]
+        given = given[..., None]
     starts = {SEQUENCE: call.sizes[PAST], TOTAL: 0}
-    into, source = [slice(None)] * len(inner), [slice(None)] * len(inner)
+    into, source = [slice(None)] * target.ndim, [slice(None)] * target.ndim
     for at, axis in enumerate(inner):
         if axis in starts:
             start, length = starts[str(axis)], target.shape[at]
@@ -137,6 +139,5 @@ def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tup
     tokens = [at for at, axis in enumerate(inner) if axis in starts]
     if extra.repeats and len(tokens) == 1:
         at = tokens[0]
-        start = starts[str(inner[at])]
-        later = np.moveaxis(target, at, 0)[max(prompt[1] - start, 0) :]
+        later = np.moveaxis(target, at, 0)[max(prompt[1] - starts[str(inner[at])], 0) :]
         later[...] = np.moveaxis(given, at, 0)[-1:]

@@ -213,7 +213,8 @@ class TextModel:
         given: Sequence[GivenInputs],
     ) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known."""
-        several = zip(prompts, limits, given or [None] * len(prompts), strict=True)
+        values: Sequence[GivenInputs | None] = given or [None] * len(prompts)
+        several = zip(prompts, limits, values, strict=True)
         for index, (prompt, limit, inputs) in enumerate(several):
             row = Row(index, prompt, limit, settings, self.decode)
             yield from _pieces(row, self._engine.beams(prompt, limit, settings, 1, inputs)[0])
