@@ -79,14 +79,20 @@ def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -
     return values
 
 
-def limits(extra: ExtraInput, call: ModelCall, *, last: bool) -> Array:
-    """The first or the last valid value, everywhere.
+def at_limits(chain: Chain, inputs: Extras, *, last: bool) -> Chain:
+    """The calls with the first or the last valid value of every input that a request may give, everywhere.
 
     Args:
-        extra: the input; a request may give its value.
-        call: the call.
+        chain: the calls.
+        inputs: the extra inputs.
         last: the last one.
     """
+    free = {name: extra for name, extra in inputs.items() if extra.values is not None}
+    values = [{name: _limit(extra, call.tokens, last=last) for name, extra in free.items()} for call in chain]
+    return [replace(call, extras=one) for call, one in zip(chain, values, strict=True)]
+
+
+def _limit(extra: ExtraInput, call: ModelCall, *, last: bool) -> Array:
     assert isinstance(extra.values, int | float)
     whole = extra.dtype != "float32"
     value = (max(extra.values, 1) - 1 if whole else extra.values) if last else 0
