@@ -166,7 +166,7 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     rest = given["strict_target"], quantization, text.sha256 if text else ""
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
     extras = language_model.extra_inputs
-    for option in (name for name in ("prefix", "kv_cache") if given[name]):  # type: ignore[literal-required]
+    for option in (name for name in ("prefix", "kv_cache") if given[name]):
         refuse_option(extras, f"--{option.replace('_', '-')}")
     specs = graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     specs = with_fixed_inputs(specs, extras, clients)

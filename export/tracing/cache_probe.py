@@ -18,7 +18,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer
 from llmconv.export.families import InputMap, Port, decoder_config
-from llmconv.export.tracing.extra_tensors import example_values
+from llmconv.export.tracing.extra_tensors import example_values, fitting
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput
 
 HeadShape = tuple[int, int]
@@ -53,7 +53,7 @@ def probe(model: PreTrainedModel, extras: Mapping[str, ExtraInput] | None = None
     mode = next(model.parameters()).fake_mode
     cache = Cache(layer_class_to_replicate=PastLayer)
     tokens = torch.ones(2, 3, dtype=torch.int64)
-    with mode, torch.no_grad():
+    with fitting(extras or {}), mode, torch.no_grad():
         given = example_values(extras or {}, model.dtype, {BATCH: 2, SEQUENCE: 3, PAST: 0, TOTAL: 3})
         model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True, **given)
     return [(_head_shape(layer.keys), _head_shape(layer.values)) for layer in cache.layers]

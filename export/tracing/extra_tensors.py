@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from llmconv.errors import UnsupportedInput, first_line
-from llmconv.export.families import InputMap, Port
+from llmconv.errors import LlmconvError, UnsupportedInput, first_line
+from llmconv.export.families import InputMap
 from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
 
 
@@ -84,26 +85,42 @@ def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInp
     return extras
 
 
-def require_fit(module: nn.Module, arguments: Sequence[Any], inputs: Sequence[Port]) -> None:
+def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str, ExtraInput]) -> None:
     """Runs a model once on fake numbers; sizes of different axes differ, so that a wrong axis shows.
 
     Args:
         module: the module to trace.
         arguments: its example arguments.
-        inputs: the extra inputs.
+        extras: the extra inputs by name, resolved; nothing runs without any.
 
     Raises:
         UnsupportedInput: the model fails.
     """
-    if not inputs:
+    if not extras:
         return
     mode = next(module.parameters()).fake_mode  # type: ignore[attr-defined]
+    with fitting(extras), mode, torch.no_grad():
+        module(*pytree.tree_map_only(Tensor, mode.from_tensor, tuple(arguments)))
+
+
+@contextmanager
+def fitting(extras: Mapping[str, ExtraInput]) -> Iterator[None]:
+    """Context in which a model runs with its extra inputs.
+
+    Args:
+        extras: by name, resolved.
+
+    Raises:
+        UnsupportedInput: the model fails, and there are extra inputs.
+    """
     try:
-        with mode, torch.no_grad():
-            module(*pytree.tree_map_only(Tensor, mode.from_tensor, tuple(arguments)))
+        yield
     except Exception as error:  # the model's own code may raise anything
-        declared = ", ".join(f"`{port.name}` {port.dtype} [{', '.join(map(str, port.axes))}]" for port in inputs)
+        if not extras or isinstance(error, LlmconvError):
+            raise
+        inputs = [f"`{name}` {extra.dtype} [{', '.join(map(str, extra.declared))}]" for name, extra in extras.items()]
         raise UnsupportedInput(
-            f"the model fails with the extra inputs {declared}: {type(error).__name__}: {first_line(error, 200)}",
+            f"the model fails with the extra inputs {', '.join(inputs)}: {type(error).__name__}: "
+            f"{first_line(error, 200)}",
             hint=f"do name, dtype and axes fit its `forward`? {DOCUMENT}",
         ) from error

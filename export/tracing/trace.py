@@ -160,7 +160,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         arguments = example_arguments(inputs)
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
-            require_fit(module, arguments, extra_ports(inputs))
+            require_fit(module, arguments, extras)
             program = torch.export.export(
                 module,
                 arguments,

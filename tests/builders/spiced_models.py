@@ -18,13 +18,13 @@ from tests.conftest import CONFIGS
 LANGUAGES = 3
 
 
-class SpiceConfig(LlamaConfig):
+class SpiceConfig(LlamaConfig):  # type: ignore[misc]
     """A Llama's."""
 
     model_type = "spice"
 
 
-class SpiceForCausalLM(LlamaForCausalLM):
+class SpiceForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     """Adds to the embeddings what the other inputs say."""
 
     config_class = SpiceConfig
@@ -61,7 +61,8 @@ AutoModelForCausalLM.register(SpiceConfig, SpiceForCausalLM, exist_ok=True)
 
 def count_tokens(call: ModelCall) -> Array:
     """The number of tokens of each row that are not padding."""
-    return call.attention_mask.sum(axis=1)
+    counts: Array = call.attention_mask.sum(axis=1)
+    return counts
 
 
 LANGUAGE = ExtraInput("language", (BATCH,), values=LANGUAGES)

@@ -11,6 +11,7 @@ import pytest
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, InputMap, export, register_input_map
 from llmconv.export.families import INPUT_MAPS
+from llmconv.export.fixed_inputs import refuse_option
 from llmconv.verify import verify
 from tests.builders.spiced_models import FILLED, LANGUAGE, SPICE, WEIGHTS, save_spice, wrong_shape
 from tests.builders.tracing import trace_once
@@ -113,24 +114,18 @@ def test_a_misfit_is_refused_in_words_and_nothing_is_written(
     ("extras", "options", "problem"),
     [
         (SPICE.extras, {"layout": "genai"}, "layout `genai` cannot feed the input `filled`"),
-        ((LANGUAGE,), {"prefix": "PREFIX"}, "`--prefix` does not support the input `language`"),
         (
             (LANGUAGE, ExtraInput("weights", (BATCH, PAST), default=lambda call: call.attention_mask)),
             {"cache": "shared-buffer"},
             "no number of past tokens",
         ),
     ],
-    ids=["layout", "prefix", "past"],
+    ids=["layout", "past"],
 )
 def test_what_the_options_cannot_do_is_refused(
     spice: Path, tmp_path: Path, extras: tuple[ExtraInput, ...], options: dict[str, Any], problem: str
 ) -> None:
     register_input_map("spice", InputMap(extras=extras))
-    if "prefix" in options:
-        pytest.importorskip("peft")
-        from tests.builders.prefix_models import save_adapter  # noqa: PLC0415 - imports peft
-
-        options = {"prefix": save_adapter(spice, tmp_path / "prefix", "prefix_tuning")}
     with pytest.raises(UnsupportedInput, match=problem):
         export(spice, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -164,3 +159,8 @@ def test_a_graph_without_an_input_of_the_row_fails_the_verification(spice: Path)
 def test_an_input_may_not_be_declared_twice() -> None:
     with pytest.raises(UsageProblem, match="`language` twice"):
         InputMap(extras=(LANGUAGE, LANGUAGE))
+
+
+def test_an_option_whose_values_are_measured_without_the_inputs_is_refused() -> None:
+    with pytest.raises(UnsupportedInput, match="`--prefix` does not support the input `language`"):
+        refuse_option({"language": LANGUAGE}, "--prefix")
