@@ -76,10 +76,10 @@ _IGNORED_WORDS = """
     group_query_attention gtp_expert_remat_nccl_ub hybrid_context_parallel kitchen_attention_backend
     layernorm_epsilon layernorm_zero_centered_gamma log_l2_norm_grad_to_tensorboard log_max_attention_logit
     log_params_norm logit_dtype loss_scale_window masked_softmax_fusion max_position_embeddings
-    memory_efficient_layer_norm moe_aux_loss_coeff moe_enable_deepep moe_enable_routing_replay
-    moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_grad_scale_func
-    moe_grouped_gemm moe_input_jitter_eps moe_layer_freq moe_layer_recompute moe_per_layer_logging
-    moe_permute_fusion moe_router_bias_update_rate moe_router_dtype moe_router_fusion
+    memory_efficient_layer_norm model_rope_scaling_factor moe_aux_loss_coeff moe_enable_deepep
+    moe_enable_routing_replay moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_ffn_hidden_size
+    moe_grad_scale_func moe_grouped_gemm moe_input_jitter_eps moe_layer_freq moe_layer_recompute
+    moe_per_layer_logging moe_permute_fusion moe_router_bias_update_rate moe_router_dtype moe_router_fusion
     moe_router_load_balancing_type moe_router_pre_softmax moe_router_topk moe_shared_expert_gate
     moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_single_grouped_bias
     moe_single_grouped_weight moe_upcycling_granularity moe_use_grouped_tensor moe_use_legacy_grouped_gemm
