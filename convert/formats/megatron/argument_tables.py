@@ -52,6 +52,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "retro_add_retriever": OFF,
     "rope_type": ("rope", *OFF),
     "rotary_scaling_factor": (1, *OFF),
+    "rotary_seq_len_interpolation_factor": (1, *OFF),
     "softmax_scale": OFF,
     "softmax_type": ("vanilla", *OFF),
     "spec": OFF,
@@ -59,7 +60,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mup": OFF,
     "window_attn_skip_freq": OFF,
 }
-"""Arguments that change the model, and the values with which they do not."""
+"""Arguments that change the model, and the values with which they do not.
+
+`rotary_seq_len_interpolation_factor` is here since Megatron-LM's own models ignore it from core 0.6 to 0.18 only.
+"""
+
+OLD_MODEL: dict[str, tuple[Any, ...]] = {"rotary_base": (None, 10000), "rotary_interleaved": OFF}
+"""Arguments that the model of before Megatron core ignores, and the values with which that makes no difference."""
 
 _IGNORED_WORDS = """
     account_for_embedding_in_pipeline_split activation_func activation_func_fp8_input_store
@@ -88,7 +95,7 @@ _IGNORED_WORDS = """
     output_bert_embeddings output_logit_dtype overlap_dispatch_backward_with_experts_wgrad
     overlap_moe_expert_parallel_comm persist_layer_norm position_embedding_type qk_layernorm
     recompute_activations reset_attention_mask reset_position_ids rope_scaling_factor rotary_base
-    rotary_interleaved rotary_percent rotary_seq_len_interpolation_factor save_activations_interval
+    rotary_interleaved rotary_percent model_interpolation_factor save_activations_interval
     save_tokens_per_expert_interval standalone_embedding_stage swiglu throughput_window_size
     untie_embeddings_and_output_weights use_flash_attn use_grouped_gemm_for_shared_expert use_kitchen_attention
     use_mamba_mem_eff_path use_rope_scaling use_rotary_position_embeddings use_te_activation_func window_size

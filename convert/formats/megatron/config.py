@@ -19,6 +19,9 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
 """The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8."""
 
+INTERPOLATION = "model_interpolation_factor"
+"""The number that NeMo and Megatron Bridge divide positions by."""
+
 LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 """Names of the argument: until core 0.4 and since 0.16, and in between."""
@@ -206,15 +209,15 @@ def _positions(arguments: Arguments) -> int:
 
 def _rope_scaling(arguments: Arguments) -> dict[str, Any]:
     """Llama 3.1's formula, or positions divided by a number."""
-    ratio = arguments.values.get("rotary_seq_len_interpolation_factor")
+    ratio = arguments.values.get(INTERPOLATION)
     if arguments.flag("use_rope_scaling"):
         if ratio not in (None, 1):
-            raise arguments.unsupported("rotary_seq_len_interpolation_factor")
+            raise arguments.unsupported(INTERPOLATION)
         factor = float(arguments.number(OWN_FACTOR, MEGATRON_FACTOR))
         return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA_3}}
     if ratio is None:
         return {}
-    factor = float(arguments.number("rotary_seq_len_interpolation_factor", 1))
+    factor = float(arguments.number(INTERPOLATION, 1))
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
 
 

@@ -188,6 +188,11 @@ def test_llama_3_1s_frequencies_are_read(tmp_path: Path) -> None:
     }
 
 
+def test_divided_positions_are_read(tmp_path: Path) -> None:
+    config = opened(nemo1(tmp_path, seq_len_interpolation_factor=2)[0]).config
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -14,7 +14,7 @@ import torch
 from llmconv.convert import to_hf
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron
+from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron, with_old_names
 from tests.builders.torch_states import FIXTURES
 
 FOLDER = FIXTURES / "megatron"
@@ -151,6 +151,7 @@ def test_fewer_layers_than_the_arguments_are_refused(tmp_path: Path) -> None:
         ({"attention_of_the_future": True}, "attention_of_the_future"),
         ({"mtp_new_trick": 3, "softmax_trick": "on"}, "softmax_trick"),
         ({"softmax_scale": 0.5}, "softmax_scale"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor"),
         ({"hybrid_layer_pattern": "M*"}, "hybrid_layer_pattern"),
     ],
     ids=str,
@@ -160,6 +161,12 @@ def test_an_argument_that_changes_the_model_is_refused_by_name(
 ) -> None:
     error = refusal(tmp_path, save(tmp_path, Shape(layers=2), **changes))
     assert isinstance(error, UnsupportedInput) and f"`{named}`" in error.message
+
+
+def test_an_argument_that_the_old_model_ignores_is_refused(tmp_path: Path) -> None:
+    shape = Shape(layers=2)
+    run = save_megatron(tmp_path / "run", shape, hugging_face_state(shape), with_old_names, rotary_base=500000)
+    assert "`rotary_base` 500000" in refusal(tmp_path, run).message
 
 
 def test_an_unknown_argument_is_reported_where_the_model_is_described(tmp_path: Path) -> None:
