@@ -36,6 +36,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     qkv_layout: str | None = None,
     adapter: str | None = None,
     root: str | None = None,
+    strategy: str | Path | None = None,
     dtype: str = "keep",
     max_shard_size: str | int | None = None,
     overwrite: bool = False,
@@ -55,6 +56,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
+        strategy: file or folder of a MindFormers run's strategy, where it is not next to the rank folders.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
         overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
         work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
@@ -67,14 +69,17 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
     words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
-    options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
+    strategy = local_path(strategy) if strategy else None
+    options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
+    options |= {"root": root, "strategy": strategy}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
     checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
-    named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
+    paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
+    named = {name: source_name(path) if path else None for name, path in paths}
     given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
     return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
 
