@@ -45,6 +45,7 @@ from llmconv.export.weights.bind import match_weights
 from llmconv.export.weights.stage_parts import stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.model_code import code_of
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.output.writer import Place
@@ -52,7 +53,7 @@ from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
-from llmconv.runtime.custom_code import code_files, uses_custom_code
+from llmconv.runtime.custom_code import uses_custom_code
 from llmconv.tensors import FLOATS, LazyTensor
 
 
@@ -403,7 +404,8 @@ def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tup
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
     code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
     if code:
-        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
+        files = code_of(code, checkpoint.config, checkpoint.side_files)
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
     return open_language_model(checkpoint, code), checkpoint
 
 

@@ -25,6 +25,7 @@ from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied, set_everywhere
 from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 NORM = ("norm.weight", "ln_f.weight")
@@ -81,7 +82,8 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
             for name, tensor in below.items()
         }
     sums = {name: added(name, _halved(below[name], above[name], chosen[name]), above[name]) for name in below}
-    config, dropped = without_code({**base.config, **delta.config})
+    (own, _), (other, dropped) = without_code(base.config), without_code(delta.config)
+    config = {**own, **other, **({AUTO_MAP: base.config[AUTO_MAP]} if AUTO_MAP in base.config else {})}
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
     if embedding := find_embedding(below):
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
@@ -98,7 +100,11 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
 
 def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
     """The delta's files, and the base's unless they are of a tokenizer that the delta has, too."""
-    kept = {name: content for name, content in base.items() if name == GENERATION or not delta.keys() & VOCABULARIES}
+    kept = {
+        name: content
+        for name, content in base.items()
+        if name == GENERATION or name.endswith(".py") or not delta.keys() & VOCABULARIES
+    }
     return {**kept, **delta}
 
 
