@@ -25,7 +25,6 @@ from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_sp
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
-from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -54,6 +53,7 @@ from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
+from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.tensors import FLOATS, LazyTensor
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from llmconv.errors import UsageProblem
+from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
@@ -14,6 +16,7 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
+from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 
@@ -62,10 +65,20 @@ def load_runner(
         files.folder,
         options.dtype or "auto",
         code=files.folder if trust_remote_code else None,
-        adapter=Path(options.adapter) if options.adapter else None,
+        **_tuned(files.folder, options.adapter),
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
     )
+
+
+def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
+    """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
+    if adapter is None:
+        return {}
+    from llmconv.generation.merged_adapter import is_for_peft, merged_weights  # noqa: PLC0415 - imports every format
+
+    path = local_path(adapter)
+    return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
@@ -79,6 +92,16 @@ def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
             f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run",
             hint="leave out `--backend`, or `--stage-at`",
         )
+
+
+def refuse_prefix(prefix: Prefix | None) -> None:
+    """Refuses a tuned prefix for GenAI.
+
+    Raises:
+        UsageProblem: there is one.
+    """
+    if prefix:
+        raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
 
 
 def _stages_folder(files: ModelFiles) -> Path:
