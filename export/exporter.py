@@ -155,7 +155,7 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    language_model, checkpoint = _open_language_model(checkpoint, given)
     given = _for_target(given, clients, language_model, checkpoint)
     _check_weight_options(given, writes=output is not None)
     if given["kv_cache"]:
@@ -218,7 +218,7 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
         done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -400,13 +400,13 @@ def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> N
         )
 
 
-def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
+def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
     if code:
         files = code_of(code, checkpoint.config, checkpoint.side_files)
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
-    return open_language_model(checkpoint, code), checkpoint
+    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
 
 
 def _output_folder(

@@ -101,7 +101,7 @@ class GraphPlan:
         if growing_only and (spec.cache != GROWING.cache or spec.embeddings):
             raise UsageProblem(
                 f"`{growing_only}` requires graphs that take tokens and have a growing cache",
-                hint=f"leave out `{growing_only}`",
+                hint=f"leave out `{growing_only}`, or `--embeds`" if spec.embeddings else f"leave out `{growing_only}`",
             )
         self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 

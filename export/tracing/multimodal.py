@@ -76,6 +76,11 @@ NAMINGS = (
 """Names that transformers 5 writes, that transformers 4 wrote, and those of idefics3 and similar models."""
 
 
+def alone(table: TracedGraph) -> TracedGraph:
+    """The graph of a language model's embedding table, which needs none of the other tensors."""
+    return replace(table, ignored=("",))
+
+
 def find_naming(names: Iterable[str]) -> TensorNaming:
     """The naming of the language model's tensors among the names of a checkpoint.
 

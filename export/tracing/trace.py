@@ -172,9 +172,10 @@ def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
         precision: dtype of the table and of the embeddings.
     """
     tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
-    embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, config.hidden_size))
     with _quiet_libraries(), torch.no_grad():
         model = build(config, getattr(torch, precision))
+        size = int(model.get_input_embeddings().weight.shape[1])
+        embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, size))
         program = torch.export.export(
             EmbeddingTable(model),
             (torch.ones(sizes(tokens), dtype=torch.int64),),

@@ -16,6 +16,7 @@ from llmconv.generation.chat.templates import TOKENIZER, encode_chat
 from llmconv.generation.engine import LoopEngine
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
@@ -24,9 +25,10 @@ from llmconv.generation.sampling.settings import GenerationSettings, require_set
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.prefix.runner import with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
-from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
 
@@ -171,6 +173,7 @@ class TextModel:
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -181,9 +184,11 @@ class TextModel:
                 the stream ends; or a `SharedPrefix`.
             most: maximum number of prompt tokens per step; 0 for all. Each step but the last then yields an empty
                 piece.
+            embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
+                `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, or embeddings have another size.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
@@ -194,9 +199,21 @@ class TextModel:
                 "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
                 hint="give one prompt at a time",
             )
+        placed = [one for one in embeddings if one is not None]
+        for one in placed:
+            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if settings.num_beams > 1:
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(prompts, limits, settings)
-        return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        if not placed:
+            return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        return self._engine.grow(prompts, limits, settings, self.decode, None, most, embeddings)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
+        return None if self.engine else self.runner.embedding_size
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings

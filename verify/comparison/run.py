@@ -17,6 +17,7 @@ from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreeme
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
 from llmconv.verify.comparison.layer_by_layer import precompute
+from llmconv.verify.comparison.own_embeddings import check_own_embeddings
 from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
@@ -93,6 +94,9 @@ class FolderComparison:
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
         yield from self._compare(graphs)
+        if EMBEDDINGS in self.models and not self.eager.is_layered:
+            gates = replace(GATES[self.eager.dtype], calmest=self.routed)
+            yield from (check_own_embeddings(graph, self.eager, gates) for graph in graphs)
         if self.varied:
             yield from self._compare_scaled(graphs)
             yield from self._compare_settings(graphs)

@@ -18,6 +18,7 @@ from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.chain_runs import rows_of, run_chain, valid_rows
@@ -206,6 +207,19 @@ class Eager:
     def embed(self, input_ids: Array) -> tuple[Array, Array]:
         """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
+
+    def placed_outputs(self, call: Call, placed: PlacedEmbeddings) -> dict[str, ExpectedOutput]:
+        """Every output of a first call with embeddings in place of those of some tokens.
+
+        Args:
+            call: has no past.
+            placed: the embeddings.
+        """
+        given = call.input_ids, call.attention_mask, call.position_ids, None, placed
+        exact, rounded = (rows_of(model.prefill_placed(*given)) for model in (self._model, self._rounded_model))
+        return {
+            name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
+        }
 
     def scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights; this one releases its memory until it is used again."""

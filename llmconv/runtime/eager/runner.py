@@ -45,6 +45,7 @@ from llmconv.runtime.library_patches import (
     use_eager_experts,
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 
@@ -126,6 +127,7 @@ class EagerRunner(Runner):
         model = self._model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self._takes_embeddings = "inputs_embeds" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
@@ -239,11 +241,6 @@ class EagerRunner(Runner):
         """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    @property
-    def embedding_width(self) -> int:
-        """Numbers per token in the embedding."""
-        return int(self.model.get_input_embeddings().weight.shape[1])
-
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
@@ -252,6 +249,30 @@ class EagerRunner(Runner):
         """
         return self._run(input_ids, attention_mask, position_ids, past)
 
+    @property
+    def embedding_size(self) -> int | None:
+        """Number of columns of the embedding table; None if the model takes tokens only."""
+        return int(self.model.get_input_embeddings().weight.shape[1]) if self._takes_embeddings else None
+
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """Runs the prompt; arguments as in `Runner.prefill_placed`.
+
+        Args:
+            input_ids: see there.
+            attention_mask: see there.
+            position_ids: see there.
+            past: see there.
+            placed: see there.
+        """
+        return self._run(input_ids, attention_mask, position_ids, past, placed)
+
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
             raise UsageProblem(
@@ -259,7 +280,14 @@ class EagerRunner(Runner):
                 hint="the prompt was encoded by the tokenizer of another model",
             )
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
         self._require_tokens(input_ids)
         new_tokens = input_ids.shape[1]
         all_ids, all_positions = input_ids, position_ids
@@ -267,11 +295,13 @@ class EagerRunner(Runner):
             all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
             all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
+                if placed:
+                    raise UsageProblem("this model cannot place embeddings after a past", hint="give the whole prompt")
                 past, input_ids, position_ids = None, all_ids, all_positions
         if past is None:
             reset_dynamic_rope(self.model)
         cache = self._cache(past)
-        logits = self._forward(input_ids, attention_mask, position_ids, cache)
+        logits = self._forward(input_ids, attention_mask, position_ids, cache, placed)
         return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
 
     def _cache(self, past: Cache | None) -> Any:
@@ -283,11 +313,19 @@ class EagerRunner(Runner):
             restore(cache, name, torch.from_numpy(array).to(self._device, self.model.dtype))
         return cache
 
-    def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
+    def _forward(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        cache: Any,
+        placed: PlacedEmbeddings | None = None,
+    ) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
+        inputs = {**tokens, "attention_mask": attention_mask}
         if self.takes_positions:
             inputs["position_ids"] = position_ids
         return self._call(inputs, cache)
