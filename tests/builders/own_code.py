@@ -18,7 +18,7 @@ AUTO_MAP = {
 CONFIG: dict[str, Any] = {
     "model_type": "magpie",
     "auto_map": AUTO_MAP,
-    "vocab_size": 40,
+    "vocab_size": 96,
     "d_model": 16,
     "n_blocks": 4,
     "n_heads": 2,

@@ -21,15 +21,12 @@ from llmconv.generation import generate
 from llmconv.verify import verify
 from tests.builders.dcp_folders import save as save_dcp
 from tests.builders.own_code import AUTO_MAP, CONFIG, composer, loaded, logits_of, random_model, save_code
+from tests.builders.talking import save_letters
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\n"
+pytestmark = pytest.mark.usefixtures("modules_cache")
+
 FILES = {"configuration_magpie.py", "modeling_magpie.py"}
-
-
-@pytest.fixture(autouse=True)
-def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers itself copies code that it imports."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 @pytest.fixture
@@ -102,14 +99,12 @@ def test_the_converted_folder_is_exported_verified_and_generates(
 ) -> None:
     monkeypatch.setattr("llmconv.export.families.INPUT_MAPS", dict(INPUT_MAPS))
     register_input_map("magpie", InputMap(position_ids=False))
-    to_hf(run, tmp_path / "hf", code=code, trust_remote_code=True)
+    words = save_letters(tmp_path / "words")
+    to_hf(run, tmp_path / "hf", code=code, tokenizer=words, trust_remote_code=True)
     export(tmp_path / "hf", trust_remote_code=True)
     assert verify(tmp_path / "hf", suite="quick", trust_remote_code=True)
-    tokens = [[3, 1, 4]]
-    found = [
-        generate(tmp_path / "hf", tokens, backend=one, max_new_tokens=4, trust_remote_code=True).completions
-        for one in ("onnx", "torch")
-    ]
+    asked: dict[str, Any] = {"max_new_tokens": 4, "trust_remote_code": True}
+    found = [generate(tmp_path / "hf", ["a b"], backend=one, **asked).completions for one in ("onnx", "torch")]
     assert found[0] == found[1]
 
 
