@@ -1,6 +1,6 @@
 """The modules after the decoder of an embedding model or a reranker, as sentence-transformers stores them.
 
-    modules.json                       [{"path": "", "type": "….Transformer"}, {"path": "1_Pooling", "type": "….Pooling"}, …]
+    modules.json                       [{"path": "", "type": "….Transformer"}, {"path": "1_Pooling", …}, …]
     1_Pooling/config.json              {"pooling_mode": "lasttoken"}, or before version 6 one field per mode
     2_Dense/config.json                {"in_features": …, "out_features": …, "bias": …, "activation_function": …}
     2_Dense/model.safetensors          linear.weight, linear.bias
@@ -209,7 +209,9 @@ def _weights(folder: Path, dense: Dense | str) -> dict[str, FileTensor]:
             f"`{dense.path}` has no `{SINGLE}`", hint="save the model again with sentence-transformers 3 or later"
         )
     tensors = read_header(own_file(folder, name)).tensors
-    wanted = {"linear.weight": (dense.outputs, dense.inputs)} | ({"linear.bias": (dense.outputs,)} if dense.bias else {})
+    wanted = {"linear.weight": (dense.outputs, dense.inputs)} | (
+        {"linear.bias": (dense.outputs,)} if dense.bias else {}
+    )
     found = {key: tensor.shape for key, tensor in tensors.items()}
     if found != wanted:
         _malformed(name, f"has {found}, and its config declares {wanted}")

@@ -120,7 +120,10 @@ def _with_modules(checkpoint: Checkpoint, modules: SentenceModules | None) -> Ch
 def _require_causal_attention(model: LanguageModel) -> None:
     """Refuses to generate with a model whose tokens attend to later ones."""
     config = model.config
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
+    if (
+        getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        or getattr(config, "is_causal", True) is False
+    ):
         raise UnsupportedInput(
             "tokens of this model attend to later tokens, so it cannot generate with a cache",
             hint="`--task embed` exports it as an embedding model",
@@ -134,5 +137,3 @@ def _require_decoder(model: LanguageModel, task: str) -> None:
             f"a {model.config.model_type} without `is_decoder` is an encoder, and `--task {task}` exports decoders",
             hint="`optimum-cli export onnx` exports encoders",
         )
-
-

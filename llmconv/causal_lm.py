@@ -80,7 +80,7 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
         task = next((task for task, fits in OTHER_TASKS.items() if any(map(fits, names))), "")
         raise UnsupportedInput(
             f"`{source}` is not a causal language model{shown}",
-            hint=f"`llmconv export MODEL --task {task}` exports decoders of this kind; `optimum-cli export onnx` encoders"
+            hint=f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
             if task
             else "give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
             "exports encoders",

@@ -150,7 +150,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         return session.run(report, _after(checks, rest), most_precise)
 
 
-def _single_pass(  # noqa: PLR0913 - what is verified, and how
+def _single_pass(
     folder: Path, entries: list[GraphEntry], reference: Path, report: Report, session: Session, allow_changed: bool
 ) -> SinglePassFolder:
     """The graphs without a cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from llmconv.export.families import BATCH, PAST, SEQUENCE, InputMap, Port
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
 from llmconv.export.tracing.fake_model import CLASSIFY, depth
-from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.cache_names import is_recurrent
 
 EMBED, RERANK = "embed", "rerank"
 
@@ -77,7 +76,9 @@ class SinglePass(nn.Module):
         if self._spec.task == EMBED:
             hidden = self.model.base_model(**given).last_hidden_state
             head = self._spec.head
-            return (hidden, self._embedding(hidden, attention_mask, head)) if isinstance(head, SentenceHead) else (hidden,)
+            return (
+                (hidden, self._embedding(hidden, attention_mask, head)) if isinstance(head, SentenceHead) else (hidden,)
+            )
         logits = self.model(**given).logits.to(getattr(torch, self._spec.logits))
         if isinstance(self._spec.head, TokenScore):
             return (_score(pick(logits, last_index(attention_mask)), self._spec.head),)
@@ -88,9 +89,9 @@ class SinglePass(nn.Module):
         if not self._states:
             return {"use_cache": False}
         TracedCache.is_step = torch.zeros((), dtype=torch.bool)
-        batch, dtypes = input_ids.shape[0], (torch.float32, self.model.dtype)
+        batch, half = input_ids.shape[0], self.model.dtype
         empty = [
-            torch.zeros(batch, *(0 if size == PAST else size for size in port.axes[1:]), dtype=dtypes[not is_state(port.name)])
+            torch.zeros([batch, *_without_past(port)], dtype=torch.float32 if is_recurrent(port.name) else half)
             for port in self._states
         ]
         cache = TracedCache([port.name for port in self._states], empty, depth(self.model.config))
@@ -126,6 +127,11 @@ def _dense(layer: Dense, model: PreTrainedModel) -> nn.Module:
     mode: Any = next(model.parameters()).fake_mode
     with mode:
         return _DenseModule(layer, model.dtype).eval()
+
+
+def _without_past(port: Port) -> list[int]:
+    """The sizes of an empty cache, without the batch."""
+    return [0 if size == PAST else int(size) for size in port.axes[1:]]
 
 
 def last_index(mask: Tensor) -> Tensor:
@@ -178,12 +184,12 @@ def _score(logits: Tensor, head: TokenScore) -> Tensor:
     return score if head.false_token is None else score - logits[:, head.false_token]
 
 
-def result_ports(spec: GraphSpec, model: ir.Model) -> Sequence[Port]:
+def result_ports(spec: GraphSpec, model: ir.Model) -> tuple[Port, ...]:
     """The outputs of a traced task, with the sizes that the trace found."""
     ports = []
     for name, value in zip(RESULTS[spec.task], model.graph.outputs, strict=False):
         assert value.shape is not None and value.dtype is not None
         dynamic = 2 if name == RESULTS[EMBED][0] else 1
         rest = tuple(int(size) for size in value.shape[dynamic:])  # type: ignore[arg-type]
-        ports.append(Port(name, value.dtype.numpy().name, ((BATCH, SEQUENCE)[:dynamic] + rest)))
-    return ports
+        ports.append(Port(name, value.dtype.numpy().name, (BATCH, SEQUENCE)[:dynamic] + rest))
+    return tuple(ports)

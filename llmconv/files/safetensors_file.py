@@ -50,7 +50,7 @@ class FileTensor(LazyTensor):
     record: ChecksummedRange | None
     location: str
 
-    def __init__(  # noqa: PLR0913 - where the bytes are
+    def __init__(
         self,
         path: Path,
         offset: int,

@@ -91,7 +91,8 @@ class SinglePassFolder:
             return
         yield [replace(blank, detail=f"inputs and outputs of `{entry.role}`")]
         for batch in texts:
-            yield list(_batch(graph, entry, batch, reference.expected(batch)))
+            known = wanted if batch is texts[0] else reference.expected(batch)
+            yield list(_batch(graph, entry, batch, known))
 
 
 def _declared(graph: SinglePassGraph, role: str, outputs: set[str]) -> str:
@@ -127,4 +128,3 @@ def _measured(truth: ExpectedOutput, rows: Array, *, tokens: bool) -> Measure:
     if not measured.passes(GATES[DTYPE]) and truth.is_doubtful(measured, GATES[DTYPE]):
         measured = measure(truth.again(), rows, tokens=tokens)
     return measured
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,8 @@ class TaskModel:
         if self._takes_positions:
             given["position_ids"] = default_positions(mask, ids.shape[1])
         tensors = {name: torch.from_numpy(array) for name, array in given.items()}
-        modes = [torch.no_grad(), *([Float64Casts()] if self.dtype == "float64" else [])]
-        with modes[0], modes[-1]:
+        exact: Any = Float64Casts() if self.dtype == "float64" else nullcontext()
+        with torch.no_grad(), exact:
             result = self.model(**tensors, use_cache=False)
         if self.role != "embed":
             logits: Array = result.logits.numpy()

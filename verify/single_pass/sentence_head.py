@@ -89,8 +89,8 @@ def _modes(config: dict[str, Any]) -> list[str]:
     if (given := config.get("pooling_mode")) is not None:
         return given if isinstance(given, list) else [given]
     old = ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
-    modes = [name for name in old if config.get(f"pooling_mode_{name}")]
-    return [name if "sqrt" in name else name.removesuffix("_tokens").removesuffix("_token") for name in modes or ["mean"]]
+    modes = [name for name in old if config.get(f"pooling_mode_{name}")] or ["mean"]
+    return [name if "sqrt" in name else name.removesuffix("_tokens").removesuffix("_token") for name in modes]
 
 
 def _pooled(mode: str, hidden: Array, mask: Array) -> Array:
@@ -102,7 +102,8 @@ def _of_text(mode: str, tokens: Array) -> Array:
     """The vector of the tokens [tokens, hidden] of one text."""
     count = len(tokens)
     if mode == "weightedmean":
-        return np.average(tokens, axis=0, weights=np.arange(1, count + 1))
+        averaged: Array = np.average(tokens, axis=0, weights=np.arange(1, count + 1))
+        return averaged
     results: dict[str, Callable[[], Any]] = {
         "cls": lambda: tokens[0],
         "lasttoken": lambda: tokens[-1],
@@ -115,7 +116,8 @@ def _of_text(mode: str, tokens: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    return (x * 0.5 * (1 + np.vectorize(erf)(x / np.sqrt(2)))).astype(x.dtype)
+    both: Array = np.vectorize(erf)(x / np.sqrt(2)) + 1
+    return np.asarray(x * 0.5 * both, dtype=x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -13,6 +13,9 @@ LONGEST = {"quick": 1024, "full": 8192}
 """Maximum number of tokens of a text that crosses a window, by suite."""
 
 
+UNLIMITED = 1 << 60
+
+
 @dataclass(frozen=True)
 class TextLimits:
     """The properties of a model that the texts depend on.
@@ -66,7 +69,9 @@ def batches(limits: TextLimits, suite: str) -> tuple[list[Texts], list[int]]:
     crossed = [window for window in limits.windows if 2 * window + 3 <= most]
     rows += [(f"longer than the window of {window}", [2 * window + 3, window + 2], "right") for window in crossed]
     made = [_batch(name, [min(size, most) for size in sizes], side, limits) for name, sizes, side in rows]
-    return made, [window for window in limits.windows if window not in crossed and window < (limits.max_positions or 1 << 60)]
+    return made, [
+        window for window in limits.windows if window not in crossed and window < (limits.max_positions or 1 << 60)
+    ]
 
 
 def _batch(name: str, lengths: Sequence[int], side: str, limits: TextLimits) -> Texts:
