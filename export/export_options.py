@@ -35,6 +35,8 @@ class ExportOptions(TypedDict, total=False):
         target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
             decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
         strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
+        task: `generate`, or one graph without a cache: `embed`, `classify` or `rerank`, see docs/embeddings.md.
+        no_cache: one graph that returns the logits of a whole text and keeps no cache, `scoring.onnx`.
         precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache (default:
             that of the target, otherwise `float32`).
         logits_dtype: dtype of the logits: `float32`, or the precision.
@@ -80,6 +82,8 @@ class ExportOptions(TypedDict, total=False):
     cache: str | None
     target: str | None
     strict_target: bool
+    task: str
+    no_cache: bool
     precision: str | None
     logits_dtype: str
     dtype: str
@@ -118,6 +122,8 @@ DEFAULTS: ExportOptions = {
     "cache": None,
     "target": None,
     "strict_target": False,
+    "task": "generate",
+    "no_cache": False,
     "precision": None,
     "logits_dtype": "float32",
     "dtype": "keep",
