@@ -14,6 +14,9 @@ GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "m
 EMBEDDINGS_ROLE = "embeddings"
 """The role in a manifest of a separate embedding graph, see `embeddings`."""
 
+VISION_ROLE = "vision"
+"""The role in a manifest of the graph of a vision tower, see `vision`."""
+
 
 @dataclass(frozen=True)
 class PrefixEntry:
@@ -77,7 +80,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
     if not listed:
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]
-    return [_read(role, content) for role, content in listed.items() if role != EMBEDDINGS_ROLE]
+    return [_read(role, content) for role, content in listed.items() if role not in (EMBEDDINGS_ROLE, VISION_ROLE)]
 
 
 def _read(role: str, content: Any) -> GraphEntry:
