@@ -25,7 +25,7 @@ from llmconv.export.tracing.fake_model import (
     refusing,
     shortened,
 )
-from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, alone, find_naming
+from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming, alone, find_naming
 from llmconv.export.tracing.vision import VISION_TOWERS
 from llmconv.export.vision_graph import build_vision
 from llmconv.progress import say
@@ -103,6 +103,8 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
+    for name, value in WITHOUT[model_type].items():
+        setattr(config, name, value)
     input_map = find_input_map(config.model_type)
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

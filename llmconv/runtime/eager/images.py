@@ -16,6 +16,16 @@ def image_token(runner: EagerRunner) -> int:
     return int(runner.model.config.image_token_id)
 
 
+WHOLE_IMAGES = {"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"}
+"""Types of models whose features depend on the pixels of single images only, and whose language model attends to the
+features as it does to tokens."""
+
+
+def takes_images(runner: EagerRunner) -> bool:
+    """Whether the model is of a type whose features of images can be placed in a prompt."""
+    return runner.model.config.model_type in WHOLE_IMAGES
+
+
 def image_features(runner: EagerRunner, pixel_values: Array) -> Array:
     """Features of images, float [images, tokens, hidden].
 
