@@ -25,9 +25,11 @@ from llmconv.export.tracing.fake_model import (
     refusing,
     shortened,
 )
-from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, alone, find_naming
+from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming, alone, find_naming
+from llmconv.export.tracing.vision import VISION_TOWERS
+from llmconv.export.vision_graph import build_vision
 from llmconv.progress import say
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class LanguageModel:
         input_map: the input map of its `model_type`.
         naming: the names of its tensors in a multi-modal checkpoint; None for a checkpoint of a language model.
         embeddings: size of the embeddings that the graphs take instead of tokens; None if they take tokens.
+        whole: the config of a multi-modal model whose vision tower is a graph too; None if it is not.
     """
 
     config: Any
     input_map: InputMap
     naming: TensorNaming | None = None
     embeddings: int | None = None
+    whole: Any = None
 
     def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
         """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""
@@ -67,6 +71,8 @@ class LanguageModel:
         if self.embeddings:
             table = build_embeddings(self.config, next(iter(specs.values())).precision)
             made[EMBEDDINGS_ROLE] = self.naming.rename_embeddings(table) if self.naming else alone(table)
+        if self.whole and self.naming:
+            made[VISION_ROLE] = build_vision(self.whole, self.naming, next(iter(specs.values())).precision)
         return made, layers
 
     def _named(self, traced: TracedGraph) -> TracedGraph:
@@ -97,5 +103,8 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
+    for name, value in WITHOUT[model_type].items():
+        setattr(config, name, value)
     input_map = find_input_map(config.model_type)
-    return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config))
+    tower = whole if model_type in VISION_TOWERS else None
+    return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.argument_checks import OWN, checked, require_least
+from llmconv.errors import UsageProblem
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
@@ -52,10 +53,20 @@ class Wording:
         Raises:
             InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
         """
+        if prompt.images:
+            return self._with_images(model, prompt, name)
         ids = self._tokens(model, prompt.content)
         if prompt.embeddings is None:
             return EncodedPrompt(ids)
         return with_embeddings(prompt, ids, model.tokenizer, name)
+
+    def _with_images(self, model: TextModel, prompt: Prompt, name: str) -> EncodedPrompt:
+        if prompt.embeddings is not None:
+            raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
+        content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
+        if isinstance(content, str) and not self._chat_template:
+            return encoder.encode(content, prompt.images, starts=True)
+        return model.encode_images(as_chat(content, self.system), prompt.images, self._chat_template or TOKENIZER)
 
     def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
         content = with_prefix(content, self.prompt_prefix)

@@ -32,12 +32,14 @@ class Prompt:
         embeddings: embeddings in the prompt, floats [tokens, hidden]: an array, a torch tensor, or the path of a `.npy`
             or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
         placeholder: text of the token whose places they take; empty to place them before the prompt.
+        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
     """
 
     content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
     embeddings: Any = None
     placeholder: str = ""
+    images: tuple[Any, ...] = ()
 
 
 def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
@@ -57,7 +59,8 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
 
 def _found_from(base: Path, prompt: Prompt) -> Prompt:
     """The prompt with the paths in it found from a folder."""
-    return replace(prompt, embeddings=base / prompt.embeddings) if prompt.embeddings else prompt
+    rows = base / prompt.embeddings if prompt.embeddings else None
+    return replace(prompt, embeddings=rows, images=tuple(base / image for image in prompt.images))
 
 
 def _read(source: str | Path | TextIO) -> list[Prompt]:
@@ -177,7 +180,18 @@ def _of_object(name: str, value: Any) -> Prompt:
     """The prompt of a JSON object; `name` is its line or item, for messages."""
     given = value if isinstance(value, dict) else {}
     fields = {key: value for key, value in given.items() if key not in PROMPT_FIELDS}
-    return Prompt(_content(name, given), fields, **_embeddings(name, given))
+    return Prompt(_content(name, given), fields, **_embeddings(name, given), images=_images(name, given))
+
+
+def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field `image` of a JSON object: a path or several."""
+    found = given.get("image")
+    several = [] if found is None else [found] if isinstance(found, str) else found
+    if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
+        raise MalformedInput(
+            f"`image` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
+        )
+    return tuple(several)
 
 
 def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,10 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
     if reason := candidate.refuses(call) or _fixed(graph):
         return [replace(blank, output="logits", verdict="skip", detail=reason)]
-    truths = eager.placed_outputs(call, placed)
+    given = call.input_ids, call.attention_mask, call.position_ids, None, placed
+    truths = eager.outputs_of(call, lambda model: model.prefill_placed(*given))
     try:
-        step = candidate.runner.prefill_placed(call.input_ids, call.attention_mask, call.position_ids, None, placed)
+        step = candidate.runner.prefill_placed(*given)
     except LlmconvError as error:
         return [replace(blank, output="logits", verdict="fail", detail=error.message)]
     rows = rows_of(step)

@@ -18,7 +18,6 @@ from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.chain_runs import rows_of, run_chain, valid_rows
@@ -208,15 +207,19 @@ class Eager:
         """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
-    def placed_outputs(self, call: Call, placed: PlacedEmbeddings) -> dict[str, ExpectedOutput]:
-        """Every output of a first call with embeddings in place of those of some tokens.
+    @property
+    def eager_runners(self) -> tuple[EagerRunner, EagerRunner]:
+        """The model in float64 and in the graph's dtype, without a prefix."""
+        return self._model, self._rounded_model
+
+    def outputs_of(self, call: Call, run: Callable[[EagerRunner], Step]) -> dict[str, ExpectedOutput]:
+        """Every output of a call that a function makes.
 
         Args:
-            call: has no past.
-            placed: the embeddings.
+            call: determines which rows are padding.
+            run: makes the call on a model.
         """
-        given = call.input_ids, call.attention_mask, call.position_ids, None, placed
-        exact, rounded = (rows_of(model.prefill_placed(*given)) for model in (self._model, self._rounded_model))
+        exact, rounded = (rows_of(run(model)) for model in self.eager_runners)
         return {
             name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,11 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.library_patches import (
-    TorchDispatchMode,
     continues_recurrent_state,
     reset_dynamic_rope,
     silence_kernel_hints,
@@ -51,31 +51,6 @@ from llmconv.tensors import Array
 
 SMALL_MODEL = 10_000_000
 """Maximum number of parameters at which one thread is faster than several."""
-
-LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
-
-
-class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces casts to lower floats with casts to float64.
-
-    `model.double()` alone does not compute in float64: norms, rotary tables and softmax cast to float32.
-
-    Args:
-        margins: observes every operator.
-    """
-
-    def __init__(self, margins: LimitMargins | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._margins = margins or LimitMargins()
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("dtype") in LOW_FLOATS:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        self._margins.see(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 class EagerRunner(Runner):
@@ -262,15 +237,7 @@ class EagerRunner(Runner):
         past: Cache | None,
         placed: PlacedEmbeddings,
     ) -> Step:
-        """Runs the prompt; arguments as in `Runner.prefill_placed`.
-
-        Args:
-            input_ids: see there.
-            attention_mask: see there.
-            position_ids: see there.
-            past: see there.
-            placed: see there.
-        """
+        """Runs the prompt; arguments as in `Runner.prefill_placed`."""
         return self._run(input_ids, attention_mask, position_ids, past, placed)
 
     def _require_tokens(self, input_ids: Array) -> None:
@@ -300,11 +267,11 @@ class EagerRunner(Runner):
                 past, input_ids, position_ids = None, all_ids, all_positions
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = self._cache(past)
+        cache = self.cache_of(past)
         logits = self._forward(input_ids, attention_mask, position_ids, cache, placed)
         return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
 
-    def _cache(self, past: Cache | None) -> Any:
+    def cache_of(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
         if isinstance(past, EagerCache):
             return copy.deepcopy(past.cache)
@@ -328,7 +295,7 @@ class EagerRunner(Runner):
         inputs = {**tokens, "attention_mask": attention_mask}
         if self.takes_positions:
             inputs["position_ids"] = position_ids
-        return self._call(inputs, cache)
+        return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
@@ -336,25 +303,32 @@ class EagerRunner(Runner):
         inputs = {"inputs_embeds": inputs_embeds, "attention_mask": np.ones((batch, length), dtype=np.int64)}
         if self.takes_positions:
             inputs["position_ids"] = np.arange(length)[None].repeat(batch, axis=0)
-        cache = self._cache(None)
-        self._call(inputs, cache)
+        cache = self.cache_of(None)
+        self.call(inputs, cache)
         no_ids = np.zeros((batch, 0), dtype=np.int64)
         return EagerCache(cache, no_ids, no_ids)
 
-    def _call(self, inputs: dict[str, Array], cache: Any) -> torch.Tensor:
-        """Casts floats to the model's precision, runs it and returns the logits."""
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()
-        }
-        tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        with single_torch_thread() if self._is_small else nullcontext(), self._compute_mode():
+    def tensors(self, inputs: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Arrays as tensors on the model's device, floats in its precision."""
+        found = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()}
+        return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
+
+    def call(self, inputs: Mapping[str, Array], cache: Any) -> torch.Tensor:
+        """Runs the model, extends a cache and returns the logits.
+
+        Args:
+            inputs: by name; floats are cast to the model's precision.
+            cache: of transformers.
+        """
+        tensors = self.tensors(inputs)
+        with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode():
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager
-    def _compute_mode(self) -> Iterator[None]:
+    def compute_mode(self) -> Iterator[None]:
         """Context in which the model runs: no gradients, and float64 throughout if that is the dtype."""
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):

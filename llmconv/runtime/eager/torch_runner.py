@@ -106,7 +106,7 @@ class TorchRunner(EagerRunner):
     ) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = past.cache if isinstance(past, TorchCache) else self._cache(past)
+        cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
         new, done = input_ids.shape[1], past.length if past else 0
         width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
         for start in range(0, new, width):
@@ -118,7 +118,7 @@ class TorchRunner(EagerRunner):
 
     def _needs_single_tokens(self, past: Cache) -> bool:
         """Whether the model continues a recurrent state correctly by one token at a time only."""
-        named = past if isinstance(past, TorchCache) else TorchCache(self._cache(past), past.length)
+        named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
         return not self._continues and named.has_recurrent_state
 
 

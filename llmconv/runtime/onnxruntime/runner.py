@@ -319,15 +319,7 @@ class OrtRunner(Runner):
         past: Cache | None,
         placed: PlacedEmbeddings,
     ) -> Step:
-        """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`.
-
-        Args:
-            input_ids: see there.
-            attention_mask: see there.
-            position_ids: see there.
-            past: see there.
-            placed: see there.
-        """
+        """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`."""
         return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, placed)
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
