@@ -38,6 +38,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     qkv_layout: str | None = None,
     adapter: str | None = None,
     root: str | None = None,
+    strategy: str | Path | None = None,
     code: str | Path | None = None,
     trust_remote_code: bool = False,
     dtype: str = "keep",
@@ -59,6 +60,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
+        strategy: file or folder of a MindFormers run's strategy, where it is not next to the rank folders.
         code: a local folder with the model's own Python files and its `config.json`, if they are not next to the
             checkpoint's or the given configuration.
         trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
@@ -75,17 +77,20 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     configs = tuple(local_path(path) for path in config)
     own_code = _trusted(code, trust_remote_code)
     words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
-    options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    chosen: dict[str, Any] = {**options, **({OPTION: own_code} if own_code else {})}
+    strategy = local_path(strategy) if strategy else None
+    options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
+    options |= {"root": root, "strategy": strategy}
+    chosen = {**options, **({OPTION: own_code} if own_code else {})}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
-    named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
+    paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
+    named = {name: source_name(path) if path else None for name, path in paths}
     named |= {"code": source_name(own_code.given) if own_code and own_code.given else None}
-    given: dict[str, Any] = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
+    given = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
     given |= {"config": [path.name for path in configs] or None}
     return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
 

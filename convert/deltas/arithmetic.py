@@ -137,12 +137,12 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
         f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
         for name in below
         if below[name].shape != above[name].shape
-        and not (_is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
+        and not (is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
     ]
     if not odd:
         return
     hint = "the delta was made from another model; see its page for the base it needs"
-    if all(_is_vocabulary(entry.split(" ")[0]) for entry in odd):
+    if all(is_vocabulary(entry.split(" ")[0]) for entry in odd):
         hint = "the base has tokens that the delta's base did not have; give it as it was published"
     raise MalformedInput(
         f"shape mismatch for {len(odd)} tensors of `{delta.path.absolute().name}` and "
@@ -151,7 +151,8 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
     )
 
 
-def _is_vocabulary(name: str) -> bool:
+def is_vocabulary(name: str) -> bool:
+    """Whether a tensor of this name has a row for each token."""
     return name == HEAD or name.endswith(EMBEDDINGS)
 
 
@@ -174,7 +175,7 @@ def _begin_at_mean(below: NamedTensors, above: NamedTensors) -> bool:
 
 def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
     """A warning where the delta has more tokens than the base."""
-    rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
+    rows = {(below[name].num_rows, above[name].num_rows) for name in below if is_vocabulary(name)}
     start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     return [
         f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {start}"

@@ -14,6 +14,7 @@ from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.sharded import is_sharded
+from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
@@ -46,7 +47,7 @@ ROPE_TABLE = "freqs_cis"
 
 def _shard_folder(path: Path) -> Path | None:
     """The folder with the shards: `path`, or one inside it."""
-    if not path.is_dir() or is_sharded(path):
+    if not path.is_dir() or is_sharded(path) or is_megatron_distributed(path):
         return None
     inner = [entry for entry in path.glob(INNER) if is_folder(entry)]
     return path if is_folder(path) else inner[0] if len(inner) == 1 else None

@@ -36,6 +36,11 @@ from llmconv.cli import options, plans
     type=click.Choice(["merge", "split"]),
     help="Merge the LoRA adapter in a Composer checkpoint into the weights, or write it separately. [default: merge]",
 )
+@click.option(
+    "--strategy",
+    metavar="PATH",
+    help="Strategy file or folder of a MindFormers run.  [default: next to the rank folders]",
+)
 @click.option("--root", metavar="KEYS", help="Model in a distributed checkpoint that has several, such as a.b.")
 @click.option(
     "--code",
