@@ -18,6 +18,8 @@ class ExportOptions(TypedDict, total=False):
         unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
             graphs that `layout` needs.
         layout: names of the clients that will open the folder, one file each in `export/clients/`.
+        embeds: graphs take `inputs_embeds` instead of `input_ids`, and `embeddings.onnx` is the embedding table; always
+            so for multimodal models.
         last_logits: return the logits of the last position only.
         postprocess: `argmax` or `topk:K`: choose tokens in the graph.
         stages: number of graphs that the layers are divided into.
@@ -67,6 +69,7 @@ class ExportOptions(TypedDict, total=False):
     incremental: bool
     unified: bool
     layout: str | Sequence[str]
+    embeds: bool
     last_logits: bool
     postprocess: str | None
     stages: int
@@ -106,6 +109,7 @@ DEFAULTS: ExportOptions = {
     "incremental": False,
     "unified": False,
     "layout": (),
+    "embeds": False,
     "last_logits": False,
     "postprocess": None,
     "stages": 1,

@@ -25,7 +25,6 @@ from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_sp
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
-from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -46,6 +45,7 @@ from llmconv.export.weights.bind import match_weights
 from llmconv.export.weights.stage_parts import stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.model_code import code_of
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.output.writer import Place
@@ -53,7 +53,8 @@ from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
-from llmconv.runtime.custom_code import code_files, uses_custom_code
+from llmconv.runtime.custom_code import uses_custom_code
+from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.tensors import FLOATS, LazyTensor
 
 
@@ -156,7 +157,7 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    language_model, checkpoint = _open_language_model(checkpoint, given)
     checkpoint, single = with_task(checkpoint, language_model, given)
     given = _for_target(given, clients, language_model, checkpoint)
     _check_weight_options(given, writes=output is not None)
@@ -220,7 +221,7 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
         done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -402,12 +403,13 @@ def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> N
         )
 
 
-def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
+def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
     if code:
-        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
-    return open_language_model(checkpoint, code), checkpoint
+        files = code_of(code, checkpoint.config, checkpoint.side_files)
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
+    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
 
 
 def _output_folder(

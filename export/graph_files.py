@@ -29,10 +29,11 @@ from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 
-FILES = {**GRAPH_FILES, **SINGLE_PASS_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
+FILES = {**GRAPH_FILES, **SINGLE_PASS_FILES, EMBEDDINGS_ROLE: EMBEDDINGS, VISION_ROLE: VISION}
 PROMPT_ROLES = {"prefill", "unified"}
 """Graphs that run prompts; afterwards the prefix is in the cache."""
 
@@ -101,7 +102,7 @@ class GraphPlan:
         if growing_only and (spec.cache != GROWING.cache or spec.embeddings):
             raise UsageProblem(
                 f"`{growing_only}` requires graphs that take tokens and have a growing cache",
-                hint=f"leave out `{growing_only}`",
+                hint=f"leave out `{growing_only}`, or `--embeds`" if spec.embeddings else f"leave out `{growing_only}`",
             )
         self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 

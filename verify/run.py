@@ -19,6 +19,7 @@ from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, has_vision
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -235,10 +236,12 @@ def _quantized_checks(folder: FloatFolder, eager: Eager | None, cost: Quantizati
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
-    """The graphs without their weights, by name, with the embedding table if they take embeddings."""
+    """The graphs without their weights, by name, with embedding table and vision tower if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
+        if has_vision(folder):
+            models[VISION] = load_guarded(folder / VISION)
     return models
 
 

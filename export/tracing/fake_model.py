@@ -6,6 +6,7 @@ Computed buffers (rotary tables, ALiBi slopes) are real, because they become con
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,6 +137,21 @@ def _is_computed(config: Any, name: str) -> bool:
 
 CLASSIFY = "classify"
 """The task of a model with a head for classes of texts; all others have one for tokens, or none."""
+
+
+def embedding_size(config: Any) -> int:
+    """Size of the embeddings that the model takes instead of tokens, as its embedding table returns them.
+
+    Raises:
+        UnsupportedInput: the model takes tokens only.
+    """
+    with refusing("build this model"):
+        model = build(shortened(config, period(config)))
+        if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedInput(
+                "the model's code takes tokens only, and no `inputs_embeds`", hint="leave out `--embeds`"
+            )
+        return int(model.get_input_embeddings().weight.shape[1])
 
 
 def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> PreTrainedModel:

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     metavar="CLIENT",
     help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
+@click.option(
+    "--embeds",
+    is_flag=True,
+    help="Graphs take embeddings; embeddings.onnx computes those of tokens. Always so for multimodal models.",
+)
 @click.option("--last-logits", is_flag=True, help="Return the logits of the last position only.")
 @click.option(
     "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."

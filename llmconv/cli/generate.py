@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuses `--prefix`, which is a tuned prefix everywhere and part of the graphs.
+    """Refuses `--prefix`, which is part of the graphs; two options here have similar names.
 
     Args:
         ctx: the call.
@@ -31,8 +31,8 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     """
     if value is not None:
         raise UsageProblem(
-            "`--prefix` is a tuned prefix, which `llmconv export --prefix PATH` makes part of the graphs",
-            hint="for a text before every prompt give `--prompt-prefix TEXT`",
+            "`--prefix` is an option of `llmconv export`, which makes a tuned prefix part of the graphs",
+            hint="`--prefix-tuning PATH` gives a tuned prefix, `--prompt-prefix TEXT` a text before every prompt",
         )
 
 
@@ -45,6 +45,13 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     metavar="FILE",
     help="File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
 )
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    help="Image in the prompt; may be repeated. In JSON lines the field `image`.",
+)
 @click.option("--output-file", type=options.Output(), metavar="FILE", help="Write completions to it, as JSON lines.")
 @click.option("--overwrite", is_flag=True, help="Start the output file again. Default: continue after its last line.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts per batch.")
@@ -53,7 +60,7 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option("--template", default="", metavar="NAME", help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
 @click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt, run only once.")
-@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prompt-prefix.")
+@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prefix-tuning.")
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
@@ -64,6 +71,7 @@ def command(
     texts: tuple[str, ...],
     prompts: tuple[str, ...],
     prompt_file: str | None,
+    images: tuple[str, ...],
     output_file: Path | None,
     overwrite: bool,
     batch_size: int,
@@ -89,11 +97,12 @@ def command(
     _require_fitting(texts, output_file, prompt_prefix, overwrite=overwrite, stream=stream, as_json=as_json)
     wording = Wording(prompt_prefix, template or ("tokenizer" if chat or system else ""), system)
     picked = generation_options.settings(given)
-    contents = _prompts((*texts, *prompts), prompt_file, output_file)
+    contents = _prompts((*texts, *prompts), prompt_file, output_file, images)
     opened = generation_options.opener(model, given)()
     run = PromptRun(opened, contents, settings_for(opened, wording, picked), wording, batch_size)
     if output_file:
-        run.to_file(output_file, str(given["adapter"] or ""), overwrite, _writer(stream, run))
+        tuned = {name: str(given[name] or "") for name in ("adapter", "prefix_tuning")}
+        run.to_file(output_file, tuned, overwrite, _writer(stream, run))
     else:
         run.collect(_writer(stream and not as_json, run))
     if as_json:
@@ -125,7 +134,7 @@ def _require_fitting(
     if is_file(prompt_prefix):
         raise UsageProblem(
             f"`--prompt-prefix` takes a text, but `{prompt_prefix}` is a file",
-            hint="give the text itself; a tuned prefix is part of the graphs: `llmconv export MODEL --prefix PATH`",
+            hint="give the text itself; a tuned prefix is given with `--prefix-tuning PATH`",
         )
 
 
@@ -140,14 +149,24 @@ def is_file(text: str) -> bool:
     return False
 
 
-def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Prompt]:
+def _prompts(
+    texts: tuple[str, ...], file: str | None, output: Path | None, images: tuple[str, ...] = ()
+) -> list[Prompt]:
     """Prompts of the command line, of a file, or of standard input."""
     from llmconv.generation.prompts import Prompt, read_prompts
 
     if texts and file:
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
+    if len(texts) > 1 and images:
+        raise UsageProblem(
+            "`--image` goes with one prompt", hint="for several, give JSON lines with the fields `prompt` and `image`"
+        )
     if texts:
-        return [Prompt(text) for text in texts]
+        return [Prompt(text, images=images) for text in texts]
+    if images:
+        raise UsageProblem(
+            "`--image` needs a prompt on the command line", hint="in a prompt file, give each line a field `image`"
+        )
     if file and output and Path(file).resolve() == output.resolve():
         raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
     if file and file != "-":

@@ -10,23 +10,29 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.files.sources import fetching
+from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.chat.templates import TOKENIZER, encode_chat
+from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
+from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner, refuse_stages
+from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_prefix, refuse_stages
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import context_length
+from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.prefix.trained import open_prefix
+from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
-from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer, require_text
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class TextModel:
         positions: the model's rule for position ids.
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
+        images: prepares prompts with images; None for a model that takes none.
     """
 
     tokenizer: Any
@@ -52,16 +59,18 @@ class TextModel:
     positions: PositionRule = default_positions
     folder: Path = Path()
     engine: GenaiEngine | None = None
+    images: ImageEncoder | None = None
 
     @classmethod
     @checked
-    def open(
+    def open(  # noqa: PLR0913 - one parameter per option of the commands
         cls,
         model: Any,
         *,
         backend: str = "onnx",
         settings: SessionSettings | None = None,
         adapter: str | Path | None = None,
+        prefix_tuning: str | Path | None = None,
         trust_remote_code: bool = False,
         device: str | None = None,
         dtype: str | None = None,
@@ -74,36 +83,43 @@ class TextModel:
             backend: `onnx` (the graphs), `torch` (the eager model, the only use of torch) or `genai` (the graphs in
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-            adapter: PEFT adapter folder, for `torch`.
+            adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
+                merged in memory as `merge-lora` would.
+            prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
+                where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
             device: torch's name of the device, for `torch`; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
 
         Raises:
-            InputRefused: the folder has no tokenizer, or neither graphs nor weights.
+            InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
             OutOfMemory: the device has too little memory.
             StageFailed: no stage answers at an address, or it serves another model or export.
+            UnsupportedInput: a prefix for a model that caches more than keys and values.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions(adapter, device, dtype)
         with fetching() as fetched:
             files = ModelFiles.find(model)
+            prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
             tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
                 options.refuse()
                 refuse_stages(stages, backend)
+                refuse_prefix(prefix)
                 engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
                 rest = {"trust_remote_code": trust_remote_code}
                 runner = load_runner(files, backend, settings, options, stages, **rest)
-                lengths = [context_length(files.folder), runner.cache_capacity]
-                length = min((length for length in lengths if length), default=None)
+                runner = with_prefix(runner, prefix) if prefix else runner
+                length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
-            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
+            images = load_images(files, backend, runner, settings)
+            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
 
@@ -114,8 +130,13 @@ class TextModel:
 
     @property
     def sequences(self) -> int | None:
-        """Maximum number of prompts in a batch; None for any number."""
-        return self.engine.sequences if self.engine else self.runner.max_batch_size
+        """Maximum number of prompts in a batch; None for any number.
+
+        One if a tuned prefix precedes the padding of a batch, and a window counts both.
+        """
+        if self.engine:
+            return self.engine.sequences
+        return 1 if self.runner.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
@@ -151,12 +172,48 @@ class TextModel:
         """
         return encode_chat(self.tokenizer, messages, template)
 
+    def require_images(self) -> ImageEncoder:
+        """What prepares prompts with images.
+
+        Raises:
+            UsageProblem: the model takes no images.
+        """
+        if self.images is None:
+            raise UsageProblem(
+                f"`{self.folder}` takes no images with the backend `{self.backend}`",
+                hint="docs/families.md lists the families whose vision tower is exported as vision.onnx",
+            )
+        return self.images
+
+    def encode_images(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], template: str = TOKENIZER
+    ) -> EncodedPrompt:
+        """A chat with images; as `encode_chat`.
+
+        Args:
+            messages: see there; with a part of type `image` for each image, or none.
+            images: paths, bytes of files, or images of Pillow.
+            template: see there.
+
+        Raises:
+            InputRefused: see there, or an image is refused.
+            UsageProblem: the model takes no images, or an unknown template.
+        """
+        encoder = self.require_images()
+        if template == TOKENIZER:
+            text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
+        else:  # these templates take texts only
+            text = render_chat(self.tokenizer, messages, template)
+        require_text(text)
+        return encoder.encode(text, images, starts=not has_start(self.tokenizer, text, template))
+
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -167,17 +224,36 @@ class TextModel:
                 the stream ends; or a `SharedPrefix`.
             most: maximum number of prompt tokens per step; 0 for all. Each step but the last then yields an empty
                 piece.
+            embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
+                `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, or embeddings have another size.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
         settings = self.defaults if settings is None else require_settings(settings)
         limits = self.limits(prompts, settings)
+        if len(prompts) > 1 == self.sequences and self.runner.virtual_tokens:
+            raise UsageProblem(
+                "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
+                hint="give one prompt at a time",
+            )
+        placed = [one for one in embeddings if one is not None]
+        for one in placed:
+            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if settings.num_beams > 1:
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(prompts, limits, settings)
-        return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        if not placed:
+            return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        return self._engine.grow(prompts, limits, settings, self.decode, None, most, embeddings)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
+        return None if self.engine else self.runner.embedding_size
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
@@ -232,6 +308,18 @@ class TextModel:
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
 
 
+def _room(context: int | None, runner: Runner) -> int | None:
+    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context."""
+    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None and length < 1:
+        raise InputRefused(
+            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
+            hint="is it the prefix of this model?",
+        )
+    return length
+
+
 def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
     """The pieces of a row whose tokens are all known, up to a stop string."""
     for token in tokens:
@@ -245,7 +333,13 @@ def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
 
 
 def open_model(
-    model: Any, backend: str, session: SessionSettings | None, *, trust_remote_code: bool, **options: Any
+    model: Any,
+    backend: str,
+    session: SessionSettings | None,
+    *,
+    trust_remote_code: bool,
+    prefix_tuning: str | Path | None = None,
+    **options: Any,
 ) -> TextModel:
     """An open model as it is, or what `TextModel.open` opens.
 
@@ -254,6 +348,7 @@ def open_model(
         backend: `onnx`, `torch` or `genai`, unless the model is open.
         session: session settings of onnxruntime.
         trust_remote_code: run the code in the folder.
+        prefix_tuning: tuned prefix before every prompt.
         options: fields of `TorchOptions`.
 
     Raises:
@@ -261,10 +356,17 @@ def open_model(
         UsageProblem: an unknown backend or option, or settings or options for a model that is open.
     """
     if not isinstance(model, TextModel):
-        return TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code, **options)
+        return TextModel.open(
+            model,
+            backend=backend,
+            settings=session,
+            prefix_tuning=prefix_tuning,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
     if model.backend != "torch":
         TorchOptions(**options).refuse()
-    for name, value in {"session": session, **options}.items():
+    for name, value in {"session": session, "prefix_tuning": prefix_tuning, **options}.items():
         if value is not None:
             raise UsageProblem(
                 f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"

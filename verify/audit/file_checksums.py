@@ -12,6 +12,7 @@ import onnx
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.results.report import Check
 
 NAME = "graph file"
@@ -37,7 +38,7 @@ def audit_graph_files(
         A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
         allowed changes and on files without a sha256.
     """
-    table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
+    table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
     others = single_pass_entries(folder)  # which have checks of their own
     listed = {path.name for paths in (*files.values(), *(entry.paths(folder) for entry in others)) for path in paths}

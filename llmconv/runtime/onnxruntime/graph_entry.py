@@ -22,6 +22,9 @@ SINGLE_PASS_FILES = {
 EMBEDDINGS_ROLE = "embeddings"
 """The role in a manifest of a separate embedding graph, see `embeddings`."""
 
+VISION_ROLE = "vision"
+"""The role in a manifest of the graph of a vision tower, see `vision`."""
+
 
 @dataclass(frozen=True)
 class PrefixEntry:
@@ -82,7 +85,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
     if not (listed := _listed(folder)):
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]
-    others = {EMBEDDINGS_ROLE, *SINGLE_PASS_FILES}
+    others = {EMBEDDINGS_ROLE, VISION_ROLE, *SINGLE_PASS_FILES}
     return [_read(role, content) for role, content in listed.items() if role not in others]
 
 
