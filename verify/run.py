@@ -19,6 +19,7 @@ from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.verify.adapted_folder import adapted
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -76,6 +77,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     layers: str | None = None,
     record: bool = True,
     budget: float | None = None,
+    adapter: str | Path | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -101,6 +103,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
             folder as it is.
+        adapter: LoRA adapter of PEFT whose factors the graphs take as inputs (`export --lora-inputs`); the reference is
+            the eager model with that adapter, not merged. Nothing is recorded.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
@@ -132,6 +136,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         )
     if low_memory and (coded or is_quantized(verified.models)):
         raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+    if adapter is not None:
+        _require_alone(coded, verified, chosen, eager, low_memory)
+        verified, eager = adapted(verified, reference, adapter, code)
+        chosen, low_memory, record = Method(WHOLE), False, False
+        report.notes.append(
+            f"the graphs ran with the factors of `{Path(adapter).name}`, as constants of copies in memory"
+        )
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
         if record:
@@ -143,6 +154,17 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         else:
             checks = floats.checks(chosen, eager, low_memory)
         return session.run(report, checks, most_precise)
+
+
+def _require_alone(
+    coded: CodedFolder | None, verified: VerifiedFolder, method: Method, eager: Eager | None, low_memory: bool | None
+) -> None:
+    """Refuses what `adapter` excludes."""
+    if eager or method.is_forced or low_memory or coded or is_quantized(verified.models):
+        raise UsageProblem(
+            "`--adapter` runs the whole model, with an open model of its own and graphs of floats",
+            hint="leave out `--method`, `--layers` and `--low-memory`",
+        )
 
 
 def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
