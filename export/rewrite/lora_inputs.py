@@ -31,7 +31,7 @@ def lora_targets(given: str | Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UsageProblem: a name is empty.
     """
-    parts = (given,) if isinstance(given, str) else tuple(given or ())
+    parts = (given,) if given and isinstance(given, str) else tuple(given or ())
     names = tuple(name.strip() for part in parts for name in part.split(","))
     if not all(names):
         raise UsageProblem("`--lora-inputs` has an empty name", hint=f"give `{ALL}`, or `q_proj,v_proj`")

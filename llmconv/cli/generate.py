@@ -45,6 +45,13 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     metavar="FILE",
     help="File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
 )
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    help="Image in the prompt; may be repeated. In JSON lines the field `image`.",
+)
 @click.option("--output-file", type=options.Output(), metavar="FILE", help="Write completions to it, as JSON lines.")
 @click.option("--overwrite", is_flag=True, help="Start the output file again. Default: continue after its last line.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts per batch.")
@@ -64,6 +71,7 @@ def command(
     texts: tuple[str, ...],
     prompts: tuple[str, ...],
     prompt_file: str | None,
+    images: tuple[str, ...],
     output_file: Path | None,
     overwrite: bool,
     batch_size: int,
@@ -89,7 +97,7 @@ def command(
     _require_fitting(texts, output_file, prompt_prefix, overwrite=overwrite, stream=stream, as_json=as_json)
     wording = Wording(prompt_prefix, template or ("tokenizer" if chat or system else ""), system)
     picked = generation_options.settings(given)
-    contents = _prompts((*texts, *prompts), prompt_file, output_file)
+    contents = _prompts((*texts, *prompts), prompt_file, output_file, images)
     opened = generation_options.opener(model, given)()
     run = PromptRun(opened, contents, settings_for(opened, wording, picked), wording, batch_size)
     if output_file:
@@ -141,14 +149,24 @@ def is_file(text: str) -> bool:
     return False
 
 
-def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Prompt]:
+def _prompts(
+    texts: tuple[str, ...], file: str | None, output: Path | None, images: tuple[str, ...] = ()
+) -> list[Prompt]:
     """Prompts of the command line, of a file, or of standard input."""
     from llmconv.generation.prompts import Prompt, read_prompts
 
     if texts and file:
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
+    if len(texts) > 1 and images:
+        raise UsageProblem(
+            "`--image` goes with one prompt", hint="for several, give JSON lines with the fields `prompt` and `image`"
+        )
     if texts:
-        return [Prompt(text) for text in texts]
+        return [Prompt(text, images=images) for text in texts]
+    if images:
+        raise UsageProblem(
+            "`--image` needs a prompt on the command line", hint="in a prompt file, give each line a field `image`"
+        )
     if file and output and Path(file).resolve() == output.resolve():
         raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
     if file and file != "-":

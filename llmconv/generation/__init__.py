@@ -7,6 +7,7 @@ from llmconv.generation.completions import Completion, Generation, GenerationCos
 from llmconv.generation.generate import Wording, generate
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.stages.staged_runner import StageAddresses
@@ -18,6 +19,7 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "ModelFiles",
+    "Prompt",
     "TextPiece",
     "SharedPrefix",
     "StageAddresses",

@@ -11,6 +11,7 @@ from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Runner
 
 Decode = Callable[[Sequence[int]], str]
@@ -41,6 +42,7 @@ class LoopEngine:
         decode: Decode,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
     ) -> Generator[TextPiece]:
         """Continues a batch by greedy search or sampling.
 
@@ -51,9 +53,10 @@ class LoopEngine:
             decode: tokens to text.
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
+            embeddings: of each prompt, in place of those of some tokens; empty for none.
         """
-        given = enumerate(zip(prompts, limits, strict=True))
-        rows = [self._row(index, prompt, limit, settings, decode) for index, (prompt, limit) in given]
+        given = enumerate(zip(prompts, limits, embeddings or [None] * len(prompts), strict=True))
+        rows = [self._row(index, prompt, limit, settings, decode, own) for index, (prompt, limit, own) in given]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)
         if not batch.rows:
@@ -90,9 +93,17 @@ class LoopEngine:
         return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
 
     @staticmethod
-    def _row(index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings, decode: Decode) -> Row:
+    def _row(
+        index: int,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        decode: Decode,
+        embeddings: PromptEmbeddings | None,
+    ) -> Row:
         if not settings.needs_processors:
-            return Row(index, prompt, limit, settings, decode)
+            return Row(index, prompt, limit, settings, decode, None, embeddings)
         from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
 
-        return Row(index, prompt, limit, settings, decode, processor(settings, len(prompt), limit))
+        tokens = len(prompt) - (embeddings.before if embeddings else 0)
+        return Row(index, prompt, limit, settings, decode, processor(settings, tokens, limit), embeddings)

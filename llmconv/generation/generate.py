@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.argument_checks import OWN, checked, require_least
+from llmconv.errors import UsageProblem
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
+from llmconv.generation.encoded_prompt import EncodedPrompt, with_embeddings
 from llmconv.generation.model import TextModel, open_model
-from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
+from llmconv.generation.prompts import Prompt, PromptContent, as_chat, prompts_of, shared_start, with_prefix
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -22,8 +24,8 @@ NEW_TOKENS = 64
 """Maximum number of new tokens, unless an option or `generation_config.json` gives another."""
 
 OnPiece = Callable[[TextPiece], object]
-Prompts = Annotated[str | Sequence[PromptContent], OWN]
-"""Validated by `contents_of`."""
+Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt], OWN]
+"""Validated by `prompts_of`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,33 @@ class Wording:
     template: str = ""
     system: str = ""
 
-    def encode(self, model: TextModel, content: PromptContent) -> list[int]:
-        """Tokens of a prompt.
+    def encode(self, model: TextModel, prompt: Prompt, name: str = "the prompt") -> EncodedPrompt:
+        """A prompt as the model takes it.
+
+        Args:
+            model: its tokenizer is used.
+            prompt: a text or a chat, with embeddings or without.
+            name: of the prompt in messages.
 
         Raises:
-            InputRefused: the prompt has no tokens, or there is no chat template.
+            InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
         """
+        if prompt.images:
+            return self._with_images(model, prompt, name)
+        ids = self._tokens(model, prompt.content)
+        if prompt.embeddings is None:
+            return EncodedPrompt(ids)
+        return with_embeddings(prompt, ids, model.tokenizer, name)
+
+    def _with_images(self, model: TextModel, prompt: Prompt, name: str) -> EncodedPrompt:
+        if prompt.embeddings is not None:
+            raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
+        content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
+        if isinstance(content, str) and not self._chat_template:
+            return encoder.encode(content, prompt.images, starts=True)
+        return model.encode_images(as_chat(content, self.system), prompt.images, self._chat_template or TOKENIZER)
+
+    def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
         content = with_prefix(content, self.prompt_prefix)
         if isinstance(content, str) and not self._chat_template:
             return model.encode(content)
@@ -91,7 +114,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     Args:
         model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; anything else that
             `TextModel.open` accepts; or an open `TextModel`, whose backend is used.
-        prompts: texts, or chats as lists of messages; or a single text or chat.
+        prompts: texts, chats as lists of messages, or `Prompt` objects, which may have embeddings; or a single one.
         backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
         batch_size: number of prompts per batch.
         wording: chat template and prefix of all prompts.
@@ -108,7 +131,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: no tokenizer, no graphs, or a prompt without tokens or longer than the context.
         UsageProblem: no prompt, an unknown backend, or an unknown or invalid option.
     """
-    contents = contents_of(prompts)
+    contents = prompts_of(prompts)
     require_least(batch_size, 1, "batch_size")
     GenerationSettings().but(**options)  # reports mistakes before anything is loaded
     tuned: dict[str, Any] = {"adapter": adapter, "prefix_tuning": prefix_tuning, "device": device, "dtype": dtype}
@@ -136,7 +159,7 @@ def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) ->
 
 def run_batches(
     model: TextModel,
-    prompts: Sequence[PromptContent],
+    prompts: Sequence[Prompt],
     settings: GenerationSettings,
     *,
     wording: Wording | None = None,
@@ -148,7 +171,7 @@ def run_batches(
 
     Args:
         model: continues the prompts.
-        prompts: texts and chats.
+        prompts: texts and chats, with embeddings or without.
         settings: how tokens are picked.
         wording: chat template and prefix of all prompts.
         batch_size: prompts per batch; fewer if the graphs are smaller.
@@ -159,13 +182,15 @@ def run_batches(
         InputRefused: a prompt has no tokens or is longer than the context; raised before anything runs.
     """
     wording = wording or Wording()
-    ids = [wording.encode(model, prompt) for prompt in prompts]
+    encoded = [wording.encode(model, prompt, f"prompt {at}") for at, prompt in enumerate(prompts, start=1)]
+    ids = [one.ids for one in encoded]
     model.limits(ids, settings)
-    shared = SharedPrefix(shared_start(ids), model.positions) if wording.prompt_prefix and len(ids) > 1 else None
+    shares = wording.prompt_prefix and len(ids) > 1 and not any(one.embeddings for one in encoded)
+    shared = SharedPrefix(shared_start(ids), model.positions) if shares else None
     size = min(batch_size, model.sequences or batch_size)
     for start in range(skip, len(prompts), size):
         part = slice(start, start + size)
-        yield _run_batch(model, prompts[part], ids[part], settings, shared, _numbered(on_piece, start))
+        yield _run_batch(model, prompts[part], encoded[part], settings, shared, _numbered(on_piece, start))
 
 
 def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
@@ -177,15 +202,17 @@ def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
 
 def _run_batch(
     model: TextModel,
-    prompts: Sequence[PromptContent],
-    ids: Sequence[list[int]],
+    prompts: Sequence[Prompt],
+    encoded: Sequence[EncodedPrompt],
     settings: GenerationSettings,
     shared: SharedPrefix | None,
     on_piece: OnPiece | None,
 ) -> tuple[list[Completion], GenerationCost]:
+    ids = [one.ids for one in encoded]
+    embeddings = [one.embeddings() if one.embeddings else None for one in encoded]
     meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
     growing = [_GrowingText() for _ in prompts]
-    for piece in model.stream(ids, settings, shared):
+    for piece in model.stream(ids, settings, shared, embeddings=embeddings):
         one = growing[piece.index]
         one.text.append(piece.text)
         one.finish = piece.finish
@@ -196,7 +223,7 @@ def _run_batch(
             on_piece(piece)
     cost = meter.stop()
     completions = [
-        Completion(prompt, "".join(one.text), one.tokens, len(tokens), one.finish)
+        Completion(prompt.content, "".join(one.text), one.tokens, len(tokens), one.finish)
         for prompt, tokens, one in zip(prompts, ids, growing, strict=True)
     ]
     return completions, cost

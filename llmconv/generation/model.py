@@ -12,23 +12,27 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.chat.templates import TOKENIZER, encode_chat
+from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
+from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner, refuse_prefix, refuse_stages, with_lora
+from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_prefix, refuse_stages, with_lora
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
-from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
-from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer, require_text
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class TextModel:
         positions: the model's rule for position ids.
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
+        images: prepares prompts with images; None for a model that takes none.
         origin: the model that this one shares its graphs with, see `with_adapter`.
     """
 
@@ -55,6 +60,7 @@ class TextModel:
     positions: PositionRule = default_positions
     folder: Path = Path()
     engine: GenaiEngine | None = None
+    images: ImageEncoder | None = None
     origin: TextModel | None = None
 
     @classmethod
@@ -115,7 +121,8 @@ class TextModel:
                 length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
-            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
+            images = load_images(files, backend, runner, settings)
+            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
 
@@ -185,12 +192,48 @@ class TextModel:
         """
         return encode_chat(self.tokenizer, messages, template)
 
+    def require_images(self) -> ImageEncoder:
+        """What prepares prompts with images.
+
+        Raises:
+            UsageProblem: the model takes no images.
+        """
+        if self.images is None:
+            raise UsageProblem(
+                f"`{self.folder}` takes no images with the backend `{self.backend}`",
+                hint="docs/families.md lists the families whose vision tower is exported as vision.onnx",
+            )
+        return self.images
+
+    def encode_images(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], template: str = TOKENIZER
+    ) -> EncodedPrompt:
+        """A chat with images; as `encode_chat`.
+
+        Args:
+            messages: see there; with a part of type `image` for each image, or none.
+            images: paths, bytes of files, or images of Pillow.
+            template: see there.
+
+        Raises:
+            InputRefused: see there, or an image is refused.
+            UsageProblem: the model takes no images, or an unknown template.
+        """
+        encoder = self.require_images()
+        if template == TOKENIZER:
+            text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
+        else:  # these templates take texts only
+            text = render_chat(self.tokenizer, messages, template)
+        require_text(text)
+        return encoder.encode(text, images, starts=not has_start(self.tokenizer, text, template))
+
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -201,9 +244,11 @@ class TextModel:
                 the stream ends; or a `SharedPrefix`.
             most: maximum number of prompt tokens per step; 0 for all. Each step but the last then yields an empty
                 piece.
+            embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
+                `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, or embeddings have another size.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
@@ -214,9 +259,21 @@ class TextModel:
                 "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
                 hint="give one prompt at a time",
             )
+        placed = [one for one in embeddings if one is not None]
+        for one in placed:
+            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if settings.num_beams > 1:
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(prompts, limits, settings)
-        return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        if not placed:
+            return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+        return self._engine.grow(prompts, limits, settings, self.decode, None, most, embeddings)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
+        return None if self.engine else self.runner.embedding_size
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings

@@ -71,7 +71,7 @@ class PromptRun:
     def _run(self, take: Callable[[list[Completion]], object], on_piece: OnPiece | None) -> None:
         for completions, cost in run_batches(
             self.model,
-            [prompt.content for prompt in self.prompts],
+            self.prompts,
             self.settings,
             wording=self.wording,
             batch_size=self.batch_size,

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,10 +29,17 @@ class Prompt:
     Attributes:
         content: a text or a chat.
         fields: other fields of its line, such as an `id`; they are copied to the line of the completion.
+        embeddings: embeddings in the prompt, floats [tokens, hidden]: an array, a torch tensor, or the path of a `.npy`
+            or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
+        placeholder: text of the token whose places they take; empty to place them before the prompt.
+        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
     """
 
     content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
+    embeddings: Any = None
+    placeholder: str = ""
+    images: tuple[Any, ...] = ()
 
 
 def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
@@ -40,12 +47,23 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
 
     An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file is JSON if its name
     ends in `.jsonl` or `.json`, if its first line is an object or an array, or if it is one JSON value as a whole.
-    Empty lines are skipped.
+    Empty lines are skipped. Relative paths in it begin in its folder, those on standard input in the current one.
 
     Raises:
         InputRefused: the file cannot be read, or has no prompt.
         MalformedInput: an object has neither `prompt` nor `messages`, or both; or a file is not valid JSON.
     """
+    base = Path(source).parent if isinstance(source, str | Path) else Path()
+    return [_found_from(base, prompt) for prompt in _read(source)]
+
+
+def _found_from(base: Path, prompt: Prompt) -> Prompt:
+    """The prompt with the paths in it found from a folder."""
+    rows = base / prompt.embeddings if prompt.embeddings else None
+    return replace(prompt, embeddings=rows, images=tuple(base / image for image in prompt.images))
+
+
+def _read(source: str | Path | TextIO) -> list[Prompt]:
     text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
     document = _document(text)
     is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
@@ -161,7 +179,33 @@ def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
 def _of_object(name: str, value: Any) -> Prompt:
     """The prompt of a JSON object; `name` is its line or item, for messages."""
     given = value if isinstance(value, dict) else {}
-    return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in PROMPT_FIELDS})
+    fields = {key: value for key, value in given.items() if key not in PROMPT_FIELDS}
+    return Prompt(_content(name, given), fields, **_embeddings(name, given), images=_images(name, given))
+
+
+def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field `image` of a JSON object: a path or several."""
+    found = given.get("image")
+    several = [] if found is None else [found] if isinstance(found, str) else found
+    if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
+        raise MalformedInput(
+            f"`image` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
+        )
+    return tuple(several)
+
+
+def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `embeddings` and `placeholder` of a JSON object."""
+    found = {key: given[key] for key in ("embeddings", "placeholder") if given.get(key) is not None}
+    for key, value in found.items():
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise MalformedInput(
+                f"`{key}` in {name} of the prompts is not a text",
+                hint="`embeddings` is the path of a .npy or .safetensors, `placeholder` a token",
+            )
+    if found.keys() == {"placeholder"}:
+        raise MalformedInput(f"{name} of the prompts has a `placeholder` without `embeddings`", hint="leave it out")
+    return found
 
 
 def _content(name: str, given: Mapping[str, Any]) -> PromptContent:
@@ -181,6 +225,26 @@ def _content(name: str, given: Mapping[str, Any]) -> PromptContent:
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
 NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
+
+
+def prompts_of(prompts: Any) -> list[Prompt]:
+    """Texts, chats and `Prompt` objects as a list of `Prompt`; a single one becomes a list of one.
+
+    Raises:
+        UsageProblem: `prompts` is neither, or empty.
+    """
+    if isinstance(prompts, Prompt):
+        prompts = [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping):
+        prompts = list(prompts)
+        if any(isinstance(one, Prompt) for one in prompts):
+            return [
+                replace(one, content=contents_of([one.content])[0])
+                if isinstance(one, Prompt)
+                else Prompt(contents_of([one])[0])
+                for one in prompts
+            ]
+    return [Prompt(content) for content in contents_of(prompts)]
 
 
 def contents_of(prompts: Any) -> list[PromptContent]:

@@ -11,6 +11,7 @@ from llmconv.errors import UsageProblem
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
 
@@ -42,6 +43,7 @@ class Row:
         settings: how new tokens are picked.
         decode: tokens to text.
         processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
+        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Row:
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         processor: Callable[[Array, Array], Array] | None = None,
+        embeddings: PromptEmbeddings | None = None,
     ) -> None:
         self.index, self.prompt, self.settings = index, list(prompt), settings
         self.room = limit
-        self._processor = processor
+        self._processor, self.embeddings = processor, embeddings
+        self._before = embeddings.before if embeddings else 0
         self._generator = np.random.default_rng(settings.seed)
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
         self._ids = np.empty(len(prompt) + min(limit, 1024), dtype=np.int64)
@@ -65,8 +69,8 @@ class Row:
 
     @property
     def ids(self) -> Array:
-        """Tokens of the prompt and new tokens, int64 [length]."""
-        return self._ids[: self.length]
+        """Tokens of the prompt and new tokens, int64 [length], without embeddings that stand for no token."""
+        return self._ids[self._before : self.length]
 
     @property
     def last(self) -> int:
