@@ -82,9 +82,8 @@ GENERATION_CONFIG = "generation_config.json"
 FORMAT = Format(
     name="mindformers",
     title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
-    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy (`--strategy` if it "
-    "lies elsewhere), LoRA merged; "
-    "the run's YAML gives the configuration",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy (`--strategy` "
+    "if it lies elsewhere), LoRA merged; the run's YAML gives the configuration",
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,
