@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_prefix, refuse_stages
+from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_prefix, refuse_stages, with_lora
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
@@ -49,6 +49,7 @@ class TextModel:
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
         images: prepares prompts with images; None for a model that takes none.
+        origin: the model that this one shares its graphs with, see `with_adapter`.
     """
 
     tokenizer: Any
@@ -60,6 +61,7 @@ class TextModel:
     folder: Path = Path()
     engine: GenaiEngine | None = None
     images: ImageEncoder | None = None
+    origin: TextModel | None = None
 
     @classmethod
     @checked
@@ -84,7 +86,8 @@ class TextModel:
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
             adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
-                merged in memory as `merge-lora` would.
+                merged in memory as `merge-lora` would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file
+                of `llmconv onnx-adapter`.
             prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
                 where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
@@ -122,6 +125,23 @@ class TextModel:
             opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
+
+    def with_adapter(self, adapter: str | Path) -> TextModel:
+        """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
+
+        Args:
+            adapter: see `open`; for graphs of `export --lora-inputs`, and none with `prefix_tuning`.
+
+        Raises:
+            InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+            UnsupportedInput: another kind of adapter.
+            UsageProblem: the graphs have no inputs for factors, or the model has a tuned prefix.
+        """
+        if isinstance(self.runner, PrefixedRunner):
+            raise UsageProblem(
+                "the model has a tuned prefix", hint="give `adapter` and `prefix_tuning` to `TextModel.open` together"
+            )
+        return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     @property
     def decode(self) -> TokenDecoder:
