@@ -48,12 +48,11 @@ BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option(
         "--adapter",
-        type=click.Path(path_type=Path),
+        metavar="PATH",
         help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
     ),
     click.option(
         "--prefix-tuning",
-        type=click.Path(path_type=Path),
         metavar="PATH",
         help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
     ),

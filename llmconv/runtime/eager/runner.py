@@ -34,6 +34,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.eager.computed_values import restore_computed_values
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
@@ -119,6 +120,8 @@ class EagerRunner(Runner):
         try:
             with custom_code_errors(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
+                if self._code:
+                    restore_computed_values(model)
         except LlmconvError:
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
