@@ -17,7 +17,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.session_settings import (
     SessionSettings as SessionSettings,  # part of this module's interface
@@ -245,8 +245,11 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
+            others = [entry.name for entry in single_pass_entries(folder)]
             raise InputRefused(
-                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}`, or give `--backend torch`"
+                f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
+                hint=f"run `llmconv export {folder}`, or give `--backend torch`"
+                + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)

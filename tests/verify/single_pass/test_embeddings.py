@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.tracing import single_pass
 from llmconv.verify import Report, verify
@@ -24,6 +24,7 @@ from tests.builders.embedding_models import (
     save_modules,
     save_reranker,
     write_config,
+    write_modules,
 )
 from tests.builders.tracing import trace_once
 
@@ -236,3 +237,11 @@ def test_options_of_graphs_with_a_cache_are_refused(option: dict[str, object], q
     export(folder, task="embed")
     with pytest.raises(UsageProblem, match="applies to graphs with a cache"):
         verify(folder, **option)  # type: ignore[arg-type]
+
+
+def test_a_module_that_verify_does_not_know_is_refused(qwen: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(qwen, tmp_path / "model"))
+    export(folder, task="embed")
+    write_modules(folder, [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_LayerNorm", "LayerNorm")])
+    with pytest.raises(UnsupportedInput, match="2_LayerNorm"):
+        verify(folder)
