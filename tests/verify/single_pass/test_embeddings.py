@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from llmconv.convert.inspect import inspect
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.tracing import single_pass
@@ -61,6 +62,16 @@ def test_a_correct_graph_passes_with_padding_on_every_side(
     names = {check.name for check in report.checks}
     assert report.verdict == "pass" and {"one token", "padding on the left", "padding on the right"} <= names
     assert {check.output for check in report.checks} >= {"last_hidden_state", "sentence_embedding"}
+
+
+@pytest.mark.slow
+def test_inspect_reports_the_verdict_on_a_graph_that_maps_weights_of_modules(gemma: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gemma, tmp_path / "gemma"))
+    export(folder, task="embed")
+    assert verify(folder)
+    found = inspect(folder)
+    assert [graph.line.partition(":")[0] for graph in found.graphs] == ["embed"] and "no cache" in found.graphs[0].line
+    assert found.verified and "PASS" in str(found.verified).upper()
 
 
 @pytest.mark.slow
