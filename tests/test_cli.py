@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
     "merge-lora": llmconv.convert.merge_lora,
+    "onnx-adapter": llmconv.convert.onnx_adapter,
     "delta apply": llmconv.convert.apply_delta,
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
@@ -54,7 +55,7 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 ELSEWHERE = {
     "export": {"verify"},
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
-    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"}
+    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "session_config"}
     | {"stage_at", "stage_timeout"},
 }
 """Options for another function: `verify`; `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""

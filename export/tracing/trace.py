@@ -24,7 +24,7 @@ from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.families import BATCH, SEQUENCE, InputMap, Port, decoder_config
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.library_patches import (
     complex_as_pairs,
     exact_constants,
@@ -38,6 +38,7 @@ from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
+from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
@@ -124,7 +125,7 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
 
 
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
-    """Traces all layers of a model.
+    """Traces all layers of a model; one without a cache is `SinglePass`.
 
     Args:
         config: a transformers config, usually shortened to a few layers.
@@ -135,18 +136,20 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         UnsupportedInput: the model's code fixes an axis that must be dynamic.
     """
     with quiet_libraries(), torch.no_grad():
-        model = build(config, getattr(torch, spec.precision))
+        model = build(config, getattr(torch, spec.precision), spec.task)
+        single = spec.cache == NO_CACHE
         with complex_as_pairs(), unchanged_buffers(model):
-            found = ports_of(model, input_map)
+            found = (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map)
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
+        module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec)
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
             program = torch.export.export(
-                CacheAsTensors(model, past, spec),
-                example_arguments(inputs),
-                dynamic_shapes=dynamic_axes(inputs),
+                module,
+                example_arguments(inputs)[: 3 if single else None],
+                dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None],
                 strict=False,
             )
             program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
@@ -159,6 +162,8 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
+    if spec.task:
+        outputs = result_ports(spec, onnx_program.model)
     traced = _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
     record_exact_scalars(traced.model, program)
     return traced

@@ -46,7 +46,17 @@ PICKING = (
 )
 BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
-    click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
+    click.option(
+        "--adapter",
+        type=click.Path(path_type=Path),
+        help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
+    ),
+    click.option(
+        "--prefix-tuning",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
+    ),
     click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     click.option(
         "--dtype",
@@ -180,7 +190,7 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
         )
 
 
-OPENING = ("backend", "adapter", "trust_remote_code", "device", "dtype")
+OPENING = ("backend", "adapter", "prefix_tuning", "trust_remote_code", "device", "dtype")
 """Options that are passed to `TextModel.open` unchanged."""
 
 OF_RUNNING = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.argument_checks import OWN, checked, require_least
@@ -101,6 +102,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     wording: Wording | None = None,
     session: SessionSettings | None = None,
     on_piece: OnPiece | None = None,
+    adapter: str | Path | None = None,
+    prefix_tuning: str | Path | None = None,
     trust_remote_code: bool = False,
     device: str | None = None,
     dtype: str | None = None,
@@ -117,6 +120,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
         wording: chat template and prefix of all prompts.
         session: session settings of onnxruntime.
         on_piece: called with every piece of text.
+        adapter: see `TextModel.open`.
+        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
         trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
         device: torch's name of the device, for `torch`; None for the CPU.
         dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
@@ -129,7 +134,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     contents = prompts_of(prompts)
     require_least(batch_size, 1, "batch_size")
     GenerationSettings().but(**options)  # reports mistakes before anything is loaded
-    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, device=device, dtype=dtype)
+    tuned: dict[str, Any] = {"adapter": adapter, "prefix_tuning": prefix_tuning, "device": device, "dtype": dtype}
+    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, **tuned)
     wording = wording or Wording()
     settings = settings_for(opened, wording, options)
     done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))

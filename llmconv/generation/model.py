@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.files.sources import fetching
+from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
 from llmconv.generation.encoded_prompt import EncodedPrompt
@@ -22,12 +22,14 @@ from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_stages
+from llmconv.generation.runners import load_genai, load_images, load_runner, refuse_prefix, refuse_stages, with_lora
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import context_length
+from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
+from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer, require_text
@@ -47,6 +49,7 @@ class TextModel:
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
         images: prepares prompts with images; None for a model that takes none.
+        origin: the model that this one shares its graphs with, see `with_adapter`.
     """
 
     tokenizer: Any
@@ -58,16 +61,18 @@ class TextModel:
     folder: Path = Path()
     engine: GenaiEngine | None = None
     images: ImageEncoder | None = None
+    origin: TextModel | None = None
 
     @classmethod
     @checked
-    def open(
+    def open(  # noqa: PLR0913 - one parameter per option of the commands
         cls,
         model: Any,
         *,
         backend: str = "onnx",
         settings: SessionSettings | None = None,
         adapter: str | Path | None = None,
+        prefix_tuning: str | Path | None = None,
         trust_remote_code: bool = False,
         device: str | None = None,
         dtype: str | None = None,
@@ -80,39 +85,63 @@ class TextModel:
             backend: `onnx` (the graphs), `torch` (the eager model, the only use of torch) or `genai` (the graphs in
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-            adapter: PEFT adapter folder, for `torch`.
+            adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
+                merged in memory as `merge-lora` would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file
+                of `llmconv onnx-adapter`.
+            prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
+                where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
             device: torch's name of the device, for `torch`; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
 
         Raises:
-            InputRefused: the folder has no tokenizer, or neither graphs nor weights.
+            InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
             OutOfMemory: the device has too little memory.
             StageFailed: no stage answers at an address, or it serves another model or export.
+            UnsupportedInput: a prefix for a model that caches more than keys and values.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions(adapter, device, dtype)
         with fetching() as fetched:
             files = ModelFiles.find(model)
+            prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
             tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
                 options.refuse()
                 refuse_stages(stages, backend)
+                refuse_prefix(prefix)
                 engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
                 rest = {"trust_remote_code": trust_remote_code}
                 runner = load_runner(files, backend, settings, options, stages, **rest)
-                lengths = [context_length(files.folder), runner.cache_capacity]
-                length = min((length for length in lengths if length), default=None)
+                runner = with_prefix(runner, prefix) if prefix else runner
+                length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
             images = load_images(files, backend, runner, settings)
             opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
+
+    def with_adapter(self, adapter: str | Path) -> TextModel:
+        """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
+
+        Args:
+            adapter: see `open`; for graphs of `export --lora-inputs`, and none with `prefix_tuning`.
+
+        Raises:
+            InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+            UnsupportedInput: another kind of adapter.
+            UsageProblem: the graphs have no inputs for factors, or the model has a tuned prefix.
+        """
+        if isinstance(self.runner, PrefixedRunner):
+            raise UsageProblem(
+                "the model has a tuned prefix", hint="give `adapter` and `prefix_tuning` to `TextModel.open` together"
+            )
+        return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     @property
     def decode(self) -> TokenDecoder:
@@ -121,8 +150,13 @@ class TextModel:
 
     @property
     def sequences(self) -> int | None:
-        """Maximum number of prompts in a batch; None for any number."""
-        return self.engine.sequences if self.engine else self.runner.max_batch_size
+        """Maximum number of prompts in a batch; None for any number.
+
+        One if a tuned prefix precedes the padding of a batch, and a window counts both.
+        """
+        if self.engine:
+            return self.engine.sequences
+        return 1 if self.runner.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
@@ -220,6 +254,11 @@ class TextModel:
         prompts = token_lists(prompts)
         settings = self.defaults if settings is None else require_settings(settings)
         limits = self.limits(prompts, settings)
+        if len(prompts) > 1 == self.sequences and self.runner.virtual_tokens:
+            raise UsageProblem(
+                "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
+                hint="give one prompt at a time",
+            )
         placed = [one for one in embeddings if one is not None]
         for one in placed:
             require_size(self.embedding_size, one.rows, TOKENS_ONLY)
@@ -289,6 +328,18 @@ class TextModel:
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
 
 
+def _room(context: int | None, runner: Runner) -> int | None:
+    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context."""
+    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None and length < 1:
+        raise InputRefused(
+            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
+            hint="is it the prefix of this model?",
+        )
+    return length
+
+
 def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
     """The pieces of a row whose tokens are all known, up to a stop string."""
     for token in tokens:
@@ -302,7 +353,13 @@ def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
 
 
 def open_model(
-    model: Any, backend: str, session: SessionSettings | None, *, trust_remote_code: bool, **options: Any
+    model: Any,
+    backend: str,
+    session: SessionSettings | None,
+    *,
+    trust_remote_code: bool,
+    prefix_tuning: str | Path | None = None,
+    **options: Any,
 ) -> TextModel:
     """An open model as it is, or what `TextModel.open` opens.
 
@@ -311,6 +368,7 @@ def open_model(
         backend: `onnx`, `torch` or `genai`, unless the model is open.
         session: session settings of onnxruntime.
         trust_remote_code: run the code in the folder.
+        prefix_tuning: tuned prefix before every prompt.
         options: fields of `TorchOptions`.
 
     Raises:
@@ -318,10 +376,17 @@ def open_model(
         UsageProblem: an unknown backend or option, or settings or options for a model that is open.
     """
     if not isinstance(model, TextModel):
-        return TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code, **options)
+        return TextModel.open(
+            model,
+            backend=backend,
+            settings=session,
+            prefix_tuning=prefix_tuning,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
     if model.backend != "torch":
         TorchOptions(**options).refuse()
-    for name, value in {"session": session, **options}.items():
+    for name, value in {"session": session, "prefix_tuning": prefix_tuning, **options}.items():
         if value is not None:
             raise UsageProblem(
                 f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"

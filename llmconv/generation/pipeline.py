@@ -23,12 +23,13 @@ DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperatu
 
 
 @checked
-def pipeline(
+def pipeline(  # noqa: PLR0913 - one parameter per option of the command
     task: str = TASK,
     model: Any = None,
     *,
     backend: str = "onnx",
     adapter: str | Path | None = None,
+    prefix_tuning: str | Path | None = None,
     session: SessionSettings | None = None,
     trust_remote_code: bool = False,
     device: str | None = None,
@@ -42,7 +43,8 @@ def pipeline(
         model: a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache, `ModelFiles`, or an open
             `TextModel`.
         backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
-        adapter: PEFT adapter folder, for `torch`.
+        adapter: an adapter, see `TextModel.open`.
+        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
         session: session settings of onnxruntime.
         trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
         device: torch's name of the device, for `torch`; None for the CPU.
@@ -58,9 +60,8 @@ def pipeline(
     if model is None:
         raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
     require_options(options)
-    opened = open_model(
-        model, backend, session, trust_remote_code=trust_remote_code, adapter=adapter, device=device, dtype=dtype
-    )
+    tuned: dict[str, Any] = {"adapter": adapter, "prefix_tuning": prefix_tuning, "device": device, "dtype": dtype}
+    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, **tuned)
     return TextGeneration(opened, **options)
 
 

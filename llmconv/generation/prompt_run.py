@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,19 @@ class PromptRun:
         """Runs all prompts and keeps their completions."""
         self._run(self.completions.extend, on_piece)
 
-    def to_file(self, path: Path, adapter: str, overwrite: bool, on_piece: OnPiece | None = None) -> None:
+    def to_file(self, path: Path, tuned: Mapping[str, str], overwrite: bool, on_piece: OnPiece | None = None) -> None:
         """Runs the prompts that the file does not have yet.
 
         Args:
             path: the file, see `CompletionFile`.
-            adapter: path of the adapter, or empty; the file is only continued with the same one.
+            tuned: paths of `adapter` and `prefix_tuning`, or empty; the file is only continued with the same ones.
             overwrite: begin the file again.
             on_piece: called with every piece of text.
         """
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
         state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-        model = {"model": str(folder), "files": state, "backend": self.model.backend, "adapter": adapter}
+        model = {"model": str(folder), "files": state, "backend": self.model.backend, **tuned}
         made_with = {**asdict(self.settings), **asdict(self.wording), **model}
         self.output = path
         with CompletionFile(path, self.prompts, made_with, overwrite=overwrite) as file:

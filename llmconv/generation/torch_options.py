@@ -16,7 +16,7 @@ class TorchOptions:
     """Options of the eager model.
 
     Attributes:
-        adapter: PEFT adapter folder.
+        adapter: an adapter of PEFT, or of another program that `merge-lora` reads.
         device: torch's name of the device; None for the CPU.
         dtype: one of `DTYPES`; None for that of the weights.
     """
@@ -46,7 +46,10 @@ class TorchOptions:
 
 
 REFUSALS = {
-    "adapter": ("graphs take no adapter", "give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"),
+    "adapter": (
+        "GenAI and stages in other processes take no adapter",
+        "leave out `--backend genai` or `--stage-at`; or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
+    ),
     "device": (
         "`device` is for `--backend torch`",
         'for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',

@@ -90,11 +90,8 @@ def test_embeddings_take_the_places_of_a_placeholder(folder: Path, model: TextMo
 
 
 def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextModel) -> None:
-    prompts: list[Any] = [
-        "A longer prompt",
-        Prompt("Once", embeddings=ROWS),
-        Prompt("a~b", embeddings=ROWS[:2], placeholder="~"),
-    ]
+    mixed = Prompt("Once", embeddings=ROWS), Prompt("a~b", embeddings=ROWS[:2], placeholder="~")
+    prompts: list[str | Prompt] = ["A longer prompt", *mixed]
     together = generate(model, prompts, repetition_penalty=1.3, **OPTIONS).completions
     alone = [generate(model, [one], repetition_penalty=1.3, **OPTIONS).completions[0] for one in prompts]
     assert [one.tokens for one in together] == [one.tokens for one in alone]

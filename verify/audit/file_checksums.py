@@ -11,7 +11,7 @@ import onnx
 
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.results.report import Check
 
@@ -40,7 +40,8 @@ def audit_graph_files(
     """
     table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
-    listed = {path.name for paths in files.values() for path in paths}
+    others = single_pass_entries(folder)  # which have checks of their own
+    listed = {path.name for paths in (*files.values(), *(entry.paths(folder) for entry in others)) for path in paths}
     unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
     skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
     if not (folder / MANIFEST).is_file():
