@@ -12,8 +12,8 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written, is_address
-from llmconv.files.sources import fetches
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, is_remote
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
@@ -119,7 +119,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     chosen = Method.of(method, layers)
     selection = Selection(suite, only, repeat, Budget.of(budget, only))
     session = Session.of(selection, settings, on_checks, bisect=bisect, minimize=minimize)
-    record = record and not is_address(folder)  # a download is removed by the end
+    record = record and not is_remote(folder)  # a download is removed by the end
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     entries, single = graph_entries(folder), single_pass_entries(folder)

@@ -28,7 +28,6 @@ from llmconv.model_code import (
     references,
 )
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.custom_code import custom_classes, custom_code_errors
 from llmconv.tensors import LazyTensor
 
 UNSTORED = (
@@ -143,6 +142,7 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, 
 
 def _model(folder: Path, config: Mapping[str, Any]) -> Any:
     from llmconv.convert.models.meta_model import NotBuildable, code_model  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):
@@ -153,6 +153,7 @@ def _model(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def _gaps(folder: Path, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingGaps:
     from llmconv.convert.models.meta_model import NotBuildable, gaps_of  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from llmconv.cli.options import ElementType
 from llmconv.errors import UsageProblem
 
 if TYPE_CHECKING:
@@ -48,19 +49,18 @@ BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option(
         "--adapter",
-        type=click.Path(path_type=Path),
+        metavar="PATH",
         help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
     ),
     click.option(
         "--prefix-tuning",
-        type=click.Path(path_type=Path),
         metavar="PATH",
         help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
     ),
     click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     click.option(
         "--dtype",
-        type=click.Choice(["float32", "float16", "bfloat16"]),
+        type=ElementType(["float32", "float16", "bfloat16"]),
         help="Dtype of the model, with `--backend torch`. Default: that of its weights.",
     ),
 )

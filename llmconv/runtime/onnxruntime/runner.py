@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.files.hub import snapshot_home
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
@@ -257,8 +258,9 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
+            elsewhere = " -o OUT" if snapshot_home(folder) else ""
             raise InputRefused(
-                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}`, or give `--backend torch`"
+                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
             )
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
