@@ -138,7 +138,16 @@ def test_from_hf_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal", "verdict"}
+    shared = {
+        "--init--",
+        "command-group",
+        "generation-options",
+        "options",
+        "plans",
+        "terminal",
+        "text-printer",
+        "verdict",
+    }
     assert files - shared == set(llmconv.cli.main.commands)
 
 
