@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Unpack, get_type_hints
 
+import torch
+
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_causal
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
@@ -24,8 +26,8 @@ from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
+from llmconv.export.model_in_memory import checkpoint_in_memory, require_output
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
-from llmconv.export.prefix.adapter import open_prefix
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -45,6 +47,7 @@ from llmconv.export.weights.bind import match_weights
 from llmconv.export.weights.stage_parts import stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.model_code import code_of
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.output.writer import Place
@@ -52,7 +55,8 @@ from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
-from llmconv.runtime.custom_code import code_files, uses_custom_code
+from llmconv.runtime.custom_code import uses_custom_code
+from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.tensors import FLOATS, LazyTensor
 
 
@@ -125,7 +129,9 @@ class Exported:
 
 @fetches
 @checked
-def export(model: str | Path, output: Placed | None = None, **options: Unpack[ExportOptions]) -> Exported:
+def export(
+    model: str | Path | torch.nn.Module, output: Placed | None = None, **options: Unpack[ExportOptions]
+) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
@@ -133,7 +139,8 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     runtime opens them.
 
     Args:
-        model: Hugging Face folder or hub id.
+        model: Hugging Face folder or hub id; or a causal language model of transformers in memory, whose weights are
+            written into `output` once.
         output: new folder; by default the graphs are added to the model folder.
         **options: see `ExportOptions`.
 
@@ -147,9 +154,28 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
     require_possible(given, writes=output is not None)
-    settings = QuantizationSettings.parse(given)
+    QuantizationSettings.parse(given)  # refuses before anything is opened
+    if isinstance(model, torch.nn.Module):
+        require_output(output, graphs_only=given["graphs_only"])
+        with checkpoint_in_memory(model) as checkpoint:
+            return _of_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
+    checkpoint = _open(model, output, given)
+    source = checkpoint.path if is_remote(model) else Path(model)
+    return _of_checkpoint(checkpoint, source, output, given, clients, roles)
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
+) -> Exported:
+    """Exports an open checkpoint."""
+    settings = QuantizationSettings.parse(given)
+    checkpoint, quantization = _with_plain_weights(checkpoint, settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -171,7 +197,6 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
         _require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
-    source = checkpoint.path if is_remote(model) else Path(model)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
 
@@ -403,7 +428,8 @@ def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tup
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
     code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
     if code:
-        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
+        files = code_of(code, checkpoint.config, checkpoint.side_files)
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
     return open_language_model(checkpoint, code), checkpoint
 
 

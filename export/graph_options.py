@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import UsageProblem
-from llmconv.export.prefix.adapter import Prefix
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.passes.opset import IR_VERSIONS
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
+from llmconv.runtime.prefix.trained import Prefix
 
 
 @dataclass(frozen=True)

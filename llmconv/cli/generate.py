@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuses `--prefix`, which is a tuned prefix everywhere and part of the graphs.
+    """Refuses `--prefix`, which is part of the graphs; two options here have similar names.
 
     Args:
         ctx: the call.
@@ -31,8 +31,8 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     """
     if value is not None:
         raise UsageProblem(
-            "`--prefix` is a tuned prefix, which `llmconv export --prefix PATH` makes part of the graphs",
-            hint="for a text before every prompt give `--prompt-prefix TEXT`",
+            "`--prefix` is an option of `llmconv export`, which makes a tuned prefix part of the graphs",
+            hint="`--prefix-tuning PATH` gives a tuned prefix, `--prompt-prefix TEXT` a text before every prompt",
         )
 
 
@@ -74,7 +74,7 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option("--template", default="", metavar="NAME", help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
 @click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt, run only once.")
-@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prompt-prefix.")
+@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prefix-tuning.")
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
@@ -141,7 +141,7 @@ def _require_fitting(
     if is_file(prompt_prefix):
         raise UsageProblem(
             f"`--prompt-prefix` takes a text, but `{prompt_prefix}` is a file",
-            hint="give the text itself; a tuned prefix is part of the graphs: `llmconv export MODEL --prefix PATH`",
+            hint="give the text itself; a tuned prefix is given with `--prefix-tuning PATH`",
         )
 
 

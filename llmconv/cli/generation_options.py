@@ -47,7 +47,13 @@ BACKEND = (
         "--decode", type=click.Path(path_type=Path), metavar="FILE", help="Decode graph, for a prefill graph."
     ),
     click.option("--tokenizer", metavar="PATH", help="Folder of another tokenizer.  [default: the model's]"),
-    click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
+    click.option("--adapter", type=click.Path(path_type=Path), help="LoRA or other adapter, with `--backend torch`."),
+    click.option(
+        "--prefix-tuning",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
+    ),
     click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     click.option(
         "--dtype",
@@ -161,7 +167,7 @@ def running_options(given: Mapping[str, Any]) -> RunningOptions:
 
 
 OF_RUNNING = (
-    *("backend", "decode", "tokenizer", "adapter", "device", "dtype", "trust_remote_code"),
+    *("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code"),
     *("provider", "threads", "session_config", "timeout", "prepack", "packed_cache", "stage_at", "stage_timeout"),
 )
 """All options that `opener` uses."""

@@ -15,7 +15,7 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_lin
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
-from llmconv.runtime.context_length import language_config
+from llmconv.runtime.context_length import has_window
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
@@ -82,7 +82,7 @@ class GenaiEngine:
             ends=frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)),
             padding=_integer(config, "pad_token_id"),
             vocabulary=_integer(config, "vocab_size"),
-            has_window=bool(language_config(folder).get("sliding_window")),
+            has_window=has_window(folder),
         )
 
     def grow(

@@ -99,9 +99,8 @@ def prepare(
     GenerationSettings().but(**settings)
     opened = opener(model, cast(RunningOptions, running))()
     chosen = settings_for(opened, wording, settings)
-    return PromptRun(
-        opened, prompts, chosen, wording, batch_size, num_return_sequences, str(running.get("adapter") or "")
-    )
+    tuned = {name: str(running.get(name) or "") for name in ("adapter", "prefix_tuning")}
+    return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
 
 
 OF_RUNNING = tuple(RunningOptions.__annotations__)

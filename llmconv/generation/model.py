@@ -11,7 +11,7 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.files.sources import fetching
+from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat
 from llmconv.generation.engine import Decode, LoopEngine
@@ -20,12 +20,14 @@ from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, RowStart, TextPiece
-from llmconv.generation.runners import is_model, load_genai, load_object, load_runner, refuse_stages
+from llmconv.generation.runners import is_model, load_genai, load_object, load_runner, refuse_prefix, refuse_stages
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.streamers import feed, require_streamer
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import context_length
+from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, find_tokenizer
@@ -66,6 +68,7 @@ class TextModel:
         backend: str = "onnx",
         settings: SessionSettings | None = None,
         adapter: str | Path | None = None,
+        prefix_tuning: str | Path | None = None,
         trust_remote_code: bool = False,
         device: Any = None,
         dtype: Any = None,
@@ -81,35 +84,42 @@ class TextModel:
             backend: `onnx` (the graphs), `torch` (the eager model, the only use of torch) or `genai` (the graphs in
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-            adapter: PEFT adapter folder, for `torch`.
+            adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
+                merged in memory as `merge-lora` would.
+            prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
+                where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
             device: torch's device, for `torch`, or its name or number; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
 
         Raises:
-            InputRefused: the folder has no tokenizer, or neither graphs nor weights.
+            InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
             OutOfMemory: the device has too little memory.
             StageFailed: no stage answers at an address, or it serves another model or export.
+            UnsupportedInput: a prefix for a model that caches more than keys and values.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions.of(adapter, device, dtype)
         if is_model(model):
-            return cls._of_object(model, tokenizer, settings, options, decode=decode, stages=stages)
+            unused = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
+            return cls._of_object(model, tokenizer, settings, options, **unused)
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
+            prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
                 options.refuse()
                 refuse_stages(stages, backend)
+                refuse_prefix(prefix)
                 engine = load_genai(files, settings)
                 runner, length = engine.model, engine.context_length
             else:
                 engine = None
                 rest = {"trust_remote_code": trust_remote_code}
                 runner = load_runner(files, backend, settings, options, stages, **rest)
-                lengths = [context_length(files.folder), runner.cache_capacity]
-                length = min((length for length in lengths if length), default=None)
+                runner = with_prefix(runner, prefix) if prefix else runner
+                length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
             opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
@@ -140,8 +150,13 @@ class TextModel:
 
     @property
     def sequences(self) -> int | None:
-        """Maximum number of prompts in a batch; None for any number."""
-        return self.engine.sequences if self.engine else self.runner.max_batch_size
+        """Maximum number of prompts in a batch; None for any number.
+
+        One if a tuned prefix precedes the padding of a batch, and a window counts both.
+        """
+        if self.engine:
+            return self.engine.sequences
+        return 1 if self.runner.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
@@ -220,6 +235,11 @@ class TextModel:
         samples = samples or [0] * len(prompts)
         if len(samples) != len(prompts):
             raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
+        if len(prompts) > 1 == self.sequences and self.runner.virtual_tokens:
+            raise UsageProblem(
+                "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
+                hint="give one prompt at a time",
+            )
         starts = list(map(RowStart, prompts, self.limits(prompts, settings), samples))
         decode = decode or self.decode
         if streamer is not None:
@@ -291,6 +311,18 @@ class TextModel:
                 hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
             )
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
+
+
+def _room(context: int | None, runner: Runner) -> int | None:
+    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context."""
+    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None and length < 1:
+        raise InputRefused(
+            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
+            hint="is it the prefix of this model?",
+        )
+    return length
 
 
 def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class PromptRun:
         wording: how prompts become texts.
         batch_size: texts per batch.
         count: continuations per prompt.
-        adapter: path of the adapter, or empty; a file of completions is only continued with the same one.
+        tuned: paths of `adapter` and `prefix_tuning`, or empty; a file of completions is only continued with the same.
         encoded: the texts to generate: `count` per prompt.
         encode_seconds: the time that encoding them took.
         completions: if they are not written to a file.
@@ -58,7 +58,7 @@ class PromptRun:
     wording: Wording = field(default_factory=Wording)
     batch_size: int = BATCH_SIZE
     count: int = 1
-    adapter: str = ""
+    tuned: Mapping[str, str] = field(default_factory=dict)
     encoded: list[EncodedPrompt] = field(init=False)
     encode_seconds: float = field(init=False)
     completions: list[Completion] = field(default_factory=list)
@@ -122,7 +122,7 @@ class PromptRun:
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
         state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-        model = {"model": str(folder), "files": state, "backend": self.model.backend, "adapter": self.adapter}
+        model = {"model": str(folder), "files": state, "backend": self.model.backend, **self.tuned}
         made_with = {**asdict(self.settings), **asdict(self.wording), "num_return_sequences": self.count, **model}
         added = ["sequence"] * (self.count > 1) + ["cut_tokens"] * (self.wording.src_length is not None)
         texts = [prompt for prompt in self.prompts for _ in range(self.count)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import UsageProblem
+from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
@@ -16,6 +17,7 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
+from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 
@@ -67,7 +69,7 @@ def load_runner(
         files.folder,
         options.dtype or "auto",
         code=files.folder if trust_remote_code else None,
-        adapter=Path(options.adapter) if options.adapter else None,
+        **_tuned(files.folder, options.adapter),
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
     )
@@ -94,6 +96,16 @@ def load_object(model: Any, settings: SessionSettings | None = None) -> GivenMod
     return GivenModel(model, threads=settings.threads if settings else 0)
 
 
+def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
+    """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
+    if adapter is None:
+        return {}
+    from llmconv.generation.merged_adapter import is_for_peft, merged_weights  # noqa: PLC0415 - imports every format
+
+    path = local_path(adapter)
+    return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
+
+
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
     """Refuses stages in other processes for other backends than `onnx`.
 
@@ -105,6 +117,16 @@ def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
             f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run",
             hint="leave out `--backend`, or `--stage-at`",
         )
+
+
+def refuse_prefix(prefix: Prefix | None) -> None:
+    """Refuses a tuned prefix for GenAI.
+
+    Raises:
+        UsageProblem: there is one.
+    """
+    if prefix:
+        raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
 
 
 def _stages_folder(files: ModelFiles) -> Path:

@@ -24,7 +24,8 @@ class RunningOptions(TypedDict, total=False):
         backend: `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
         decode: the decode graph, if the model is the prefill graph.
         tokenizer: a tokenizer of transformers, or the folder of one; None for the model's own.
-        adapter: PEFT adapter folder, for `torch`.
+        adapter: an adapter, for `torch`, see `TextModel.open`.
+        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
         device: torch's name of the device, for `torch`; None for the CPU.
         dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
         trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
@@ -43,8 +44,9 @@ class RunningOptions(TypedDict, total=False):
     decode: str | Path | None
     tokenizer: Any
     adapter: str | Path | None
-    device: str | None
-    dtype: str | None
+    prefix_tuning: str | Path | None
+    device: Any
+    dtype: Any
     trust_remote_code: bool
     session: SessionSettings | None
     provider: str | None
@@ -57,7 +59,7 @@ class RunningOptions(TypedDict, total=False):
     stage_timeout: float | None
 
 
-PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "device", "dtype", "trust_remote_code")
+PASSED_ON = ("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code")
 """Options that are passed to `TextModel.open` unchanged."""
 
 OF_SESSION = ("session", "provider", "session_config", "prepack", "packed_cache")

@@ -18,7 +18,7 @@ class TorchOptions:
     """Options of the eager model.
 
     Attributes:
-        adapter: PEFT adapter folder.
+        adapter: an adapter of PEFT, or of another program that `merge-lora` reads.
         device: torch's name of the device; None for the CPU.
         dtype: one of `DTYPES`; None for that of the weights.
     """

@@ -1,7 +1,8 @@
-"""The context length of a model."""
+"""The context length of a model, and whether its attention has a window."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "ma
 
 LONGEST = 1 << 40
 """Maximum in tokens; larger numbers are not context lengths."""
+
+
+WINDOW = re.compile(r"(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)")
+"""Fields with the size of a window: `sliding_window` in most families, `window_size` in GPT-Neo, and others."""
 
 
 def language_config(folder: Path) -> dict[str, Any]:
@@ -32,6 +37,15 @@ def length_of(config: Mapping[str, Any]) -> int | None:
     """Maximum number of tokens that the config of a language model declares; None if it declares none."""
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
     return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
+
+
+def has_window(folder: Path) -> bool:
+    """Whether a token of the model attends to the latest tokens only, in any layer, by a folder's `config.json`."""
+    config = language_config(folder)
+    if config.get("use_sliding_window") is False:
+        config.pop("sliding_window", None)
+    sizes = [value for name, value in config.items() if WINDOW.fullmatch(name) and not isinstance(value, bool)]
+    return any(sizes)
 
 
 def _stretch(config: Mapping[str, Any]) -> float:

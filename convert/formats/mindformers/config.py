@@ -14,7 +14,7 @@ from typing import Any
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.errors import InputRefused, MalformedInput
 
-OPTIONS = ("qkv_layout",)
+OPTIONS = ("qkv_layout", "strategy")
 LAYER_LIMIT = 10_000
 """More layers than any model has; a loop over them must end."""
 

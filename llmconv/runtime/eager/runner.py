@@ -239,6 +239,11 @@ class EagerRunner(Runner):
         """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def embedding_width(self) -> int:
+        """Numbers per token in the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt; `past` remains unchanged.
 

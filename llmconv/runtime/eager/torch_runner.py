@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.files.sources import local_path
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
+from llmconv.runtime.eager.computed_tensors import ComputedTensor
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.runner import Cache, Step
-from llmconv.tensors import Array
+from llmconv.tensors import FLOATS, Array, LazyTensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class TorchRunner(EagerRunner):
         dtype: `auto` for the dtype of the weights, or a float type by name.
         code: see `EagerRunner`.
         adapter: folder of a PEFT adapter, which is applied without merging.
+        tensors: the weights in place of those in the folder, by the same names.
         threads: number of torch threads in this process; 0 for no change.
         device: torch's name of the device.
 
@@ -74,9 +74,11 @@ class TorchRunner(EagerRunner):
         *,
         code: Path | None = None,
         adapter: Path | None = None,
+        tensors: Mapping[str, LazyTensor] | None = None,
         threads: int = 0,
         device: str = "cpu",
     ) -> None:
+        self._tensors = tensors
         super().__init__(folder, dtype, code=code, device=device)
         if threads:
             torch.set_num_threads(threads)
@@ -84,6 +86,14 @@ class TorchRunner(EagerRunner):
             self._fixed = {"logits_to_keep": 1}
         if adapter is not None:
             self.model = _with_adapter(self.model, adapter)
+
+    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
+        if self._tensors is None:
+            return super()._load(folder, fields, dtype)
+        if dtype == "auto":
+            dtype = _dtype_of(fields, self._tensors)
+        tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
+        return self._built(folder, fields, dtype, tensors)
 
     def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
         if past is None:
@@ -102,13 +112,16 @@ class TorchRunner(EagerRunner):
         return not self._continues and named.has_recurrent_state
 
 
+def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype that transformers finds for `auto`: that of `config.json`, else of the first floating-point tensor."""
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    first = next((tensor.dtype.name for tensor in tensors.values() if tensor.dtype.name in FLOATS), "float32")
+    found: torch.dtype = getattr(torch, named if named in FLOATS else first)
+    return found
+
+
 def _with_adapter(model: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter around its layers."""
-    adapter = local_path(adapter)
-    if not (adapter / ADAPTER_CONFIG).is_file() or not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise InputRefused(
-            f"`{adapter}` is not a PEFT adapter", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
-        )
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
@@ -126,6 +139,6 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
         ) from error
     if tuned.active_peft_config.is_prompt_learning:
         raise InputRefused(
-            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="`llmconv export MODEL --prefix ADAPTER`"
+            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="give it with `--prefix-tuning`"
         )
     return tuned

@@ -26,7 +26,7 @@ from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSiz
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
-from llmconv.runtime.runner import Cache, Choices, Runner, Step
+from llmconv.runtime.runner import Cache, Choices, Runner, Step, default_positions
 from llmconv.tensors import Array
 
 
@@ -139,6 +139,21 @@ class OrtGraph:
                 else self._run_growing({**given, **self.embed(input_ids)}, past)
             )
         return step_of(self.result_names, results, present)
+
+    @property
+    def embedding_width(self) -> int | None:
+        """Numbers per token if it takes embeddings and its cache grows; else None."""
+        width = self.inputs[INPUTS_EMBEDS][-1] if self._table and not self._buffered else None
+        return width if isinstance(width, int) else None
+
+    def run_embedded(self, inputs_embeds: Array) -> Cache:
+        """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
+        batch, length, _ = inputs_embeds.shape
+        embedded = inputs_embeds.astype(TENSOR_DTYPES[self.types[INPUTS_EMBEDS]])
+        mask = np.ones((batch, length), dtype=np.int64)
+        given = {INPUTS_EMBEDS: embedded, "attention_mask": mask, "position_ids": default_positions(mask, length)}
+        with self._refusing():
+            return self._run_growing(given, None)[1]
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -285,6 +300,15 @@ class OrtRunner(Runner):
     def _smallest(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)
+
+    @property
+    def embedding_width(self) -> int | None:
+        """Numbers per token if the prefill graph takes embeddings, see `OrtGraph`; else None."""
+        return self._prefill.embedding_width
+
+    def run_embedded(self, inputs_embeds: Array) -> Cache:
+        """The cache of virtual tokens on the prefill graph, see `OrtGraph`."""
+        return self._prefill.run_embedded(inputs_embeds)
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""

@@ -1,0 +1,59 @@
+"""merged_weights: the weights of a model with an adapter merged in memory, for the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_checkpoint
+from llmconv.convert.adapters.merging import merged
+from llmconv.convert.adapters.wrong_base_check import warn_of_origin
+from llmconv.convert.formats import adapter_format
+from llmconv.convert.models.completeness import check_complete
+from llmconv.convert.opening.adapters import is_plainly_peft, open_adapters
+from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.progress import warn_all
+from llmconv.tensors import LazyTensor
+
+MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
+
+
+def is_for_peft(adapter: Path) -> bool:
+    """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
+    named = (adapter / ADAPTER_CONFIG).is_file() and (adapter / ADAPTER_WEIGHTS).is_file()
+    return named and (is_plainly_peft(adapter) or adapter_format(adapter) is None)
+
+
+def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor]:
+    """The weights that `merge-lora` would write, lazy: each is computed when it is read.
+
+    Args:
+        folder: the base, a Hugging Face folder.
+        adapter: whatever `merge-lora` reads.
+
+    Raises:
+        InputRefused: not an adapter, or a file is missing.
+        MalformedInput: an adapter for another base, incomplete, or not finite.
+        UnsupportedInput: a kind of adapter or base that cannot be merged, or that changes the model's configuration.
+    """
+    base = open_checkpoint(folder)
+    with _hints_to_merge():
+        opened = open_adapters([adapter], (), base, None)
+    result, edits = merged(base, opened)
+    if result.config != base.config:
+        raise UnsupportedInput("the adapter changes `config.json` of the model", hint=MERGE)
+    incomplete = check_complete(result.tensors, result.config, folder.name)
+    warn_all((*warn_of_origin(base, opened, str(folder)), *edits.warnings, *incomplete))
+    return result.tensors
+
+
+@contextmanager
+def _hints_to_merge() -> Iterator[None]:
+    """Context in which hints that name an option of `merge-lora` also name the command."""
+    try:
+        yield
+    except LlmconvError as error:
+        if error.hint and "--alpha" in error.hint:
+            error.hint = f"{MERGE}, with `--alpha`"
+        raise
