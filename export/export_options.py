@@ -18,6 +18,8 @@ class ExportOptions(TypedDict, total=False):
         unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
             graphs that `layout` needs.
         layout: names of the clients that will open the folder, one file each in `export/clients/`.
+        embeds: graphs take `inputs_embeds` instead of `input_ids`, and `embeddings.onnx` is the embedding table; always
+            so for multimodal models.
         last_logits: return the logits of the last position only.
         postprocess: `argmax` or `topk:K`: choose tokens in the graph.
         stages: number of graphs that the layers are divided into.
@@ -33,6 +35,8 @@ class ExportOptions(TypedDict, total=False):
         target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
             decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
         strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
+        task: `generate`, or one graph without a cache: `embed`, `classify` or `rerank`, see docs/embeddings.md.
+        no_cache: one graph that returns the logits of a whole text and keeps no cache, `scoring.onnx`.
         precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache (default:
             that of the target, otherwise `float32`).
         logits_dtype: dtype of the logits: `float32`, or the precision.
@@ -65,6 +69,7 @@ class ExportOptions(TypedDict, total=False):
     incremental: bool
     unified: bool
     layout: str | Sequence[str]
+    embeds: bool
     last_logits: bool
     postprocess: str | None
     stages: int
@@ -77,6 +82,8 @@ class ExportOptions(TypedDict, total=False):
     cache: str | None
     target: str | None
     strict_target: bool
+    task: str
+    no_cache: bool
     precision: str | None
     logits_dtype: str
     dtype: str
@@ -102,6 +109,7 @@ DEFAULTS: ExportOptions = {
     "incremental": False,
     "unified": False,
     "layout": (),
+    "embeds": False,
     "last_logits": False,
     "postprocess": None,
     "stages": 1,
@@ -114,6 +122,8 @@ DEFAULTS: ExportOptions = {
     "cache": None,
     "target": None,
     "strict_target": False,
+    "task": "generate",
+    "no_cache": False,
     "precision": None,
     "logits_dtype": "float32",
     "dtype": "keep",

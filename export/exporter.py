@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_type_hints
 import torch
 
 from llmconv.argument_checks import checked, require_choice
-from llmconv.causal_lm import require_causal
+from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
@@ -42,6 +42,7 @@ from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
+from llmconv.export.tasks import require_fitting, with_task
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
 from llmconv.export.weights.stage_parts import stage_parts
@@ -81,7 +82,7 @@ class Exported:
 
     Attributes:
         place: the folder of the graphs, on this machine or in an object store.
-        graphs: role (`prefill`, `decode`, `unified`, `embeddings`) to file names, one per stage.
+        graphs: role (`prefill`, `decode`, `unified`, `embeddings`, `scoring`, `embed`, …) to file names, one per stage.
         sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
         weight_bytes: bytes of the weights in the folder.
         weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
@@ -151,6 +152,7 @@ def export(
     """
     given = with_kv_cache({**DEFAULTS, **options})
     clients, roles = _clients_and_roles(given)
+    require_fitting(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
     require_possible(given, writes=output is not None)
@@ -180,7 +182,8 @@ def _of_checkpoint(
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    language_model, checkpoint = _open_language_model(checkpoint, given)
+    checkpoint, single = with_task(checkpoint, language_model, given)
     given = _for_target(given, clients, language_model, checkpoint)
     _check_weight_options(given, writes=output is not None)
     if given["kv_cache"]:
@@ -190,7 +193,7 @@ def _of_checkpoint(
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else ""
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
-    specs = graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     if quantization:
@@ -242,7 +245,7 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
         done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -386,7 +389,7 @@ def _open(model: str | Path, output: str | Path | None, given: ExportOptions) ->
     if output is None:
         require_own_folder(model)
     checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
-    require_causal(checkpoint.config, model)
+    require_task(checkpoint.config, model, given["task"])
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     return checkpoint
@@ -424,13 +427,13 @@ def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> N
         )
 
 
-def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
+def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
     if code:
         files = code_of(code, checkpoint.config, checkpoint.side_files)
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
-    return open_language_model(checkpoint, code), checkpoint
+    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
 
 
 def _output_folder(

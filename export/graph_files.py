@@ -13,7 +13,7 @@ from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
 from llmconv.export.float32_nodes import float32_fields
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.quantization.products import QuantizedProducts
 from llmconv.export.quantization.selection import QuantizedWeight
@@ -29,10 +29,11 @@ from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 
-FILES = {**GRAPH_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
+FILES = {**GRAPH_FILES, **SINGLE_PASS_FILES, EMBEDDINGS_ROLE: EMBEDDINGS, VISION_ROLE: VISION}
 PROMPT_ROLES = {"prefill", "unified"}
 """Graphs that run prompts; afterwards the prefix is in the cache."""
 
@@ -92,7 +93,7 @@ class GraphPlan:
                 f"`--prefix` adds keys and values in float32 to a cache of {spec.precision}",
                 hint="leave out `--prefix`, or `--precision`",
             )
-        if spec.cache != GROWING.cache and options.opset and options.opset < spec.opset:
+        if spec.cache not in (GROWING.cache, NO_CACHE) and options.opset and options.opset < spec.opset:
             raise UsageProblem(
                 f"opset {options.opset} has no operator that writes into a buffer of fixed length",
                 hint=f"leave out `--opset {options.opset}`: such graphs have opset {spec.opset}",
@@ -101,7 +102,7 @@ class GraphPlan:
         if growing_only and (spec.cache != GROWING.cache or spec.embeddings):
             raise UsageProblem(
                 f"`{growing_only}` requires graphs that take tokens and have a growing cache",
-                hint=f"leave out `{growing_only}`",
+                hint=f"leave out `{growing_only}`, or `--embeds`" if spec.embeddings else f"leave out `{growing_only}`",
             )
         self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 
@@ -166,7 +167,7 @@ class GraphPlan:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)
         report(made.fallback, next(iter(self.specs.values())).target, strict=self.options.strict_target)
         if self.options.stages == 1:  # no client supports stages
-            self._add_client_files(made, tuple(sorted({tensor.path.name for tensor in weights.values()})))
+            self._add_client_files(made, tuple(sorted({tensor.location for tensor in weights.values()})))
         return made
 
     def _add_graph(

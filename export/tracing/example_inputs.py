@@ -34,7 +34,7 @@ def _zeros(port: Port) -> Tensor:
 def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:
     """The dynamic axes of these arguments, in the same structure."""
     symbols = [axes(port) for port in inputs]
-    first = next(at for at, port in enumerate(inputs) if is_cache(port))
+    first = next((at for at, port in enumerate(inputs) if is_cache(port)), len(inputs))
     return (*_with_optional(inputs, symbols[:first]), symbols[first:])
 
 

@@ -9,6 +9,7 @@ from llmconv.cli import (
     chat,
     clean,
     delta,
+    embed,
     export,
     families,
     formats,
@@ -40,6 +41,7 @@ def main() -> None:
     llmconv verify     MODEL                   compare the graphs with the eager model
     llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
+    llmconv embed      MODEL TEXT...           embeddings, classes or scores of texts
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
     llmconv serve-stage FOLDER --stage I       run some of the layers for models on other hosts
@@ -54,7 +56,7 @@ def main() -> None:
 
 MODULES = (
     *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, push),
-    *(generate, chat, serve, serve_stage, bench, clean, formats, families),
+    *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families),
 )
 """In the order of the work."""
 

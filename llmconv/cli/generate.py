@@ -46,6 +46,13 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     help="File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
 )
 @click.option("--prompt-field", metavar="NAME", help="Field of JSON lines that has the prompt, a text or a chat.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    help="Image in the prompt; may be repeated. In JSON lines the field `image`.",
+)
 @click.option("--output-file", type=options.Output(), metavar="FILE", help="Write completions to it, as JSON lines.")
 @click.option("--overwrite", is_flag=True, help="Start the output file again. Default: continue after its last line.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of texts per batch.")
@@ -86,6 +93,7 @@ def command(
     prompts: tuple[str, ...],
     prompt_file: str | None,
     prompt_field: str | None,
+    images: tuple[str, ...],
     output_file: Path | None,
     overwrite: bool,
     stream: bool,
@@ -104,7 +112,7 @@ def command(
     from llmconv.generation.generate import prepare
 
     _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
-    contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file)
+    contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
     run = prepare(model, contents, **generation_options.settings(given))
     printer = TextPrinter(run, null=null)
     made = run.run(output_file, overwrite, printer.on_piece if stream and not as_json else None)
@@ -156,7 +164,9 @@ def is_file(text: str) -> bool:
     return False
 
 
-def _prompts(texts: tuple[str, ...], file: str | None, field: str | None, output: Path | None) -> list[Prompt]:
+def _prompts(
+    texts: tuple[str, ...], file: str | None, field: str | None, output: Path | None, images: tuple[str, ...]
+) -> list[Prompt]:
     """Prompts of the command line, of a file, or of standard input."""
     from llmconv.generation.generate import require_other_file
     from llmconv.generation.prompt_file import read_prompts
@@ -166,8 +176,16 @@ def _prompts(texts: tuple[str, ...], file: str | None, field: str | None, output
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
     if texts and field:
         raise UsageProblem("`--prompt-field` needs `--prompt-file` or standard input", hint="leave it out")
+    if len(texts) > 1 and images:
+        raise UsageProblem(
+            "`--image` goes with one prompt", hint="for several, give JSON lines with the fields `prompt` and `image`"
+        )
     if texts:
-        return [Prompt(text) for text in texts]
+        return [Prompt(text, images=images) for text in texts]
+    if images:
+        raise UsageProblem(
+            "`--image` needs a prompt on the command line", hint="in a prompt file, give each line a field `image`"
+        )
     if file and file != "-":
         require_other_file(file, output)
         return read_prompts(Path(file), field)

@@ -8,6 +8,7 @@ from llmconv.generation.cost import GenerationCost
 from llmconv.generation.generate import generate
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.wording import Wording
@@ -20,6 +21,7 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "ModelFiles",
+    "Prompt",
     "TextPiece",
     "SharedPrefix",
     "StageAddresses",

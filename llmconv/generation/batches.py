@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmconv.generation.chat.reused_cache import SharedPrefix
 from llmconv.generation.completions import TOO_LONG, Completion
@@ -13,7 +14,7 @@ from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import shared_start
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.generation.wording import EncodedPrompt
+from llmconv.generation.wording import PlannedText
 
 OnPiece = Callable[[TextPiece], object]
 
@@ -70,7 +71,7 @@ class Batches:
     streamer: object = None
 
     def run(
-        self, prompts: Sequence[EncodedPrompt], skip: int = 0, on_piece: OnPiece | None = None
+        self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None
     ) -> Iterator[tuple[list[Completion], GenerationCost]]:
         """Yields the completions and the cost of each batch.
 
@@ -80,7 +81,8 @@ class Batches:
             on_piece: called with every piece of text.
         """
         ids = [prompt.tokens for prompt in prompts if not prompt.problem]
-        shared = SharedPrefix(shared_start(ids), self.model.positions) if self.shares and len(ids) > 1 else None
+        shares = self.shares and len(ids) > 1 and not any(prompt.embeddings for prompt in prompts)
+        shared = SharedPrefix(shared_start(ids), self.model.positions) if shares else None
         size = min(self.size, self.model.sequences or self.size)
         size = max(size // self.together, 1) * self.together
         size = 1 if self.streamer else size
@@ -88,7 +90,7 @@ class Batches:
             yield self._run_one(prompts[start : start + size], shared, _numbered(on_piece, start))
 
     def _run_one(
-        self, prompts: Sequence[EncodedPrompt], shared: SharedPrefix | None, on_piece: OnPiece | None
+        self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, on_piece: OnPiece | None
     ) -> tuple[list[Completion], GenerationCost]:
         places = [at for at, prompt in enumerate(prompts) if not prompt.problem]
         fitting = [prompts[at] for at in places]
@@ -110,15 +112,17 @@ class Batches:
         return made, cost
 
     def _pieces(
-        self, prompts: Sequence[EncodedPrompt], shared: SharedPrefix | None, decode: TimedDecoder
+        self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, decode: TimedDecoder
     ) -> Iterator[TextPiece]:
         if not prompts:
             return iter(())
         ids, samples = [one.tokens for one in prompts], [one.sample for one in prompts]
-        return self.model.stream(ids, self.settings, shared, samples=samples, decode=decode, streamer=self.streamer)
+        rows = [one.embeddings() if one.embeddings else None for one in prompts]
+        given: dict[str, Any] = {"samples": samples, "decode": decode, "streamer": self.streamer}
+        return self.model.stream(ids, self.settings, shared, embeddings=rows, **given)
 
 
-def _completion(prompt: EncodedPrompt, made: _GrowingText, seconds: float) -> Completion:
+def _completion(prompt: PlannedText, made: _GrowingText, seconds: float) -> Completion:
     text, read = "".join(made.text), len(prompt.tokens)
     return Completion(prompt.content, text, made.tokens, read, made.finish, prompt.sequence, prompt.cut_tokens, seconds)
 

@@ -92,4 +92,5 @@ class LoopEngine:
             return Row(index, start, settings, decode)
         from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
 
-        return Row(index, start, settings, decode, processor(settings, len(start.prompt), start.limit))
+        tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
+        return Row(index, start, settings, decode, processor(settings, tokens, start.limit))

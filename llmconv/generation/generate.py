@@ -15,14 +15,14 @@ from llmconv.generation.completions import Generation
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompt_file import read_prompts
 from llmconv.generation.prompt_run import BATCH_SIZE, NEW_TOKENS, PromptRun
-from llmconv.generation.prompts import Prompt, PromptContent, contents_of
+from llmconv.generation.prompts import Prompt, PromptContent, prompts_of
 from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streamers import require_streamer
 from llmconv.generation.wording import Wording
 
-Prompts = Annotated[str | Sequence[PromptContent] | None, OWN]
-"""Validated by `contents_of`."""
+Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]
+"""Validated by `prompts_of`."""
 
 
 @checked
@@ -45,7 +45,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     Args:
         model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; anything else that
             `TextModel.open` accepts; or an open `TextModel`, whose backend is used.
-        prompts: texts, or chats as lists of messages; or a single text or chat.
+        prompts: texts, chats as lists of messages, or `Prompt` objects, which may have embeddings; or a single one.
         prompt_file: a file of prompts in place of `prompts`, see `read_prompts`.
         prompt_field: field of its JSON objects that has the prompt.
         output_file: append the completions to this file, and skip those that it has, see `CompletionFile`.
@@ -126,7 +126,7 @@ def _prompts(prompts: Any, file: str | Path | None, field: str | None, output: s
     if file is None:
         if field is not None:
             raise UsageProblem("`prompt_field` needs `prompt_file`", hint="give the file, or the texts alone")
-        return [Prompt(content) for content in contents_of(prompts)]
+        return prompts_of(prompts)
     if prompts is not None:
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
     require_other_file(file, output)

@@ -10,6 +10,7 @@ from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 
@@ -41,6 +42,7 @@ class Batch:
         columns = max((row.length + row.room for row in self.rows), default=0)
         self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
         self._ids, self._most = self._mask[:, :0], 0
+        self._placed: PlacedEmbeddings | None = None
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
         """Pads the prompts, which `read` then runs.
@@ -50,6 +52,9 @@ class Batch:
             most: maximum number of columns per step; 0 for all.
         """
         self._ids, mask = pad_left([row.prompt for row in self.rows])
+        self._placed = PlacedEmbeddings.of(
+            [row.embeddings for row in self.rows], [len(row.prompt) for row in self.rows]
+        )
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
@@ -63,7 +68,9 @@ class Batch:
         end = min(done + self._most, longest)
         mask = self._mask[:, :end]
         positions = self._position_ids(mask, end - done)
-        step = self._runner.prefill(self._ids[:, done:end], mask, positions, past.cache if past else None)
+        call = self._ids[:, done:end], mask, positions, past.cache if past else None
+        placed = self._placed.columns(done, end) if self._placed else None
+        step = self._runner.prefill_placed(*call, placed) if placed else self._runner.prefill(*call)
         self.past = Past(step.present, end)
         return step if end == longest else None
 

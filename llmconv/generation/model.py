@@ -13,24 +13,36 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.chat.templates import TOKENIZER, encode_chat
+from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
+from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, RowStart, TextPiece
-from llmconv.generation.runners import is_model, load_genai, load_object, load_runner, refuse_prefix, refuse_stages
+from llmconv.generation.runners import (
+    is_model,
+    load_genai,
+    load_images,
+    load_object,
+    load_runner,
+    refuse_prefix,
+    refuse_stages,
+)
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.streamers import feed, require_streamer
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.prefix.runner import with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
-from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
-from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, find_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, find_tokenizer, require_text
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class TextModel:
         positions: the model's rule for position ids.
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
+        images: prepares prompts with images; None for a model that takes none.
     """
 
     tokenizer: Any
@@ -56,6 +69,7 @@ class TextModel:
     positions: PositionRule = default_positions
     folder: Path = Path()
     engine: GenaiEngine | None = None
+    images: ImageEncoder | None = None
 
     @classmethod
     @checked
@@ -122,7 +136,8 @@ class TextModel:
                 length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
-            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
+            images = load_images(files, backend, runner, settings)
+            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
 
@@ -200,12 +215,55 @@ class TextModel:
         """
         return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens)
 
+    def require_images(self) -> ImageEncoder:
+        """What prepares prompts with images.
+
+        Raises:
+            UsageProblem: the model takes no images.
+        """
+        if self.images is None:
+            raise UsageProblem(
+                f"`{self.folder}` takes no images with the backend `{self.backend}`",
+                hint="docs/families.md lists the families whose vision tower is exported as vision.onnx",
+            )
+        return self.images
+
+    def encode_images(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Any],
+        template: str = TOKENIZER,
+        *,
+        add_special_tokens: bool = True,
+    ) -> EncodedPrompt:
+        """A chat with images; as `encode_chat`.
+
+        Args:
+            messages: see there; with a part of type `image` for each image, or none.
+            images: paths, bytes of files, or images of Pillow.
+            template: see there.
+            add_special_tokens: see there.
+
+        Raises:
+            InputRefused: see there, or an image is refused.
+            UsageProblem: the model takes no images, or an unknown template.
+        """
+        encoder = self.require_images()
+        if template == TOKENIZER:
+            text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
+        else:  # these templates take texts only
+            text = render_chat(self.tokenizer, messages, template)
+        require_text(text)
+        starts = add_special_tokens and not has_start(self.tokenizer, text, template)
+        return encoder.encode(text, images, starts=starts)
+
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
         *,
         samples: Sequence[int] = (),
         decode: Decode | None = None,
@@ -225,9 +283,11 @@ class TextModel:
             decode: tokens to text; default: that of the model.
             streamer: a `TextStreamer` or another streamer of transformers, for one prompt and without beams: it gets
                 the prompt and then each new token, as integer arrays of shape [1, tokens] and [1].
+            embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
+                `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, or embeddings have another size.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
@@ -240,14 +300,26 @@ class TextModel:
                 "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
                 hint="give one prompt at a time",
             )
-        starts = list(map(RowStart, prompts, self.limits(prompts, settings), samples))
+        limits, rows = self.limits(prompts, settings), embeddings or [None] * len(prompts)
+        starts = list(map(RowStart, prompts, limits, samples, rows))
         decode = decode or self.decode
+        placed = [one for one in embeddings if one is not None]
+        for one in placed:
+            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if streamer is not None:
             require_streamer(streamer, len(prompts), settings)
-            return feed(streamer, prompts[0], self._engine.grow(starts, settings, decode, cache, most))
+            grown = self._engine.grow(starts, settings, decode, None if placed else cache, most)
+            return feed(streamer, prompts[0], grown)
         if settings.num_beams > 1:
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(starts, settings, decode)
-        return self._engine.grow(starts, settings, decode, cache, most)
+        return self._engine.grow(starts, settings, decode, None if placed else cache, most)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
+        return None if self.engine else self.runner.embedding_size
 
     def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""

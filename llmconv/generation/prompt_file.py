@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,8 @@ def read_prompts(source: str | Path | TextIO, prompt_field: str | None = None) -
 
     An object has `prompt`, `messages`, `instruction` or `src`; an array of messages is a chat, a string is a text. A
     file is JSON if its name ends in `.jsonl` or `.json`, if its first line is an object or an array, or if it is one
-    JSON value as a whole. Empty lines are skipped.
+    JSON value as a whole. Empty lines are skipped. Relative paths in it begin in its folder, those on standard input in
+    the current one.
 
     Args:
         source: path of the file, or the file itself.
@@ -35,6 +37,17 @@ def read_prompts(source: str | Path | TextIO, prompt_field: str | None = None) -
         InputRefused: the file cannot be read, or has no prompt.
         MalformedInput: an object has none of these fields, or several; or a file is not valid JSON.
     """
+    base = Path(source).parent if isinstance(source, str | Path) else Path()
+    return [_found_from(base, prompt) for prompt in _read(source, prompt_field)]
+
+
+def _found_from(base: Path, prompt: Prompt) -> Prompt:
+    """The prompt with the paths in it found from a folder."""
+    rows = base / prompt.embeddings if prompt.embeddings else None
+    return replace(prompt, embeddings=rows, images=tuple(base / image for image in prompt.images))
+
+
+def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]:
     text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
     document = _document(text)
     is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
@@ -155,7 +168,33 @@ def _of_object(name: str, value: Any, field: str | None) -> Prompt:
         content, used = _content(name, given)
     else:
         content, used = _chosen(name, given, field), {field}
-    return Prompt(content, {name: value for name, value in given.items() if name not in used})
+    fields = {key: value for key, value in given.items() if key not in used}
+    return Prompt(content, fields, **_embeddings(name, given), images=_images(name, given))
+
+
+def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The field `image` of a JSON object: a path or several."""
+    found = given.get("image")
+    several = [] if found is None else [found] if isinstance(found, str) else found
+    if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
+        raise MalformedInput(
+            f"`image` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
+        )
+    return tuple(several)
+
+
+def _embeddings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `embeddings` and `placeholder` of a JSON object."""
+    found = {key: given[key] for key in ("embeddings", "placeholder") if given.get(key) is not None}
+    for key, value in found.items():
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise MalformedInput(
+                f"`{key}` in {name} of the prompts is not a text",
+                hint="`embeddings` is the path of a .npy or .safetensors, `placeholder` a token",
+            )
+    if found.keys() == {"placeholder"}:
+        raise MalformedInput(f"{name} of the prompts has a `placeholder` without `embeddings`", hint="leave it out")
+    return found
 
 
 def _content(name: str, given: Mapping[str, Any]) -> tuple[PromptContent, set[str]]:

@@ -17,7 +17,7 @@ from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.sampling.description import settings_fields, settings_line
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.generation.wording import EncodedPrompt, Wording, encode_all
+from llmconv.generation.wording import PlannedText, Wording, encode_all
 from llmconv.progress import say, warn
 
 BATCH_SIZE = 8
@@ -59,7 +59,7 @@ class PromptRun:
     batch_size: int = BATCH_SIZE
     count: int = 1
     tuned: Mapping[str, str] = field(default_factory=dict)
-    encoded: list[EncodedPrompt] = field(init=False)
+    encoded: list[PlannedText] = field(init=False)
     encode_seconds: float = field(init=False)
     completions: list[Completion] = field(default_factory=list)
     costs: list[GenerationCost] = field(default_factory=list)
@@ -69,12 +69,11 @@ class PromptRun:
     def __post_init__(self) -> None:
         require_count(self.count, self.settings)
         started = time.perf_counter()
-        contents = [prompt.content for prompt in self.prompts]
-        self.encoded = encode_all(self.model, contents, self.wording, self.settings, self.count)
+        self.encoded = encode_all(self.model, self.prompts, self.wording, self.settings, self.count)
         self.encode_seconds = time.perf_counter() - started
 
     @property
-    def too_long(self) -> list[EncodedPrompt]:
+    def too_long(self) -> list[PlannedText]:
         """The prompts that are left out."""
         return [one for one in self.encoded if one.problem and one.sequence == 0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.errors import UsageProblem
@@ -23,14 +23,41 @@ class Prompt:
     Attributes:
         content: a text or a chat.
         fields: other fields of its line, such as an `id`; they are copied to the line of the completion.
+        embeddings: embeddings in the prompt, floats [tokens, hidden]: an array, a torch tensor, or the path of a `.npy`
+            or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
+        placeholder: text of the token whose places they take; empty to place them before the prompt.
+        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
     """
 
     content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
+    embeddings: Any = None
+    placeholder: str = ""
+    images: tuple[Any, ...] = ()
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
 NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
+
+
+def prompts_of(prompts: Any) -> list[Prompt]:
+    """Texts, chats and `Prompt` objects as a list of `Prompt`; a single one becomes a list of one.
+
+    Raises:
+        UsageProblem: `prompts` is neither, or empty.
+    """
+    if isinstance(prompts, Prompt):
+        prompts = [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping):
+        prompts = list(prompts)
+        if any(isinstance(one, Prompt) for one in prompts):
+            return [
+                replace(one, content=contents_of([one.content])[0])
+                if isinstance(one, Prompt)
+                else Prompt(contents_of([one])[0])
+                for one in prompts
+            ]
+    return [Prompt(content) for content in contents_of(prompts)]
 
 
 def contents_of(prompts: Any) -> list[PromptContent]:

@@ -12,6 +12,7 @@ from llmconv.errors import UsageProblem
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
 
@@ -23,11 +24,13 @@ class RowStart(NamedTuple):
         prompt: token ids.
         limit: maximum number of new tokens.
         sample: number of the random generator; of a beam search, the rank of the beam.
+        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
     """
 
     prompt: Sequence[int]
     limit: int
     sample: int = 0
+    embeddings: PromptEmbeddings | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Row:
     ) -> None:
         self.index, self.prompt, self.settings = index, list(start.prompt), settings
         self.room, self.sample = start.limit, start.sample
-        self._processor = processor
+        self._processor, self.embeddings = processor, start.embeddings
+        self._before = self.embeddings.before if self.embeddings else 0
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
         self.length = len(self.prompt)
@@ -78,8 +82,8 @@ class Row:
 
     @property
     def ids(self) -> Array:
-        """Tokens of the prompt and new tokens, int64 [length]."""
-        return self._ids[: self.length]
+        """Tokens of the prompt and new tokens, int64 [length], without embeddings that stand for no token."""
+        return self._ids[self._before : self.length]
 
     @property
     def last(self) -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import UsageProblem
 from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.images import ImageEncoder
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
@@ -104,6 +107,31 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
 
     path = local_path(adapter)
     return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
+
+
+def load_images(
+    files: ModelFiles, backend: str, runner: Runner, settings: SessionSettings | None = None
+) -> ImageEncoder | None:
+    """What prepares prompts with images, opened when it is needed; None for a model that takes none.
+
+    Args:
+        files: found from a folder, not from single graphs.
+        backend: `onnx` (the vision graph), or `torch` (the eager model's tower).
+        runner: the eager model, for `torch`.
+        settings: session settings of onnxruntime.
+    """
+    if files.prefill or backend not in ("onnx", "torch"):
+        return None
+    if backend == "onnx":
+        if not has_vision(files.folder):
+            return None
+        return ImageEncoder(files.folder, lambda: VisionGraph(files.folder / VISION, settings).run)
+    from llmconv.runtime.eager.images import image_features, takes_images  # noqa: PLC0415 - imports torch
+    from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
+
+    if not isinstance(runner, EagerRunner) or not takes_images(runner):
+        return None
+    return ImageEncoder(files.folder, lambda: partial(image_features, runner))
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:

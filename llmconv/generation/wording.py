@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.encoded_prompt import EncodedPrompt, with_embeddings
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import PromptContent, as_chat, with_prefix
+from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
 from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.tokenizer import token_ids
 
 
@@ -43,12 +45,38 @@ class Wording:
         if self.src_length is not None and self.src_length < 1:
             raise UsageProblem(f"`src_length` is {self.src_length}", hint="give at least 1")
 
-    def encode(self, model: TextModel, content: PromptContent) -> list[int]:
-        """Tokens of a prompt of any length.
+    def encode(self, model: TextModel, prompt: Prompt, name: str = "the prompt") -> EncodedPrompt:
+        """A prompt as the model takes it, without the tokens that are too many for `src_length`.
+
+        Args:
+            model: its tokenizer is used.
+            prompt: a text or a chat, with images or embeddings or without.
+            name: of the prompt in messages.
 
         Raises:
-            InputRefused: the prompt has no tokens, or there is no chat template.
+            InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
+            UsageProblem: see `cut`; or a prompt with embeddings is to be cut.
         """
+        if prompt.images:
+            encoded = self._with_images(model, prompt, name)
+        elif prompt.embeddings is not None:
+            encoded = with_embeddings(prompt, self._tokens(model, prompt.content), model.tokenizer, name)
+        else:
+            return EncodedPrompt(self._tokens(model, prompt.content))
+        if self.src_length is not None and len(encoded.ids) > self.src_length:
+            raise UsageProblem(f"{name} has images or embeddings, and is not cut", hint="leave out `--src-length`")
+        return encoded
+
+    def _with_images(self, model: TextModel, prompt: Prompt, name: str) -> EncodedPrompt:
+        if prompt.embeddings is not None:
+            raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
+        content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
+        if isinstance(content, str) and not self._chat_template:
+            return encoder.encode(content, prompt.images, starts=self.add_special_tokens)
+        messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
+        return model.encode_images(messages, prompt.images, template, add_special_tokens=self.add_special_tokens)
+
+    def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
         content = with_prefix(content, self.prompt_prefix)
         special = self.add_special_tokens
         if isinstance(content, str) and not self._chat_template:
@@ -90,12 +118,13 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class EncodedPrompt:
+class PlannedText:
     """A text to generate: a prompt, and which of its continuations.
 
     Attributes:
         content: the prompt as given, a text or a chat.
         tokens: what the model continues.
+        embeddings: computes embeddings in place of those of some tokens; None for none.
         cut_tokens: number of tokens that were cut from the prompt.
         sequence: which continuation of this prompt, from 0.
         sample: number of its random generator among those of equal prompts; of a beam search, the rank of its beam.
@@ -104,6 +133,7 @@ class EncodedPrompt:
 
     content: PromptContent
     tokens: list[int]
+    embeddings: Callable[[], PromptEmbeddings] | None = None
     cut_tokens: int = 0
     sequence: int = 0
     sample: int = 0
@@ -112,11 +142,11 @@ class EncodedPrompt:
 
 def encode_all(
     model: TextModel,
-    contents: Sequence[PromptContent],
+    prompts: Sequence[Prompt],
     wording: Wording,
     settings: GenerationSettings,
     count: int = 1,
-) -> list[EncodedPrompt]:
+) -> list[PlannedText]:
     """The texts to generate: `count` per prompt, in the order of the prompts.
 
     Equal prompts have random generators of different numbers, so that their samples differ; the number depends on the
@@ -124,7 +154,7 @@ def encode_all(
 
     Args:
         model: encodes the prompts.
-        contents: texts and chats.
+        prompts: texts and chats.
         wording: how they become tokens.
         settings: limit the length.
         count: number of continuations per prompt.
@@ -133,16 +163,18 @@ def encode_all(
         InputRefused: a prompt has no tokens, or all of them are too long.
         UsageProblem: see `Wording.cut`.
     """
-    whole = [wording.encode(model, content) for content in contents]
-    cut = [wording.cut(model, tokens) for tokens in whole]
-    found = several(cut, count, settings)
+    numbers = range(1, len(prompts) + 1)
+    whole = [wording.encode(model, one, f"prompt {number}") for number, one in zip(numbers, prompts, strict=True)]
+    cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
+    found = several(cut, count, settings, [f"{prompt.images}{prompt.embeddings}" for prompt in prompts])
     for at, text in enumerate(found):
         number = at // count
         found[at] = replace(
             text,
-            content=contents[number],
-            cut_tokens=len(whole[number]) - len(text.tokens),
-            problem=_length_problem(model, number + 1 if len(contents) > 1 else 0, text.tokens, settings),
+            content=prompts[number].content,
+            embeddings=whole[number].embeddings,
+            cut_tokens=len(whole[number].ids) - len(text.tokens),
+            problem=_length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
         )
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
@@ -150,19 +182,23 @@ def encode_all(
     return found
 
 
-def several(prompts: Sequence[list[int]], count: int, settings: GenerationSettings) -> list[EncodedPrompt]:
+def several(
+    prompts: Sequence[list[int]], count: int, settings: GenerationSettings, others: Sequence[str] = ()
+) -> list[PlannedText]:
     """The texts to generate: `count` per prompt, each with the number of its sample.
 
     Args:
         prompts: tokens of each prompt.
         count: number of continuations per prompt.
         settings: of a beam search, the samples are ranks.
+        others: what else makes prompts different; empty for nothing.
     """
-    found, seen = [], Counter[tuple[int, ...]]()
-    for tokens in prompts:
-        first = 0 if settings.num_beams > 1 else seen[tuple(tokens)] * count
-        seen[tuple(tokens)] += 1
-        found += [EncodedPrompt("", tokens, sequence=at, sample=first + at) for at in range(count)]
+    found, seen = [], Counter[tuple[str, ...]]()
+    for tokens, other in zip(prompts, others or [""] * len(prompts), strict=True):
+        key = (*map(str, tokens), other)
+        first = 0 if settings.num_beams > 1 else seen[key] * count
+        seen[key] += 1
+        found += [PlannedText("", tokens, sequence=at, sample=first + at) for at in range(count)]
     return found
 
 

@@ -85,7 +85,7 @@ class WeightSource:
 
 def span_of(tensor: FileTensor) -> ByteSpan:
     """The span of a tensor."""
-    return tensor.path.name, tensor.offset, tensor.nbytes
+    return tensor.location, tensor.offset, tensor.nbytes
 
 
 def audit_files(folder: Path) -> list[Check]:
@@ -246,7 +246,7 @@ def _differ(source: WeightSource, named: str, bound: str) -> bool:
     if source.in_place:
         mine, other = source.reference[bound], source.reference[named]
     else:
-        mine = open_weights(source.folder)[bound]
+        mine = source.stored[bound]
         found = reference_name(named, source.reference)
         if not found:
             return False

@@ -207,6 +207,23 @@ class Eager:
         """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
+    @property
+    def eager_runners(self) -> tuple[EagerRunner, EagerRunner]:
+        """The model in float64 and in the graph's dtype, without a prefix."""
+        return self._model, self._rounded_model
+
+    def outputs_of(self, call: Call, run: Callable[[EagerRunner], Step]) -> dict[str, ExpectedOutput]:
+        """Every output of a call that a function makes.
+
+        Args:
+            call: determines which rows are padding.
+            run: makes the call on a model.
+        """
+        exact, rounded = (rows_of(run(model)) for model in self.eager_runners)
+        return {
+            name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
+        }
+
     def scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights; this one releases its memory until it is used again."""
         scaled = self._variants.get(scaling.name)

@@ -15,6 +15,9 @@ from llmconv.errors import MalformedInput
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of `RotaryEmbedding._apply_scaling`."""
 
+OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
+"""The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8."""
+
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 """Names of the argument: until core 0.4 and since 0.16, and in between."""
 
@@ -192,12 +195,23 @@ def _rope_scaling(arguments: Arguments) -> dict[str, Any]:
     if arguments.flag("use_rope_scaling"):
         if ratio not in (None, 1):
             raise arguments.unsupported("rotary_seq_len_interpolation_factor")
-        factor = float(arguments.number("rope_scaling_factor", 8.0))
+        factor = float(arguments.number(OWN_FACTOR, MEGATRON_FACTOR))
         return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA_3}}
     if ratio is None:
         return {}
     factor = float(arguments.number("rotary_seq_len_interpolation_factor", 1))
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
+
+
+def ignored_factor(arguments: Arguments) -> list[str]:
+    """A warning where Megatron-LM ignored an argument."""
+    factor = arguments.values.get("rope_scaling_factor")
+    if not arguments.flag("use_rope_scaling") or factor in (None, MEGATRON_FACTOR):
+        return []
+    return [
+        f"Megatron-LM ignores `rope_scaling_factor` {str(factor)[:40]} and computes with {MEGATRON_FACTOR:g}; so does "
+        "the converted model"
+    ]
 
 
 def _refuse_groups(arguments: Arguments) -> None:

@@ -205,6 +205,17 @@ def _rendered(render: Callable[[], str]) -> str:
         raise ValueError(f"fails on the messages: {first_line(error)}") from error
 
 
+def has_start(tokenizer: Any, text: str, template: str) -> bool:
+    """Whether the text of a chat contains the start token already.
+
+    Args:
+        tokenizer: of transformers.
+        text: of `render_chat`.
+        template: name of the chat template.
+    """
+    return template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+
+
 def encode_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER, *, add_special_tokens: bool = True
 ) -> list[int]:
@@ -222,8 +233,8 @@ def encode_chat(
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)
-    starts = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-    ids = token_ids(tokenizer, text, add_special_tokens=add_special_tokens and not starts)
+    starts = add_special_tokens and not has_start(tokenizer, text, template)
+    ids = token_ids(tokenizer, text, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids

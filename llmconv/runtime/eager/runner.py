@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,47 +34,23 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.library_patches import (
-    TorchDispatchMode,
     continues_recurrent_state,
     reset_dynamic_rope,
     silence_kernel_hints,
     use_eager_experts,
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 
 SMALL_MODEL = 10_000_000
 """Maximum number of parameters at which one thread is faster than several."""
-
-LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
-
-
-class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces casts to lower floats with casts to float64.
-
-    `model.double()` alone does not compute in float64: norms, rotary tables and softmax cast to float32.
-
-    Args:
-        margins: observes every operator.
-    """
-
-    def __init__(self, margins: LimitMargins | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._margins = margins or LimitMargins()
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("dtype") in LOW_FLOATS:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        self._margins.see(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 class EagerRunner(Runner):
@@ -126,6 +102,7 @@ class EagerRunner(Runner):
         model = self._model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self._takes_embeddings = "inputs_embeds" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
@@ -239,11 +216,6 @@ class EagerRunner(Runner):
         """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    @property
-    def embedding_width(self) -> int:
-        """Numbers per token in the embedding."""
-        return int(self.model.get_input_embeddings().weight.shape[1])
-
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
@@ -252,6 +224,22 @@ class EagerRunner(Runner):
         """
         return self._run(input_ids, attention_mask, position_ids, past)
 
+    @property
+    def embedding_size(self) -> int | None:
+        """Number of columns of the embedding table; None if the model takes tokens only."""
+        return int(self.model.get_input_embeddings().weight.shape[1]) if self._takes_embeddings else None
+
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """Runs the prompt; arguments as in `Runner.prefill_placed`."""
+        return self._run(input_ids, attention_mask, position_ids, past, placed)
+
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
             raise UsageProblem(
@@ -259,7 +247,14 @@ class EagerRunner(Runner):
                 hint="the prompt was encoded by the tokenizer of another model",
             )
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
         self._require_tokens(input_ids)
         new_tokens = input_ids.shape[1]
         all_ids, all_positions = input_ids, position_ids
@@ -267,14 +262,16 @@ class EagerRunner(Runner):
             all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
             all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
+                if placed:
+                    raise UsageProblem("this model cannot place embeddings after a past", hint="give the whole prompt")
                 past, input_ids, position_ids = None, all_ids, all_positions
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = self._cache(past)
-        logits = self._forward(input_ids, attention_mask, position_ids, cache)
+        cache = self.cache_of(past)
+        logits = self._forward(input_ids, attention_mask, position_ids, cache, placed)
         return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
 
-    def _cache(self, past: Cache | None) -> Any:
+    def cache_of(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
         if isinstance(past, EagerCache):
             return copy.deepcopy(past.cache)
@@ -283,14 +280,22 @@ class EagerRunner(Runner):
             restore(cache, name, torch.from_numpy(array).to(self._device, self.model.dtype))
         return cache
 
-    def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
+    def _forward(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        cache: Any,
+        placed: PlacedEmbeddings | None = None,
+    ) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
+        inputs = {**tokens, "attention_mask": attention_mask}
         if self.takes_positions:
             inputs["position_ids"] = position_ids
-        return self._call(inputs, cache)
+        return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
@@ -298,25 +303,32 @@ class EagerRunner(Runner):
         inputs = {"inputs_embeds": inputs_embeds, "attention_mask": np.ones((batch, length), dtype=np.int64)}
         if self.takes_positions:
             inputs["position_ids"] = np.arange(length)[None].repeat(batch, axis=0)
-        cache = self._cache(None)
-        self._call(inputs, cache)
+        cache = self.cache_of(None)
+        self.call(inputs, cache)
         no_ids = np.zeros((batch, 0), dtype=np.int64)
         return EagerCache(cache, no_ids, no_ids)
 
-    def _call(self, inputs: dict[str, Array], cache: Any) -> torch.Tensor:
-        """Casts floats to the model's precision, runs it and returns the logits."""
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()
-        }
-        tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        with single_torch_thread() if self._is_small else nullcontext(), self._compute_mode():
+    def tensors(self, inputs: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Arrays as tensors on the model's device, floats in its precision."""
+        found = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()}
+        return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
+
+    def call(self, inputs: Mapping[str, Array], cache: Any) -> torch.Tensor:
+        """Runs the model, extends a cache and returns the logits.
+
+        Args:
+            inputs: by name; floats are cast to the model's precision.
+            cache: of transformers.
+        """
+        tensors = self.tensors(inputs)
+        with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode():
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager
-    def _compute_mode(self) -> Iterator[None]:
+    def compute_mode(self) -> Iterator[None]:
         """Context in which the model runs: no gradients, and float64 throughout if that is the dtype."""
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):

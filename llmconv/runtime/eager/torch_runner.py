@@ -18,6 +18,7 @@ from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.computed_tensors import ComputedTensor
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.library_patches import reset_dynamic_rope
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
@@ -95,20 +96,29 @@ class TorchRunner(EagerRunner):
         tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
         return self._built(folder, fields, dtype, tensors)
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = past.cache if isinstance(past, TorchCache) else self._cache(past)
+        cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
         new, done = input_ids.shape[1], past.length if past else 0
         width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
         for start in range(0, new, width):
             at = slice(start, start + width)
-            logits = self._forward(input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at], cache)
+            own = placed.columns(start, start + width) if placed else None
+            call = input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at]
+            logits = self._forward(*call, cache, own)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
 
     def _needs_single_tokens(self, past: Cache) -> bool:
         """Whether the model continues a recurrent state correctly by one token at a time only."""
-        named = past if isinstance(past, TorchCache) else TorchCache(self._cache(past), past.length)
+        named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
         return not self._continues and named.has_recurrent_state
 
 

@@ -27,6 +27,7 @@ from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings, step_of
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
@@ -155,8 +156,15 @@ class PiecedGraph(OrtGraph):
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         return DeclaredGraph(paths, settings.change)
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `OrtGraph.run`; returns precomputed results if there are any."""
+    def run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
+        """As `OrtGraph.run`, for tokens only; returns precomputed results if there are any."""
         return self.precomputed.prefill(input_ids, attention_mask, position_ids, past)
 
     def _run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:

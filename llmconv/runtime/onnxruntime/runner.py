@@ -26,7 +26,8 @@ from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSiz
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
-from llmconv.runtime.runner import Cache, Choices, Runner, Step, default_positions
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
 
 
@@ -121,12 +122,32 @@ class OrtGraph:
         """Opens the sessions."""
         return SessionChain(paths, settings)
 
-    def embed(self, input_ids: Array) -> dict[str, Array]:
-        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those."""
-        return {"input_ids": input_ids} if self._table is None else {INPUTS_EMBEDS: self._table.run(input_ids)}
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of `inputs_embeds`; None if the graph takes `input_ids`."""
+        return int(self.inputs[INPUTS_EMBEDS][-1]) if self._table else None
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
+    def embed(self, input_ids: Array, placed: PlacedEmbeddings | None = None) -> dict[str, Array]:
+        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those.
+
+        Args:
+            input_ids: int64 [batch, tokens].
+            placed: embeddings in place of those of some tokens, for a graph that takes embeddings.
+        """
+        if self._table is None:
+            return {"input_ids": input_ids}
+        embedded = self._table.run(input_ids)
+        return {INPUTS_EMBEDS: placed.into(embedded) if placed else embedded}
+
+    def run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill_placed`.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph on them.
@@ -134,26 +155,11 @@ class OrtGraph:
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         with self._refusing():
             results, present = (
-                self._buffered.run(**given, past=past)
+                self._buffered.run(**given, past=past, placed=placed)
                 if self._buffered
-                else self._run_growing({**given, **self.embed(input_ids)}, past)
+                else self._run_growing({**given, **self.embed(input_ids, placed)}, past)
             )
         return step_of(self.result_names, results, present)
-
-    @property
-    def embedding_width(self) -> int | None:
-        """Numbers per token if it takes embeddings and its cache grows; else None."""
-        width = self.inputs[INPUTS_EMBEDS][-1] if self._table and not self._buffered else None
-        return width if isinstance(width, int) else None
-
-    def run_embedded(self, inputs_embeds: Array) -> Cache:
-        """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
-        batch, length, _ = inputs_embeds.shape
-        embedded = inputs_embeds.astype(TENSOR_DTYPES[self.types[INPUTS_EMBEDS]])
-        mask = np.ones((batch, length), dtype=np.int64)
-        given = {INPUTS_EMBEDS: embedded, "attention_mask": mask, "position_ids": default_positions(mask, length)}
-        with self._refusing():
-            return self._run_growing(given, None)[1]
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -301,18 +307,25 @@ class OrtRunner(Runner):
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)
 
-    @property
-    def embedding_width(self) -> int | None:
-        """Numbers per token if the prefill graph takes embeddings, see `OrtGraph`; else None."""
-        return self._prefill.embedding_width
-
-    def run_embedded(self, inputs_embeds: Array) -> Cache:
-        """The cache of virtual tokens on the prefill graph, see `OrtGraph`."""
-        return self._prefill.run_embedded(inputs_embeds)
-
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""
         return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that the prefill graph takes."""
+        return self._prefill.embedding_size
+
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`."""
+        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, placed)
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs a step on the decode graph."""

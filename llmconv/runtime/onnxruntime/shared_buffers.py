@@ -18,6 +18,7 @@ from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device, as_array
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.io_binding import BoundSession
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
 
@@ -28,6 +29,9 @@ GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
 token: a decode graph counts one token too many for an empty cache."""
+
+Embed = Callable[[Array, PlacedEmbeddings | None], dict[str, Array]]
+"""See `OrtGraph.embed`."""
 
 DeclaredShapes = Mapping[str, Sequence[int | str]]
 
@@ -164,7 +168,7 @@ class BufferedSession:
         session: session of the graph.
         sizes: sizes of the graph.
         results: names of the outputs other than the cache.
-        embed: returns the token input by name for `input_ids`.
+        embed: returns the token input by name for `input_ids` and placed embeddings.
         garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
         device: where the buffers lie.
     """
@@ -174,7 +178,7 @@ class BufferedSession:
         session: LimitedSession,
         sizes: FixedSizes,
         results: Sequence[str],
-        embed: Callable[[Array], dict[str, Array]],
+        embed: Embed,
         garbage: bool = False,
         device: Device | None = None,
     ) -> None:
@@ -186,9 +190,14 @@ class BufferedSession:
         self._present = [arg.name for arg in session.get_outputs() if arg.name.startswith("present.")]
 
     def run(
-        self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> tuple[list[Array], Cache]:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill_placed`.
 
         Returns:
             The results, one array per name, and the cache.
@@ -207,7 +216,8 @@ class BufferedSession:
         for start in range(0, new, width):
             piece = slice(start, min(start + width, new))
             mask = attention_mask[:, : filled + piece.stop]
-            pieces.append(self._run(buffers, input_ids[:, piece], mask, position_ids[:, piece]))
+            embedded = placed.columns(piece.start, piece.stop) if placed else None
+            pieces.append(self._run(buffers, input_ids[:, piece], mask, position_ids[:, piece], embedded))
             buffers.filled = filled + piece.stop
         last_only = pieces[-1][0].shape[1] < min(width, new - (len(pieces) - 1) * width)
         is_whole = last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
@@ -242,13 +252,20 @@ class BufferedSession:
         least = 2 * past.buffers.capacity if isinstance(past, BufferCache) else 0
         return -(-max(needed + 1, least) // ROUNDING) * ROUNDING
 
-    def _run(self, buffers: CacheBuffers, input_ids: Array, attention_mask: Array, position_ids: Array) -> list[Array]:
+    def _run(
+        self,
+        buffers: CacheBuffers,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        placed: PlacedEmbeddings | None,
+    ) -> list[Array]:
         """One run of the graph; results without padding."""
         rows, new = input_ids.shape
         batch, width = self.sizes.rows or rows, self.sizes.tokens or new
         total = buffers.capacity if self.sizes.indexed else attention_mask.shape[1]
         feeds = {
-            **self._embed(padded(input_ids, batch, width)),
+            **self._embed(padded(input_ids, batch, width), placed),
             "attention_mask": padded(attention_mask, batch, total),
             "position_ids": padded(position_ids, batch, width),
         }

@@ -1,4 +1,4 @@
-"""The strategy of a MindFormers run that lies elsewhere: a file, a folder, or merged; wrong ones are refused by name."""
+"""The strategy of a MindFormers run that lies elsewhere: a file, a folder, or merged; wrong ones are refused."""
 
 from __future__ import annotations
 
