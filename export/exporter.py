@@ -38,6 +38,7 @@ from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.quantization.smoothing_groups import Graphs
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
+from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
@@ -191,7 +192,7 @@ def _of_checkpoint(
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
     shapes = _shape_options(given)
     text = text_of(given) if given["kv_cache"] else None
-    rest = given["strict_target"], quantization, text.sha256 if text else ""
+    rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
     specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)

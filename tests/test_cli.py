@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
     "merge-lora": llmconv.convert.merge_lora,
+    "onnx-adapter": llmconv.convert.onnx_adapter,
     "delta apply": llmconv.convert.apply_delta,
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,

@@ -31,6 +31,11 @@ from llmconv.output.plan import json_bytes
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors
 from llmconv.tensors import LazyTensor
 
+UNSTORED = (
+    "the code computes {}, which no weights contain: transformers 5 loads such buffers without their values, unless "
+    "`_init_weights` of the code computes them again; llmconv's own commands do"
+)
+
 if TYPE_CHECKING:
     from llmconv.convert.models.meta_model import LoadingGaps
 
@@ -82,6 +87,16 @@ def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, side_files={**checkpoint.side_files, **files})
 
 
+def unstored_buffers(model: Any) -> list[str]:
+    """Names of the buffers that are not in the state dict of a model, except those of transformers' own modules."""
+    return [
+        f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith(("transformers.", "torch."))
+        for key in sorted(module._non_persistent_buffers_set)
+    ]
+
+
 def _require_classes(folder: Path, names: Sequence[str]) -> None:
     """Refuses a class that is in another repository or folder, where `--code` is the way out."""
     missing = next((name for name in names if not holds(folder, [name])), None)
@@ -107,7 +122,13 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
     tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
     dropped = [f"{len(computed)} buffers, which the model computes"] if computed else []
-    return replace(checkpoint, tensors=tensors, dropped=(*checkpoint.dropped, *dropped))
+    notes = [UNSTORED.format(listing(names))] if (names := unstored_buffers(model)) else []
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        dropped=(*checkpoint.dropped, *dropped),
+        warnings=(*checkpoint.warnings, *notes),
+    )
 
 
 def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, LazyTensor]:

@@ -57,6 +57,12 @@ if TYPE_CHECKING:
 @click.option(
     "--stages", type=click.IntRange(1), default=1, help="Divide each graph into K graphs, for K devices.", metavar="K"
 )
+@click.option(
+    "--lora-inputs",
+    default="",
+    metavar="NAMES",
+    help="Linear layers that take the factors of LoRA adapters as optional inputs: all-linear, or q_proj,v_proj,…",
+)
 @click.option("--prefix", metavar="PATH", help="Virtual tokens before every prompt: PEFT adapter or pre_caches.npy.")
 @click.option(
     "--opset",

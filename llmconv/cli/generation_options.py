@@ -47,10 +47,13 @@ BACKEND = (
         "--decode", type=click.Path(path_type=Path), metavar="FILE", help="Decode graph, for a prefill graph."
     ),
     click.option("--tokenizer", metavar="PATH", help="Folder of another tokenizer.  [default: the model's]"),
-    click.option("--adapter", type=click.Path(path_type=Path), help="LoRA or other adapter, with `--backend torch`."),
+    click.option(
+        "--adapter",
+        metavar="PATH",
+        help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
+    ),
     click.option(
         "--prefix-tuning",
-        type=click.Path(path_type=Path),
         metavar="PATH",
         help="Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy.",
     ),

@@ -40,16 +40,22 @@ def refuse_empty_paths(command: click.Command) -> click.Command:
 
 def _require_name(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
     if isinstance(value, str) and not value.strip():
-        name = (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
-        raise click.UsageError(f"`{name}` is empty, which is not the name of a file or folder", ctx)
+        raise click.UsageError(f"`{_shown(param)}` is empty, which is not the name of a file or folder", ctx)
+
+
+def _shown(param: click.Parameter | None) -> str:
+    """The name of a parameter in messages."""
+    return (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
 
 
 class NamedPath(click.Path):
-    """A path that is not empty."""
+    """A path on this machine that is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's."""
+        """As click's, which would change `hf://…` to `hf:/…`."""
         _require_name(value, param, ctx)
+        if isinstance(value, str) and "://" in value:
+            raise click.UsageError(f"`{_shown(param)}` takes a path on this machine, not an address", ctx)
         return super().convert(value, param, ctx)
 
 

@@ -1,4 +1,4 @@
-"""run_batches: the texts of a run, one batch at a time."""
+"""Batches: the texts of a run, one batch at a time."""
 
 from __future__ import annotations
 

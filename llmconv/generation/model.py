@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from llmconv.generation.runners import (
     load_runner,
     refuse_prefix,
     refuse_stages,
+    with_lora,
 )
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.streamers import feed, require_streamer
@@ -38,7 +39,7 @@ from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
@@ -59,6 +60,7 @@ class TextModel:
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
         images: prepares prompts with images; None for a model that takes none.
+        origin: the model that this one shares its graphs with, see `with_adapter`.
     """
 
     tokenizer: Any
@@ -70,6 +72,7 @@ class TextModel:
     folder: Path = Path()
     engine: GenaiEngine | None = None
     images: ImageEncoder | None = None
+    origin: TextModel | None = None
 
     @classmethod
     @checked
@@ -99,7 +102,8 @@ class TextModel:
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
             adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
-                merged in memory as `merge-lora` would.
+                merged in memory as `merge-lora` would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file
+                of `llmconv onnx-adapter`.
             prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
                 where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
@@ -157,6 +161,23 @@ class TextModel:
         tokenizer = find_tokenizer(tokenizer, Path(), False)
         defaults = GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict())
         return cls(tokenizer, runner, defaults, runner.context_length, "torch")
+
+    def with_adapter(self, adapter: str | Path) -> TextModel:
+        """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
+
+        Args:
+            adapter: see `open`; for graphs of `export --lora-inputs`, and none with `prefix_tuning`.
+
+        Raises:
+            InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+            UnsupportedInput: another kind of adapter.
+            UsageProblem: the graphs have no inputs for factors, or the model has a tuned prefix.
+        """
+        if isinstance(self.runner, PrefixedRunner):
+            raise UsageProblem(
+                "the model has a tuned prefix", hint="give `adapter` and `prefix_tuning` to `TextModel.open` together"
+            )
+        return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     @property
     def decode(self) -> TokenDecoder:

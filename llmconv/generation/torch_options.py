@@ -69,7 +69,10 @@ class TorchOptions:
 
 
 REFUSALS = {
-    "adapter": ("graphs take no adapter", "give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"),
+    "adapter": (
+        "GenAI and stages in other processes take no adapter",
+        "leave out `--backend genai` or `--stage-at`; or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
+    ),
     "device": (
         "`device` is for `--backend torch`",
         'for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',

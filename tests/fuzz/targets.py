@@ -23,6 +23,7 @@ from safetensors.numpy import save
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.deltas.exact import open_exact
+from llmconv.convert.formats import formats
 from llmconv.convert.formats.mindformers.mindspore.ckpt_file import read_ckpt
 from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
 from llmconv.convert.formats.paddle.pdparams import open_pdparams
@@ -122,6 +123,20 @@ def hugging_face(folder: Path) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(honest.CONFIG))
     return folder
+
+
+def megatron(folder: Path) -> Path:
+    """The file of the only rank of a Megatron run."""
+    from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron  # noqa: PLC0415 - only here
+
+    shape = Shape(layers=1)
+    run = save_megatron(folder / "run", shape, hugging_face_state(shape))
+    return (run / "iter_0000007/mp_rank_00/model_optim_rng.pt").rename(folder / "model_optim_rng.pt")
+
+
+def read_megatron(path: Path) -> None:
+    """The model in the file of a rank, with the size of its vocabulary."""
+    formats()["megatron"].open(path, {"vocab_size": 30}, None)
 
 
 def pickles() -> list[bytes]:
@@ -307,6 +322,12 @@ TARGETS: dict[str, Target] = {
         tensors_of,
         lambda: others(folder_of, ".metadata"),
         OPCODES,
+    ),
+    "megatron": Target(
+        "model_optim_rng.pt",
+        lambda: [built(megatron, "model_optim_rng.pt")],
+        read_megatron,
+        words=(*OPCODES, b"num_layers", b"kv_channels", b"num_experts", b"swiglu", b"window_size", b"linear_qkv"),
     ),
     "mindspore": Target("x.ckpt", lambda: [built(honest.mindspore, "x.ckpt")], read_ckpt),
     "paddle": Target(

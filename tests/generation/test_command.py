@@ -234,7 +234,7 @@ def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
         (["--prompt-file", "p.txt", "x"], "given both"),
         (["x", "--provider", "tpu"], "has no provider `tpu`"),
         (["x", "--template", "zephyr"], "unknown chat template `zephyr`"),
-        (["x", "--adapter", "there"], "take no adapter"),
+        (["x", "--adapter", "there"], "no inputs for LoRA factors"),
     ],
 )
 def test_invalid_options_give_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:

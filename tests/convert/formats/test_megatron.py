@@ -70,7 +70,7 @@ def test_only_this_format_claims_the_run_and_its_save(words: Path, case: str) ->
 
 def test_a_file_of_a_rank_is_claimed_by_its_content(tmp_path: Path) -> None:
     file = FOLDER / "gpt2_tp2/iter_0000100/mp_rank_00/model_optim_rng.pt"
-    copy = shutil.copy(file, tmp_path / "x.pt")
+    copy = Path(shutil.copy(file, tmp_path / "x.pt"))
     for path in (file, copy):
         assert [name for name, found in formats().items() if found.detect(path)] == ["megatron"]
 
