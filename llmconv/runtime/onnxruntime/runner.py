@@ -311,6 +311,11 @@ class OrtRunner(Runner):
         return self._prefix.length if self._prefix else 0
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The float type that the prefill graph computes in."""
+        return self._prefill.dtype
+
+    @property
     def max_batch_size(self) -> int | None:
         """The smallest fixed batch size of the graphs."""
         return self._smallest("rows")
