@@ -14,11 +14,14 @@ from llmconv.convert.deltas.alpaca import WeightSum
 from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
+from llmconv.convert.deltas.scripts import SCRIPTS, plan_script_delta
+from llmconv.convert.deltas.subtraction import Differences
 from llmconv.convert.formats import delta_formats
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.convert.opening.delta_models import open_model
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
@@ -50,11 +53,14 @@ class Extracted:
 
     Attributes:
         plan: the files of the delta.
-        kind: `exact` or `low-rank`.
+        kind: `exact`, `low-rank`, or the format of another tool, such as `fastchat`.
         nbytes: bytes of the files with weights; None in a dry run, where they are not known.
         captured: of a low-rank delta, the tensor's name to ‖B·A‖ / ‖tuned − base‖, 0 to 1; empty in a dry run.
         captured_overall: the same of all these tensors together.
         whole: names of the tensors that a low-rank delta holds whole.
+        elements: of all tensors of another tool's delta.
+        inexact: how many of them are not the tuned model's, to the bit, when that tool adds the delta to the base; None
+            for other deltas, in a dry run, and if the run was resumed.
     """
 
     plan: Plan
@@ -63,6 +69,8 @@ class Extracted:
     captured: Mapping[str, float] = field(default_factory=dict)
     captured_overall: float | None = None
     whole: tuple[str, ...] = ()
+    elements: int = 0
+    inexact: int | None = None
 
     def __repr__(self) -> str:
         size = "a dry run" if self.nbytes is None else f"{self.nbytes:,} bytes"
@@ -145,51 +153,128 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     output: Placed,
     *,
     rank: int | None = None,
+    to: str | None = None,
+    shards: int | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
 ) -> Extracted:
-    """Writes what `tuned` is over `base`: an exact delta, or with `rank` a LoRA adapter that comes close to it.
+    """Writes what `tuned` is over `base`: an exact delta, a LoRA adapter that comes close, or another tool's delta.
 
     Args:
         base, tuned: Hugging Face folders, or training checkpoints that `to-hf` reads; paths, URIs or hub ids.
         output: the folder to make.
         rank: of the adapter, whose products are the best of that rank up to a thousandth or so of their norm (exact up
             to a million elements); None for an exact delta.
+        to: `accessory`, `alpaca` or `fastchat`: that tool's format, whose sums are inexact in the type it computes in.
+        shards: number of model-parallel parts of Accessory's delta; None: as many as the base has.
         dtype: `keep` or the float type that the tuned weights are rounded to first, or that the adapter gets
-            (whose factors are float32 with `keep`).
-        max_shard_size: bytes of tuned weights that one file of an exact delta encodes.
+            (whose factors are float32 with `keep`); `keep` alone with `to`.
+        max_shard_size: bytes of tuned weights that one file encodes; Accessory's has one file per part.
         overwrite, resume, dry_run: replace an existing folder; continue an interrupted run; write nothing.
 
     Raises:
-        InputRefused: an input is malformed, or the adapter cannot say what changed.
+        InputRefused: an input is malformed, or the adapter or the other tool's format cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     _check_options(dtype, max_shard_size)
+    _check_kind(rank, to, shards, dtype)
     below, above = settled(open_model(base)), settled(open_model(tuned))
-    low_rank: LowRankDelta | None = None
-    if rank is None:
-        plan = plan_exact(below, with_cast(above, dtype) if dtype != "keep" else above, max_shard_size)
-    else:
-        low_rank = plan_low_rank(below, above, rank, dtype)
-        plan = low_rank.plan
-    warn_all((*below.warnings, *above.warnings, *plan.warnings, *_unlike(below, above)))
-    kind = "low-rank" if low_rank else "exact"
+    made = _planned(below, above, rank, dtype, to, shards, max_shard_size)
+    warn_all((*below.warnings, *above.warnings, *made.plan.warnings, *_unlike(below, above)))
     place = output_place(output)
-    check_output(plan, place, overwrite, [below.path, above.path], resume=resume)
+    check_output(made.plan, place, overwrite, [below.path, above.path], resume=resume)
     if dry_run:
-        return Extracted(plan, kind, whole=low_rank.whole if low_rank else ())
-    options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype}
+        return _extracted(made, made.plan)
+    options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype, "to": to}
     steps = [step("delta-extract", below.path.absolute(), **options)]
     sources = _sources(place, below.path, above.path)
-    manifest = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-    size = sum(manifest.files[shard.name]["bytes"] for shard in plan.shards)
-    plan = replace(plan, found=manifest.found)
-    if low_rank is None or manifest.found:
-        return Extracted(plan, kind, size, whole=low_rank.whole if low_rank else ())
-    return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
+    manifest = write_checkpoint(made.plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    size = sum(manifest.files[shard.name]["bytes"] for shard in made.plan.shards)
+    return _extracted(made, replace(made.plan, found=manifest.found), size, read=not manifest.found)
+
+
+@dataclass(frozen=True)
+class _PlannedDelta:
+    """A delta of any kind, and what is measured while it is written."""
+
+    plan: Plan
+    kind: str
+    low_rank: LowRankDelta | None = None
+    differences: Differences | None = None
+
+
+def _planned(
+    base: Checkpoint,
+    tuned: Checkpoint,
+    rank: int | None,
+    dtype: str,
+    to: str | None,
+    shards: int | None,
+    max_shard_size: str | int,
+) -> _PlannedDelta:
+    if to in SCRIPTS:
+        script = plan_script_delta(base, tuned, to, max_shard_size)
+        return _PlannedDelta(script.plan, to, differences=script.differences)
+    if to and (save := delta_formats()[to].save):
+        written = save(base, tuned, shards)
+        return _PlannedDelta(written.plan, to, differences=written.differences)
+    if rank is not None:
+        low_rank = plan_low_rank(base, tuned, rank, dtype)
+        return _PlannedDelta(low_rank.plan, "low-rank", low_rank)
+    return _PlannedDelta(
+        plan_exact(base, with_cast(tuned, dtype) if dtype != "keep" else tuned, max_shard_size), "exact"
+    )
+
+
+def _extracted(made: _PlannedDelta, plan: Plan, size: int | None = None, *, read: bool = False) -> Extracted:
+    """The result; measures are only there if the weights were `read`."""
+    result = Extracted(plan, made.kind, size, whole=made.low_rank.whole if made.low_rank else ())
+    if made.differences:
+        elements, inexact = made.differences.elements, made.differences.inexact() if read else None
+        warn_all(_inexact(made.kind, elements, inexact) if read else ())
+        return replace(result, elements=elements, inexact=inexact)
+    if made.low_rank and read:
+        captured, overall = made.low_rank.captured(), made.low_rank.captured_overall()
+        return replace(result, captured=captured, captured_overall=overall)
+    return result
+
+
+def _inexact(kind: str, elements: int, inexact: int | None) -> list[str]:
+    """A warning that counts the elements which the other tool does not restore."""
+    if inexact is None:
+        return [f"what the sum of the {kind} delta does not restore was not counted, because the run was resumed"]
+    if not inexact:
+        return []
+    return [
+        f"the sum of the base and the {kind} delta differs from the tuned model in {inexact:,} of {elements:,} "
+        f"elements ({inexact / elements:.3%}), since the tool rounds; without `--to` the delta is exact"
+    ]
+
+
+def writable_deltas() -> list[str]:
+    """The values of `to`."""
+    return sorted([*SCRIPTS, *(name for name, found in delta_formats().items() if found.save)])
+
+
+def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str) -> None:
+    """Raises UsageProblem where two options exclude each other."""
+    if to is not None and to not in writable_deltas():
+        raise UsageProblem(
+            f"deltas of `{to}` cannot be written", hint=f"`--to` is one of: {', '.join(writable_deltas())}"
+        )
+    if to and rank is not None:
+        raise UsageProblem("`--to` and `--rank` exclude each other", hint="`--rank` writes an adapter of PEFT")
+    if to and dtype != "keep":
+        raise UsageProblem(
+            f"`--dtype {dtype}` with `--to {to}`: the format has its own element type", hint="leave it out"
+        )
+    if shards is not None and (to is None or to in SCRIPTS):
+        raise UsageProblem("only a delta with model-parallel parts has `--shards`", hint="give `--to accessory`")
+    if shards is not None and not 1 <= shards <= SHARD_LIMIT:
+        raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
 
 
 def _unlike(base: Checkpoint, tuned: Checkpoint) -> list[str]:

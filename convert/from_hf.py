@@ -17,6 +17,7 @@ from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.model_code import model_class
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import Plan
 from llmconv.output.work import Work, done_by, repeatable, require_possible
@@ -106,6 +107,11 @@ def open_model(path: Path) -> Checkpoint:
     if checkpoint.config.get("quantization_config"):
         raise UnsupportedInput(
             f"`{path.name}` is quantized (`quantization_config`)", hint="give the weights from before quantization"
+        )
+    if named := model_class(checkpoint.config):
+        raise UnsupportedInput(
+            f"`{path.name}` has code of its own (`{named[:80]}`), which no training format holds",
+            hint="if transformers' own class computes the same, remove `auto_map` from its `config.json`",
         )
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
     config = as_loaded(tensors, checkpoint.config)

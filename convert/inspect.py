@@ -31,6 +31,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely, with_addresses
 from llmconv.files.torch.reader import is_torch_file
+from llmconv.model_code import code_of
 from llmconv.quantized_export import is_quantized_export
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
 from llmconv.tensors import LazyTensor
@@ -60,6 +61,7 @@ class Inspection:
         layouts: the clients that they were exported for, other than onnxruntime.
         codes: the quantized weights of such graphs in a folder of their own; None for any other path.
         verified: the recorded verdict on the graphs; None if there is none.
+        code: of a Hugging Face folder, the Python files of the model's own code, which are not executed.
     """
 
     path: Path
@@ -78,6 +80,7 @@ class Inspection:
     layouts: tuple[str, ...] = ()
     codes: CodesSummary | None = None
     verified: VerdictSummary | None = None
+    code: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         kind = f", {self.kind}" if self.kind else ""
@@ -127,6 +130,7 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "dropped": list(self.dropped),
             "side_files": list(self.side_files),
+            **({"code": list(self.code)} if self.code else {}),
             **({"adapter": dict(self.adapter)} if self.adapter else {}),
             "graphs": [asdict(graph) for graph in self.graphs],
             "layouts": list(self.layouts),
@@ -216,13 +220,22 @@ def _opened(opened: Checkpoint) -> Inspection:
 
 def _inspect_model(opened: Checkpoint) -> Inspection:
     """A Hugging Face folder, whose weights may be quantized, and which may contain graphs."""
-    found = _with_graphs(_opened(opened))
+    found = _with_graphs(_with_code(_opened(opened), opened))
     try:
         base = quantized_checkpoint(opened)
     except InputRefused as problem:
         warning = f"parameters are counted as they are packed: {problem}"
         return replace(found, warnings=(*found.warnings, warning))
     return replace(found, plain=base.plain.tensors) if base else found
+
+
+def _with_code(found: Inspection, opened: Checkpoint) -> Inspection:
+    """With the Python files that the model's configurations name; those that cannot be copied are a warning."""
+    try:
+        files = tuple(code_of(opened.path, opened.config, opened.side_files))
+    except InputRefused as problem:
+        return replace(found, warnings=(*found.warnings, f"the model's own code: {problem}"))
+    return replace(found, code=files)
 
 
 def _with_graphs(found: Inspection) -> Inspection:

@@ -17,6 +17,7 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.sample_check import SampleCheck, check_written
 from llmconv.convert.adapters.wrong_base_check import warn_of_origin
+from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
@@ -137,8 +138,8 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
         )
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base, in_parts=True))
-    require_model_type(checkpoint.config, base)
-    return checkpoint
+        require_model_type(checkpoint.config, base)
+        return with_copied_code(checkpoint)
 
 
 def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:
@@ -204,6 +205,7 @@ def _sha256(paths: Sequence[Path]) -> str:
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
     files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
+    files += [checkpoint.path / name for name in checkpoint.side_files if name.endswith(".py")]
     every = [item for adapter in adapters for item in (adapter, adapter.initial) if item]
     return files + [path for adapter in every for path in (*adapter.weights, adapter.settings)]
 
@@ -225,7 +227,7 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=(*edits.warnings, *_incomplete(result)),
+        warnings=(*base.warnings, *edits.warnings, *_incomplete(result)),
         edits=edits,
     )
     return _stored(quantized, result, merge, recipe) if quantized else merge

@@ -10,9 +10,11 @@ from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
+from llmconv.convert.models.trusted_code import OPTION, TrustedCode
 from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name
-from llmconv.files.paths import Placed, local_only, output_place
+from llmconv.files.paths import Placed, is_address, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
@@ -36,6 +38,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     qkv_layout: str | None = None,
     adapter: str | None = None,
     root: str | None = None,
+    strategy: str | Path | None = None,
+    code: str | Path | None = None,
+    trust_remote_code: bool = False,
     dtype: str = "keep",
     max_shard_size: str | int | None = None,
     overwrite: bool = False,
@@ -55,6 +60,10 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
+        strategy: file or folder of a MindFormers run's strategy, where it is not next to the rank folders.
+        code: a local folder with the model's own Python files and its `config.json`, if they are not next to the
+            checkpoint's or the given configuration.
+        trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
         overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
         work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
@@ -66,17 +75,42 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     require_possible(work, overwrite=overwrite)
     require_shard_size(size := DEFAULT_SIZE if max_shard_size is None else max_shard_size)
     configs = tuple(local_path(path) for path in config)
+    own_code = _trusted(code, trust_remote_code)
     words, base = (local_path(path, in_parts=True) if path else None for path in (tokenizer, base))
-    options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
-    checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
+    strategy = local_path(strategy) if strategy else None
+    options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
+    options |= {"root": root, "strategy": strategy}
+    chosen = {**options, **({OPTION: own_code} if own_code else {})}
+    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code)
+    checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
-    named = {name: source_name(path) if path else None for name, path in (("tokenizer", words), ("base", base))}
-    given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
+    paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
+    named = {name: source_name(path) if path else None for name, path in paths}
+    named |= {"code": source_name(own_code.given) if own_code and own_code.given else None}
+    given = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
+    given |= {"config": [path.name for path in configs] or None}
     return plan if dry_run else _write(plan, place, base, given, overwrite=overwrite, resume=resume, work=work)
+
+
+def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:
+    """The consent to run the model's own code; None without.
+
+    Raises:
+        UsageProblem: a folder of code is given without consent, or it is not a local folder.
+    """
+    if code is not None and not trust_remote_code:
+        raise UsageProblem(
+            "`--code` names code that would run, to compare the weights with the model that it builds",
+            hint="read the code; if you trust it, add `--trust-remote-code`",
+        )
+    if code is not None and (is_address(code) or not Path(code).is_dir()):
+        raise UsageProblem(
+            f"`--code` is not a local folder: `{code}`", hint="copy the model's `config.json` and Python files into one"
+        )
+    return TrustedCode(Path(code) if code is not None else None) if trust_remote_code else None
 
 
 def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:

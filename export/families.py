@@ -20,6 +20,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
+from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.runtime.cache_names import layer_of
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
 from llmconv.runtime.runner import default_positions
@@ -391,11 +392,16 @@ def find_input_map(model_type: str) -> InputMap:
     """The input map of a `model_type`.
 
     Raises:
-        UnsupportedInput: an unknown `model_type`; the message contains close matches.
+        UnsupportedInput: an unknown `model_type`; the message contains close matches, or the reason.
     """
     table = known_input_maps()
     if model_type in table:
         return table[model_type]
+    if reason := NOT_EXPORTED.get(model_type):
+        raise UnsupportedInput(
+            f"models of type `{model_type}` are not exported: {reason}",
+            hint="docs/families.md lists the types that are exported, and the reason for each other type",
+        )
     close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.4)
     matches = f" (close matches: {', '.join(close)})" if close else ""
     raise UnsupportedInput(

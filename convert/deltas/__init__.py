@@ -7,9 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.deltas.subtraction import Differences
+from llmconv.output.plan import Plan
 
 DELTA_FILE = "delta.json"
 """The file that identifies the folder of an exact delta."""
+
+
+@dataclass(frozen=True)
+class WrittenDelta:
+    """A delta in the format of another tool.
+
+    Attributes:
+        plan: its files.
+        differences: counts, while they are written, what the other tool's sum does not restore.
+    """
+
+    plan: Plan
+    differences: Differences
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,10 @@ class DeltaFormat:
         detect: whether a path is of this format, decided by its content.
         apply: `apply(base, path, dtype)` returns the tuned model in Hugging Face names;
             `dtype` is `keep` or a float type.
+        save: `save(base, tuned, shards)` returns the files of a delta, in this number of shards or (with None) in as
+            many as the base has. None if the system's deltas cannot be written.
     """
 
     detect: Callable[[Path], bool]
     apply: Callable[[Checkpoint, Path, str], Checkpoint]
+    save: Callable[[Checkpoint, Checkpoint, int | None], WrittenDelta] | None = None

@@ -25,6 +25,7 @@ from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import HEAD, find_embedding, is_tied, set_everywhere
 from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 NORM = ("norm.weight", "ln_f.weight")
@@ -81,7 +82,8 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
             for name, tensor in below.items()
         }
     sums = {name: added(name, _halved(below[name], above[name], chosen[name]), above[name]) for name in below}
-    config, dropped = without_code({**base.config, **delta.config})
+    (own, _), (other, dropped) = without_code(base.config), without_code(delta.config)
+    config = {**own, **other, **({AUTO_MAP: base.config[AUTO_MAP]} if AUTO_MAP in base.config else {})}
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
     if embedding := find_embedding(below):
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
@@ -98,7 +100,11 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
 
 def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
     """The delta's files, and the base's unless they are of a tokenizer that the delta has, too."""
-    kept = {name: content for name, content in base.items() if name == GENERATION or not delta.keys() & VOCABULARIES}
+    kept = {
+        name: content
+        for name, content in base.items()
+        if name == GENERATION or name.endswith(".py") or not delta.keys() & VOCABULARIES
+    }
     return {**kept, **delta}
 
 
@@ -131,12 +137,12 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
         f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
         for name in below
         if below[name].shape != above[name].shape
-        and not (_is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
+        and not (is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
     ]
     if not odd:
         return
     hint = "the delta was made from another model; see its page for the base it needs"
-    if all(_is_vocabulary(entry.split(" ")[0]) for entry in odd):
+    if all(is_vocabulary(entry.split(" ")[0]) for entry in odd):
         hint = "the base has tokens that the delta's base did not have; give it as it was published"
     raise MalformedInput(
         f"shape mismatch for {len(odd)} tensors of `{delta.path.absolute().name}` and "
@@ -145,7 +151,8 @@ def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, abov
     )
 
 
-def _is_vocabulary(name: str) -> bool:
+def is_vocabulary(name: str) -> bool:
+    """Whether a tensor of this name has a row for each token."""
     return name == HEAD or name.endswith(EMBEDDINGS)
 
 
@@ -168,7 +175,7 @@ def _begin_at_mean(below: NamedTensors, above: NamedTensors) -> bool:
 
 def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
     """A warning where the delta has more tokens than the base."""
-    rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
+    rows = {(below[name].num_rows, above[name].num_rows) for name in below if is_vocabulary(name)}
     start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     return [
         f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {start}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -23,6 +24,7 @@ from llmconv.convert.deltas.ulp_difference import can_predict
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.tied_head import HEAD, find_embedding
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import code_of
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.tensors import LazyTensor, as_bytes
 
@@ -123,7 +125,9 @@ class ExactDelta:
             for name, one in self.stored.items()
         }
         code = without_code(self.config)[1]
-        warnings = (f"the configuration refers to code, in {listing(code)}; the delta contains none",) if code else ()
+        contained = any(name.endswith(".py") for name in self.side_files)
+        note = f"the configuration refers to code, in {listing(code)}; the delta contains none"
+        warnings = (note,) if code and not contained else ()
         return replace(
             base, format="hf", tensors=tensors, config=self.config, side_files=self.side_files, warnings=warnings
         )
@@ -201,4 +205,7 @@ def open_exact(folder: Path) -> ExactDelta:
     if not (folder / "config.json").is_file():
         raise MalformedInput(f"`config.json` is missing from `{folder}`", hint="copy the delta again")
     base_name = str(content.get("base"))[:200]
-    return ExactDelta(folder, stored, base_name, read_json(folder / "config.json"), read_side_files(folder))
+    config, side_files = read_json(folder / "config.json"), read_side_files(folder)
+    with suppress(MalformedInput):  # code that is elsewhere, or not to be copied
+        side_files |= code_of(folder, config, side_files)
+    return ExactDelta(folder, stored, base_name, config, side_files)

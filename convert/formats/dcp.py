@@ -14,9 +14,11 @@ from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.sharded import is_sharded
+from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.state_dicts.distributed.folder import (
     PARTS,
     DistributedFolder,
@@ -30,6 +32,7 @@ from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, ou
 from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
 INNER = "pytorch_model_fsdp_*"
@@ -44,7 +47,7 @@ ROPE_TABLE = "freqs_cis"
 
 def _shard_folder(path: Path) -> Path | None:
     """The folder with the shards: `path`, or one inside it."""
-    if not path.is_dir() or is_sharded(path):
+    if not path.is_dir() or is_sharded(path) or is_megatron_distributed(path):
         return None
     inner = [entry for entry in path.glob(INNER) if is_folder(entry)]
     return path if is_folder(path) else inner[0] if len(inner) == 1 else None
@@ -57,15 +60,19 @@ def _detect(path: Path) -> bool:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     shards = _shard_folder(path) or path
     folder, warnings = open_folder(shards), list[str]()
-    root, state = _model(folder, config.get("root"))
     home = _home(shards)
     stored = read_json(home / "config.json") if home else {}
-    given = {name: value for name, value in config.items() if name not in FORMAT.options}
+    given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
+    own = own_fields(stored, given, path.name) is not None
+    root, state = _model(folder, config.get("root"), own_names=own)
     settings = causal_lm_config(stored, given, path.name, warnings)
-    tensors, left_out = _tensors(folder, state, warnings, drop=bool(config.get("drop")))
-    if is_meta_named(state):
-        tensors = _from_meta(tensors, settings, path.name)
-    settings = as_loaded(tensors, settings)
+    left_out: list[str] = []
+    if AUTO_MAP in settings:
+        tensors = select(_leaves(folder, state), lambda _, tensor: tensor, path.name, warnings, buffers=True)
+    else:
+        tensors, left_out = _tensors(folder, state, warnings, drop=bool(config.get("drop")))
+        tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
+        settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
     return Checkpoint(
         path,
@@ -87,13 +94,21 @@ def _home(shards: Path) -> Path | None:
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
 
 
-def _model(folder: DistributedFolder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
+def _model(
+    folder: DistributedFolder, chosen: str | None, *, own_names: bool
+) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
     """The keys that lead to the model in the nested dict, and its state dict.
+
+    Args:
+        folder: the opened folder.
+        chosen: the user's keys, joined with dots.
+        own_names: the model's own code has the names.
 
     Raises:
         InputRefused: there is no model, or there are several and none is chosen.
     """
-    found = {".".join(keys) or TOP: (keys, state) for keys, state in roots(folder.tree).items()}
+    states = roots(folder.tree) or (roots(folder.tree, own_names=True) if own_names else {})
+    found = {".".join(keys) or TOP: (keys, state) for keys, state in states.items()}
     if chosen in found:
         return found[chosen]
     if len(found) == 1 and chosen is None:
@@ -186,6 +201,6 @@ FORMAT = Format(
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
     "torchtitan's Llama; give `config.json` with `--config` if there is none next to it",
-    options=("root", "drop"),
+    options=("root", "drop", OPTION),
     peek=_peek,
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.state_dicts.checkpoint import assemble
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.recognition import Sign
@@ -52,6 +53,6 @@ FORMAT = Format(
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
     "with `--config`; `--drop` leaves out what is not part of the model",
-    options=("drop",),
+    options=("drop", OPTION),
     peek=_peek,
 )

@@ -18,6 +18,7 @@ from llmconv.convert.formats import Format, owner
 from llmconv.convert.formats.paddle.read import names_paddle
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.models.completeness import WRAPPERS
+from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.state_dicts.checkpoint import assemble, stored_config
 from llmconv.convert.state_dicts.files import StateFile
 from llmconv.convert.state_dicts.recognition import ADAPTER_NAMES, has_hugging_face_names
@@ -103,6 +104,6 @@ FORMAT = Format(
     covers="any causal language model of transformers; accelerate's `save_model` and `save_state`, merged FSDP "
     "weights; shards with or without an index; shared tensors that are stored once; `--drop` leaves out what is not "
     "part of the model",
-    options=("drop",),
+    options=("drop", OPTION),
     peek=_peek,
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, owner
+from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.state_dicts.checkpoint import assemble
 from llmconv.convert.state_dicts.files import StateFile, open_state, peek_state
 from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
@@ -66,6 +67,6 @@ FORMAT = Format(
     open=_open,
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
     "from before torch 1.6; models saved without their head; `--drop` leaves out what is not part of the model",
-    options=("drop",),
+    options=("drop", OPTION),
     peek=_peek,
 )

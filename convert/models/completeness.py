@@ -51,6 +51,8 @@ def select(
     source: str,
     warnings: list[str],
     prefix: str = "",
+    *,
+    buffers: bool = False,
 ) -> dict[str, LazyTensor]:
     """Hugging Face name to tensor, without wrappers, buffers, and values that are not tensors.
 
@@ -60,6 +62,7 @@ def select(
         source: file name for messages.
         warnings: gets a line that lists the skipped values.
         prefix: that the trainer's module adds to every name; kept unless all names have it.
+        buffers: keep buffers, since only the model's own code knows which ones it loads.
 
     Raises:
         UnsupportedInput: two tensors with one name, or an object that stands where a tensor should.
@@ -70,7 +73,7 @@ def select(
     skipped: list[str] = []
     for key, value in state.items():
         name = names[key].removeprefix(prefix)
-        if DROPPED.search(name) or _is_buffer(name, value):
+        if not buffers and is_buffer(name, value):
             continue
         if isinstance(value, Stub) or name in tensors:
             problem = (
@@ -88,7 +91,15 @@ def select(
     return tensors
 
 
-def _is_buffer(name: str, value: Any) -> bool:
+def is_buffer(name: str, value: Any) -> bool:
+    """Whether a value looks like a buffer that models compute.
+
+    Args:
+        name: in the state dict.
+        value: a tensor, or another value of a state dict.
+    """
+    if DROPPED.search(name):
+        return True
     rank = len(value.shape) if isinstance(value, Leaf) else -1
     return any(sign.search(name) and rank in ranks for _, sign, ranks in BUFFERS)
 

@@ -11,9 +11,11 @@ import yaml
 from llmconv.checkpoint import read_json, require_shallow
 from llmconv.convert.models import mpt_config
 from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.trusted_code import class_name, own_fields, trusted_code
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import AUTO_MAP
 
-CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
+CODE_FIELDS = (AUTO_MAP, "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
 """Fields that make a loader run code or fetch a repository that the file names."""
 
 TRACE_FIELDS = ("_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_attn_implementation")
@@ -118,7 +120,7 @@ def causal_lm_config(
 
     Args:
         stored: the checkpoint's own configuration, empty where it has none.
-        given: the user's fields.
+        given: the user's fields; with consent to the model's own code, its `auto_map` is kept (`trusted_code.py`).
         source: file name for messages.
         warnings: gets a line for fields that are left out.
 
@@ -126,16 +128,31 @@ def causal_lm_config(
         InputRefused: `model_type` is missing.
         UnsupportedInput: it is none that transformers has, or an MPT that it cannot express.
     """
+    if own := _own_config(stored, given, source):
+        return own
     config, dropped = without_code({**stored, **given})
     if "model_type" not in config:
         raise InputRefused(
             f"`{source}` does not contain a model configuration", hint="give the model's `config.json` with `--config`"
         )
-    if dropped:
+    if dropped and trusted_code(given) is None:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
     if config["model_type"] in mpt_config.MODEL_TYPES:
         config = mpt_config.native_config(config, source, warnings)
     return with_architecture(config)
+
+
+def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
+    """The configuration for the model's own code; None where transformers has the model, or nobody trusts its code."""
+    fields, code = own_fields(stored, given, source), trusted_code(given)
+    if fields is None or "model_type" not in fields:
+        return None
+    config, _ = without_code(fields)
+    if config["model_type"] in mpt_config.MODEL_TYPES:
+        if not (code and code.given) and mpt_config.is_native(config, source):
+            return None
+        config = mpt_config.portable(config)
+    return {"architectures": [class_name(fields)], **config, AUTO_MAP: fields[AUTO_MAP]}
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +165,7 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     if known and kind not in known:
         raise UnsupportedInput(
             f"unsupported model_type `{kind[:80]}`: not a causal language model of the installed transformers",
-            hint="models with code of their own cannot be converted yet; give the right type with `--config`",
+            hint="if it has code of its own that you trust, give `--trust-remote-code`, and `--code FOLDER` where the "
+            "code is elsewhere; or give the right type with `--config`",
         )
     return {**config, **({"architectures": [known[kind]]} if known else {})}

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 
 from llmconv.convert.models.blueprint.blueprint import constructor_fields
@@ -58,12 +59,24 @@ def meta_model(config: Mapping[str, Any]) -> Any:
         NotBuildable: transformers refuses the configuration, or the model has far more modules than any real one.
     """
     fields = _without_fetching(constructor_fields(config))
-    with _quiet(), _bounded_building(), torch.device("meta"):
-        try:
-            settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
-            return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32)
-        except Exception as error:  # transformers and torch promise no class of error
-            raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+    with _building():
+        settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
+        return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+
+
+def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -> Any:
+    """The model of a folder's own code, on the meta device, as transformers builds it before it loads weights.
+
+    Args:
+        config_class, model_class: of that code.
+        config: content of `config.json`.
+
+    Raises:
+        NotBuildable: the code fails, or the model has far more modules than any real one.
+    """
+    fields = {name: value for name, value in _without_fetching(dict(config)).items() if name != "model_type"}
+    with _building(), meta_device_safe_creation_ops():
+        return model_class._from_config(config_class(**fields), attn_implementation="eager", dtype=torch.float32)
 
 
 def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> LoadingGaps:
@@ -76,7 +89,19 @@ def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Load
     Raises:
         NotBuildable: as `meta_model`; or a conversion of transformers fails.
     """
-    model = meta_model(config)
+    return gaps_of(meta_model(config), shapes)
+
+
+def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
+    """What transformers would report after loading tensors of these shapes into a model.
+
+    Args:
+        model: on the meta device.
+        shapes: name to shape of the stored tensors.
+
+    Raises:
+        NotBuildable: a conversion of transformers fails.
+    """
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     try:
@@ -103,6 +128,18 @@ def _without_fetching(value: Any) -> Any:
             return float(value["__float__"])
         return {name: _without_fetching(item) for name, item in value.items() if not FETCHING.search(name)}
     return [_without_fetching(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """On the meta device, quietly, and with a bound; any exception is a `NotBuildable`."""
+    with _quiet(), _bounded_building(), torch.device("meta"):
+        try:
+            yield
+        except NotBuildable:
+            raise
+        except Exception as error:  # transformers and torch promise no class of error
+            raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
 
 
 @contextmanager

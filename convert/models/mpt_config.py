@@ -63,7 +63,10 @@ MAX = 1e30
 SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
 """Sizes, and what both libraries take where they are left out."""
 
-HINT = "serve it with LLM Foundry; transformers' MPT would compute something else, without an error"
+HINT = (
+    "transformers' MPT would compute something else, without an error; give the folder of its code with "
+    "`--code FOLDER --trust-remote-code`, if you trust it"
+)
 
 
 def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
@@ -105,6 +108,30 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
     }
     native |= {"expansion_ratio": 4, "learned_pos_emb": False, "no_bias": True, "logit_scale": None}
     return kept | sizes | native | {"model_type": "mpt", "init_device": "cpu"}
+
+
+def is_native(config: Mapping[str, Any], source: str) -> bool:
+    """Whether transformers' MPT computes what Foundry computes with a configuration; see `native_config`.
+
+    Args:
+        config: of the model type `mpt` or `mosaic_gpt`.
+        source: file name for messages.
+    """
+    try:
+        native_config(config, source, [])
+    except UnsupportedInput:
+        return False
+    return True
+
+
+def portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Foundry configuration for its own code on any machine, as Foundry's own converter leaves it.
+
+    Source: mosaicml/llm-foundry `scripts/inference/convert_composer_to_hf.py`: torch's attention, built on the CPU.
+    """
+    attention = config.get("attn_config")
+    own = {"attn_config": {**attention, "attn_impl": "torch"}} if isinstance(attention, Mapping) else {}
+    return {**config, **own, "init_device": "cpu"}
 
 
 def _native_attention(attention: Mapping[str, Any], source: str) -> dict[str, Any]:

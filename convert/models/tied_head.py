@@ -15,6 +15,7 @@ from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
 TIE = "tie_word_embeddings"
@@ -84,8 +85,8 @@ def settle_head(
 
 
 def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
-    """The training checkpoint after `settle_head`; a Hugging Face folder is taken as it is."""
-    if checkpoint.format == "hf":
+    """The training checkpoint after `settle_head`; a Hugging Face folder, or a model with its own code, as it is."""
+    if checkpoint.format == "hf" or AUTO_MAP in checkpoint.config:  # its own code was compared with the tensors
         return checkpoint
     tensors, warnings = dict(checkpoint.tensors), list(checkpoint.warnings)
     config = settle_head(tensors, checkpoint.config, warnings, sampled=sampled)

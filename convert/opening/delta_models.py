@@ -9,6 +9,7 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import detect
+from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.dtype import with_cast
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
@@ -38,7 +39,7 @@ def open_model(name: str | Path) -> Checkpoint:
         if is_hugging_face(path):
             model = open_checkpoint(path)
             require_model_type(model.config, path)
-            return model
+            return with_copied_code(model)
         opened = open_training(path)
         if not opened.tensors:
             raise UnsupportedInput(

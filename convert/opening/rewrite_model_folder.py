@@ -9,10 +9,15 @@ from typing import Any
 
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
+from llmconv.convert.models.trusted_code import OPTION, own_fields, trusted_code
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.model_code import AUTO_MAP, has_code
+
+DROPPED_CODE = "dropped {} from the configuration: no code comes from a checkpoint, except with `--trust-remote-code`"
 
 
 def open_again(
@@ -32,7 +37,7 @@ def open_again(
         UnsupportedInput: the weights are quantized.
         MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
     """
-    refuse_options(options, (), "a Hugging Face folder")
+    refuse_options(options, (OPTION,), "a Hugging Face folder")
     opened = open_checkpoint(folder)
     if opened.config.get("quantization_config"):
         raise UnsupportedInput(
@@ -41,13 +46,17 @@ def open_again(
         )
     settings = {**opened.config, **merged_configs(config)}
     require_model_type(settings, name)
+    own = own_fields(opened.config, {**merged_configs(config), **options}, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
-    warnings = [f"dropped {listing(code)} from the configuration: no code comes from a checkpoint"] if code else []
+    warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
+    settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
     side_files = dict(opened.side_files)
     if tokenizer:
         kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
         side_files = kept | read_tokenizer(tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
+    if (trusted := trusted_code(options)) and has_code(settings, side_files):
+        return with_code(result, trusted, name)
     try:
         warnings += check_complete(result.tensors, result.config, result.path.name)
     except MalformedInput as why:

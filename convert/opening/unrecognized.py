@@ -19,7 +19,6 @@ from llmconv.not_a_model_folder import foreign_file, known_refusal
 from llmconv.quantized_export import is_quantized_export, refused_export
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-MEGATRON = {"checkpoint_version", "args", "model"}
 
 OF_DEEPSPEED = "_optim_states.pt"
 """Suffix of DeepSpeed's optimizer files."""
@@ -101,11 +100,6 @@ def _explain_torch(path: Path) -> LlmconvError:
     if isinstance(content, dict) and "ds_version" in content:
         return InputRefused(
             f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
-        )
-    if isinstance(content, dict) and {*content} >= MEGATRON:
-        return UnsupportedInput(
-            f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
-            hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
         )
     keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
     return UnsupportedInput(

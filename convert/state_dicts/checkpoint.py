@@ -16,6 +16,8 @@ from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_
 from llmconv.convert.state_dicts.prefixes import NameMapping, map_names
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput, listing
+from llmconv.model_code import AUTO_MAP
+from llmconv.tensors import LazyTensor
 
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
 """Names of a LayerNorm's parameters in models that came from TensorFlow (`LayerNorm.gamma`)."""
@@ -83,15 +85,11 @@ def assemble(
     fields = {name: value for name, value in given.items() if name != "drop"}
     settings = causal_lm_config(stored_config(file.path), fields, source, warnings)
     _refuse_packed(file, settings, source)
-    state, dropped = _without_buffers(file.state)
-    stored = select(state, file.tensor, source, warnings)
-    model = model_names(str(settings["model_type"]))
-    mapping = map_names(list(stored), model, source)
-    tensors = {_new_style(target): stored[name] for name, target in mapping.names.items()}
-    dropped += _outside(mapping, source, drop=bool(given.get("drop")))
-    settings = as_loaded(tensors, settings)
-    if mapping.added:
-        warnings.append(f"added `{mapping.added}` to the names, which are those of the model without its head")
+    if AUTO_MAP in settings:
+        tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
+    else:
+        tensors, dropped = _native_tensors(file, settings, warnings, drop=bool(given.get("drop")))
+        settings = as_loaded(tensors, settings)
     return Checkpoint(
         file.path,
         format,
@@ -103,6 +101,21 @@ def assemble(
         file.shards,
         (*contents_around(file), *dropped),
     )
+
+
+def _native_tensors(
+    file: StateFile, settings: Mapping[str, Any], warnings: list[str], *, drop: bool
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """The tensors in transformers' names, and a phrase for each kind of those that are left out."""
+    source = file.path.name
+    state, dropped = _without_buffers(file.state)
+    stored = select(state, file.tensor, source, warnings)
+    mapping = map_names(list(stored), model_names(str(settings["model_type"])), source)
+    tensors = {_new_style(target): stored[name] for name, target in mapping.names.items()}
+    dropped += _outside(mapping, source, drop=drop)
+    if mapping.added:
+        warnings.append(f"added `{mapping.added}` to the names, which are those of the model without its head")
+    return tensors, dropped
 
 
 def _writer(config: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import MalformedInput
 
 
@@ -23,6 +24,24 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     ids = _ids(_object(files, "tokenizer.json"))
     bos, eos = (ids.get(_text(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
     return bos, eos
+
+
+def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
+    """One more than the highest id of a tokenizer; None if its files do not contain the ids.
+
+    Args:
+        files: content by name: `tokenizer.json`; or `vocab.json` and `added_tokens.json`; or `tokenizer.model`.
+
+    Raises:
+        MalformedInput: a file is damaged.
+    """
+    added = _object(files, "added_tokens.json")
+    ids = _ids(_object(files, "tokenizer.json")) or {**_object(files, "vocab.json"), **added}
+    numbers = [number for number in ids.values() if type(number) is int]
+    if not numbers and "tokenizer.model" in files:
+        pieces = parse_sentencepiece(files["tokenizer.model"]).pieces
+        numbers = [len(pieces) - 1, *(number for number in added.values() if type(number) is int)]
+    return max(numbers) + 1 if numbers else None
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmconv.export.prefix.adapter import Prefix
 from llmconv.export.prefix.virtual_tokens import keys_and_values
 from llmconv.export.rewrite.passes.prefix import cache_shapes, prepend_prefix
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor, encode_header
+from llmconv.runtime.prefix.trained import Prefix
 from llmconv.tensors import BY_NAME, Array
 
 TRAINED = "adapter"

@@ -12,7 +12,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export.node_editor import value_named
-from llmconv.export.prefix.adapter import KeyValue
 from llmconv.export.rewrite.passes.prefix import past_ports
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, require_dtype
@@ -20,6 +19,7 @@ from llmconv.export.weights.parameter_sources import WeightSource, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.prefix.trained import KeyValue
 from llmconv.tensors import Array, LazyTensor
 
 

@@ -24,7 +24,7 @@ from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.families import InputMap, Port, decoder_config
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.library_patches import (
     complex_as_pairs,
     exact_constants,
@@ -39,6 +39,7 @@ from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_ar
 from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_fit
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
+from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
@@ -138,7 +139,7 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
 
 
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
-    """Traces all layers of a model.
+    """Traces all layers of a model; one without a cache is `SinglePass`.
 
     Args:
         config: a transformers config, usually shortened to a few layers.
@@ -148,23 +149,26 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
     Raises:
         UnsupportedInput: the model's code fixes an axis that must be dynamic.
     """
-    with _quiet_libraries(), torch.no_grad():
-        model = build(config, getattr(torch, spec.precision))
+    with quiet_libraries(), torch.no_grad():
+        model = build(config, getattr(torch, spec.precision), spec.task)
+        single = spec.cache == NO_CACHE
         with complex_as_pairs(), unchanged_buffers(model):
-            extras = extras_of(model, input_map)
-            found = ports_of(model, input_map, extras)
+            extras = {} if single else extras_of(model, input_map)
+            found = (
+                (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map, extras)
+            )
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
+        module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)
         model.set_attn_implementation(ATTENTION)
-        module = CacheAsTensors(model, past, spec, extras)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
-        arguments = example_arguments(inputs)
+        arguments = example_arguments(inputs)[: 3 if single else None]
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
             require_fit(module, arguments, extras)
             program = torch.export.export(
                 module,
                 arguments,
-                dynamic_shapes=dynamic_axes(inputs),
+                dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None],
                 strict=False,
             )
             program.constants.update({name: constants[name] for name in program.constants.keys() & constants.keys()})
@@ -177,6 +181,8 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
+    if spec.task:
+        outputs = result_ports(spec, onnx_program.model)
     traced = _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
     record_exact_scalars(traced.model, program)
     return traced
@@ -190,9 +196,10 @@ def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
         precision: dtype of the table and of the embeddings.
     """
     tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
-    embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, config.hidden_size))
-    with _quiet_libraries(), torch.no_grad():
+    with quiet_libraries(), torch.no_grad():
         model = build(config, getattr(torch, precision))
+        size = int(model.get_input_embeddings().weight.shape[1])
+        embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, size))
         program = torch.export.export(
             EmbeddingTable(model),
             (torch.ones(sizes(tokens), dtype=torch.int64),),
@@ -215,12 +222,12 @@ def _traced(
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
     """The exporter's graph with its weights as inputs, and named inputs and outputs."""
-    weights = _weights_to_inputs(graph_model, model)
+    weights = weights_to_inputs(graph_model, model)
     with exact_constants():
-        onnxscript.optimizer.optimize(graph_model)
+        optimized(graph_model)
     define_functions(graph_model, functions or {})
     token_axes = tuple(str(axis) for axis in (graph_model.graph.inputs[0].shape or ())[:2])
-    _name_ports(graph_model, inputs, outputs)
+    name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
@@ -236,14 +243,24 @@ def _traced(
     )
 
 
+def optimized(model: ir.Model) -> None:
+    """Folds constants and removes what no output needs, in place."""
+    onnxscript.optimizer.optimize(model)
+
+
 def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
     """Tensors that transformers ignores when it loads this model: other heads, and image and audio modules."""
     alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
     return (*(model._keys_to_ignore_on_load_unexpected or ()), *((OTHER_MODALITIES,) if alone else ()))
 
 
-def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """Makes stored parameters and buffers graph inputs, so that the optimizer does not fold them."""
+def weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
+    """Makes stored parameters and buffers graph inputs, so that the optimizer does not fold them.
+
+    Args:
+        model: the exporter's graph of a module whose attribute `model` is the traced model; changed in place.
+        module: the traced model, with fake parameters.
+    """
     weights = {}
     buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
     for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
@@ -260,7 +277,17 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
     return weights
 
 
-def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+def name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+    """Gives the graph's inputs and outputs their names and axes, in place.
+
+    Args:
+        model: the graph; weights may follow its inputs.
+        inputs: of the graph, in order.
+        outputs: of the graph, in order.
+
+    Raises:
+        UnsupportedInput: the trace fixed an axis that must be dynamic.
+    """
     for value, port in zip(model.graph.inputs, inputs, strict=False):
         _require_dynamic(value, port)
         _require_used(value, port)
@@ -301,7 +328,7 @@ def _require_dtype(value: ir.Value, port: Port) -> None:
 
 
 @contextmanager
-def _quiet_libraries() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Silences messages of the libraries' exporters that do not concern the user."""
     exporter = logging.getLogger("torch.onnx")
     levels = exporter.level, transformers_logging.get_verbosity()

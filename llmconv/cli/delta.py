@@ -49,6 +49,10 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @click.argument("tuned")
 @options.writes
 @click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, an approximation.")
+@click.option("--to", metavar="FORMAT", help="Write the delta of another tool: accessory, alpaca or fastchat.")
+@click.option(
+    "--shards", type=click.IntRange(1), help="Number of model-parallel parts (accessory).  [default: as BASE]"
+)
 def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Write the difference between TUNED and BASE to the folder OUT.
 
@@ -60,9 +64,14 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
     rank (nearly the best for large weights); norms, biases, embeddings and routers are stored in full. Changes that
     PEFT cannot store, such as experts, are refused by name. Prints the captured share of each change.
 
+    With --to, OUT is a delta for another tool: FastChat's apply_delta (float16), Stanford Alpaca's weight_diff.py
+    (float32), or LLaMA2-Accessory's weight_operate.py (float16, over Meta's shards). Reports how many elements that
+    tool does not restore, since it rounds.
+
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta
     llmconv delta extract llama-2-7b tuned -o tuned-lora --rank 64
+    llmconv delta extract llama-2-7b tuned -o tuned-delta --to fastchat
     """
     from llmconv.convert.delta import extract_delta
 
@@ -76,8 +85,13 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
         click.echo(f"  {share:7.2%}  {name}")
     if done.captured_overall is not None:
         click.echo(f"  {done.captured_overall:7.2%}  of the norm of all {len(done.captured)} changes")
+    if done.inexact is not None:
+        click.echo(f"  {done.elements - done.inexact:,} of {done.elements:,} elements are restored to the bit")
 
 
 def _delta_fields(done: Extracted) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": done.kind, "delta_bytes": done.nbytes}
+    if done.elements:
+        return {**fields, "elements": done.elements, "inexact": done.inexact}
     low_rank = {"captured": dict(done.captured), "captured_overall": done.captured_overall, "whole": list(done.whole)}
-    return {"kind": done.kind, "delta_bytes": done.nbytes, **(low_rank if done.kind == "low-rank" else {})}
+    return {**fields, **(low_rank if done.kind == "low-rank" else {})}

@@ -61,6 +61,7 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         ("bytes", f"{found.nbytes:,} of weights, {found.file_bytes:,} on disk"),
     ]
     rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
+    rows += [("custom code", f"{', '.join(found.code)} (not executed)")] if found.code else []
     rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]
 

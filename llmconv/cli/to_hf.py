@@ -36,12 +36,27 @@ from llmconv.cli import options, plans
     type=click.Choice(["merge", "split"]),
     help="Merge the LoRA adapter in a Composer checkpoint into the weights, or write it separately. [default: merge]",
 )
+@click.option(
+    "--strategy",
+    metavar="PATH",
+    help="Strategy file or folder of a MindFormers run.  [default: next to the rank folders]",
+)
 @click.option("--root", metavar="KEYS", help="Model in a distributed checkpoint that has several, such as a.b.")
+@click.option(
+    "--code",
+    metavar="FOLDER",
+    help="Folder with the model's own Python files and its config.json, if they are elsewhere.",
+)
+@click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Copy the model's own Python code, and run it to check the weights; only if you trust it.",
+)
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
-    SOURCE is a file or folder; its format is detected by its content. Nothing in it is ever executed. A Hugging Face
-    folder is rewritten with --dtype or --max-shard-size.
+    SOURCE is a file or folder; its format is detected by its content. Nothing in it is executed without
+    --trust-remote-code. A Hugging Face folder is rewritten with --dtype or --max-shard-size.
 
     \b
     llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
@@ -51,6 +66,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run with only the adapter
     llmconv to-hf saved -o model --config config.json      written by accelerate's save_state or save_model
     llmconv to-hf model -o half --dtype bfloat16           a Hugging Face folder in another element type
+    llmconv to-hf run.pt -o own --code baichuan-13b --trust-remote-code    a model that only its own code computes
     """
     from llmconv.convert.to_hf import to_hf
 

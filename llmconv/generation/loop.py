@@ -12,6 +12,7 @@ from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 
@@ -43,6 +44,7 @@ class Batch:
         columns = max((row.length + row.room for row in self.rows), default=0)
         self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
         self._ids, self._most = self._mask[:, :0], 0
+        self._placed: PlacedEmbeddings | None = None
         self._longest = max((len(row.prompt) for row in self.rows), default=0)
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
@@ -53,6 +55,9 @@ class Batch:
             most: maximum number of columns per step; 0 for all.
         """
         self._ids, mask = pad_left([row.prompt for row in self.rows])
+        self._placed = PlacedEmbeddings.of(
+            [row.embeddings for row in self.rows], [len(row.prompt) for row in self.rows]
+        )
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
@@ -66,7 +71,10 @@ class Batch:
         end = min(done + self._most, longest)
         mask = self._mask[:, :end]
         call = ModelCall(self._ids[:, done:end], mask, self._position_ids(mask, end - done))
-        step = self._runner.prefill(*call.arrays, past.cache if past else None, self._extras(call))
+        given = *call.arrays, past.cache if past else None
+        placed = self._placed.columns(done, end) if self._placed else None
+        runner, extras = self._runner, self._extras(call)
+        step = runner.prefill_placed(*given, placed) if placed else runner.prefill(*given, extras)
         self.past = Past(step.present, end)
         return step if end == longest else None
 

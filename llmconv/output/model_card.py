@@ -152,10 +152,11 @@ def _usage(manifest: Manifest, repository: str) -> str:
     if "config.json" not in manifest.files:
         return ""
     lines = [f'## How to use it\n\n```sh\nllmconv generate {repository} --prompt "Once upon a time"\n```\n']
+    trust = ", trust_remote_code=True" if any(name.endswith(".py") for name in manifest.files) else ""
     if any(name.endswith(".safetensors") for name in manifest.files):
         lines.append(
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{repository}")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{repository}")\n```\n'
+            f'model = AutoModelForCausalLM.from_pretrained("{repository}"{trust})\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{repository}"{trust})\n```\n'
         )
     return "\n".join(lines)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +19,16 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
-
-CONFIG, MODEL, TOKENIZER = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
-REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\.(?P<name>\w+)")
-
-HIDDEN = re.compile(r"(^|/)\.")
+from llmconv.model_code import (
+    CONFIG_CLASS,
+    REFERENCE,
+    TOKENIZER_CLASS,
+    TOKENIZER_CONFIG,
+    auto_map,
+    collect_code,
+    missing_class,
+    model_class,
+)
 
 TRUST_HINT = "read the code; if you trust it, `--trust-remote-code` runs it"
 
@@ -41,14 +45,14 @@ def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
     Raises:
         UnsupportedInput: only custom code can build the model, and it is not trusted.
     """
-    references = _auto_map(fields)
-    if MODEL not in references or trusted:
-        return MODEL in references
+    named = model_class(fields)
+    if not named or trusted:
+        return bool(named)
     if str(fields.get("model_type")) in _native_configs():
         return False
     raise UnsupportedInput(
         f"transformers has no model `{fields.get('model_type')}`, and the code next to `config.json`"
-        f" (`{references[MODEL]}`) is not executed",
+        f" (`{named}`) is not executed",
         hint=TRUST_HINT,
     )
 
@@ -65,11 +69,12 @@ def custom_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - only a model with code of its own pays for it
 
-    references = _auto_map(fields)
+    named = [model_class(fields), *filter(None, [auto_map(fields).get(CONFIG_CLASS)])]
     with custom_code_errors(folder):
-        model = _load(folder, references[MODEL])
-        if CONFIG in references:
-            config = _load(folder, references[CONFIG])
+        package = _package(folder, named)
+        model = _load(folder, package, named[0])
+        if len(named) > 1:
+            config = _load(folder, package, named[1])
         else:
             native = _native_configs()[fields["model_type"]]
             config = type(native.__name__, (native,), {"__module__": native.__module__})
@@ -83,22 +88,13 @@ def custom_tokenizer_class(folder: Path, trusted: bool) -> Any:
     if not (trusted and reference):
         return None
     with custom_code_errors(folder):
-        return _load(folder, reference)
+        return _load(folder, _package(folder, [reference]), reference)
 
 
 def tokenizer_reference(folder: Path) -> str:
     """The class named by `tokenizer_config.json`, the fast one of two; empty if there is none."""
-    path = folder / "tokenizer_config.json"
-    found: Any = read_json(path).get("auto_map") if path.is_file() else None
-    found = found.get(TOKENIZER) if isinstance(found, dict) else found  # transformers 4.20 wrote the pair alone
-    names = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
-    return names[-1] if names else ""
-
-
-def code_files(folder: Path) -> dict[str, bytes]:
-    """Content of the Python files in a folder, by relative path."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py")) if path.is_file()}
-    return {name: path.read_bytes() for name, path in paths.items() if not HIDDEN.search(name)}
+    path = folder / TOKENIZER_CONFIG
+    return auto_map(read_json(path)).get(TOKENIZER_CLASS, "") if path.is_file() else ""
 
 
 @contextmanager
@@ -130,27 +126,18 @@ def _native_configs() -> Mapping[str, Any]:
     return mapping
 
 
-def _auto_map(fields: Mapping[str, Any]) -> dict[str, str]:
-    found = fields.get("auto_map")
-    named = found.items() if isinstance(found, dict) else ()
-    return {name: reference for name, reference in named if isinstance(reference, str)}
-
-
-def _load(folder: Path, reference: str) -> Any:
-    """The class `module.Name` in a folder.
+def _load(folder: Path, package: str, reference: str) -> Any:
+    """The class `module.Name` in a folder, which is registered as a package.
 
     Raises:
         MalformedInput: the name refers to another repository, is missing, or is not a class.
     """
     named = REFERENCE.fullmatch(reference)
-    if not named or not (folder / (named["module"].replace(".", "/") + ".py")).is_file():
-        raise MalformedInput(
-            f"`auto_map` names `{reference}`, which is not in `{folder}`",
-            hint="copy the model's Python files next to `config.json`, and refer to them there as `module.Class`",
-        )
+    if not named:
+        raise missing_class(folder, reference)
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        module = importlib.import_module(f"{_package(folder)}.{named['module']}")
+        module = importlib.import_module(f"{package}.{named['module']}")
     finally:
         sys.dont_write_bytecode = writes_bytecode
     found = getattr(module, named["name"], None)
@@ -162,10 +149,18 @@ def _load(folder: Path, reference: str) -> Any:
     return found
 
 
-def _package(folder: Path) -> str:
-    """Registers the folder as a package, so that its modules can import each other; one package per content."""
+def _package(folder: Path, names: Iterable[str]) -> str:
+    """Registers the folder as a package, so that its modules can import each other; one package per content.
+
+    Args:
+        folder: the model's folder.
+        names: the classes whose files, with all that they import, are the content.
+
+    Raises:
+        MalformedInput: a file is missing, or is not one that may be read; see `collect_code`.
+    """
     content = hashlib.sha256(str(folder.resolve()).encode())
-    for name, text in code_files(folder).items():
+    for name, text in collect_code(folder, names).items():
         content.update(b"%s\0%d\0" % (name.encode(), len(text)) + text)
     package = ModuleType(f"llmconv_own_code_{content.hexdigest()[:16]}")
     package.__path__ = [str(folder.resolve())]

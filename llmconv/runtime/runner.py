@@ -8,11 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
+from llmconv.errors import UsageProblem
 from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.tensors import Array
 
 Extras = Mapping[str, Array]
 """Values of extra inputs by name."""
+
+TOKENS_ONLY = "export it again with `llmconv export --embeds`"
 
 
 class Cache(Protocol):
@@ -81,6 +85,11 @@ class Runner(Protocol):
         """Inputs besides tokens, mask, positions and cache, by name, with numbers as sizes."""
         return {}
 
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain in place of tokens; None if they consist of tokens only."""
+        return None
+
     def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
         """Whether `prefill` can continue a past without splitting the new tokens into several runs.
 
@@ -108,6 +117,28 @@ class Runner(Protocol):
             past: the cache to continue; None for an empty one. It remains unchanged.
             extras: values of `extra_inputs` by name, with the batch; the others have their defaults.
         """
+
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """As `prefill`, with embeddings in place of those of some tokens; only if there is an `embedding_size`.
+
+        Args:
+            input_ids: any tokens of the vocabulary where embeddings are placed.
+            attention_mask: see `prefill`.
+            position_ids: see `prefill`.
+            past: see `prefill`.
+            placed: the embeddings, for the tokens of `input_ids`.
+
+        Raises:
+            UsageProblem: there is no `embedding_size`.
+        """
+        raise UsageProblem("this model takes tokens, and no embeddings", hint=TOKENS_ONLY)
 
     def decode(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +65,6 @@ def test_an_adapter_is_applied_to_the_eager_model(talking: Path, adapter: Path) 
     assert generate(model, ["abc"]).completions != generate(talking, ["abc"], backend="torch").completions
 
 
-@quiet
-@pytest.mark.slow
-def test_a_folder_that_is_not_an_adapter_is_refused(talking: Path, adapter: Path, tmp_path: Path) -> None:
-    shutil.copytree(adapter, tmp_path / "pickled")
-    (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
-    with pytest.raises(InputRefused, match="is not a PEFT adapter"):
-        TextModel.open(talking, backend="torch", adapter=tmp_path / "pickled")
+def test_a_folder_that_is_not_an_adapter_is_refused(talking: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="is an empty folder"):
+        TextModel.open(talking, backend="torch", adapter=tmp_path)

@@ -54,6 +54,9 @@ CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 FOREIGN = {"fallocate", "mallopt", "renameat2"}
 """The only C functions that the writer calls."""
 
+PARSED = (None, "<unknown>")
+"""What `compile` calls a tree that was read before, and source that `ast.parse` only reads; `exec` shows either."""
+
 tuners(), methods()  # llmconv's own modules, imported when the first adapter or quantized model asks for them
 
 COMMANDS: dict[str, Callable[..., object]] = {
@@ -106,7 +109,7 @@ class Watch:
         if event == "ctypes.dlsym":
             return args[1] in FOREIGN
         if event == "compile":
-            return args[1] is None or self._inside(args[1], (MODELS,))  # None: a tree that was read before
+            return args[1] in PARSED or self._inside(args[1], (MODELS,))
         if event == "exec":
             return self._inside(args[0].co_filename, (MODELS,))
         return event in HARMLESS

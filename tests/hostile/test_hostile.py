@@ -26,6 +26,7 @@ from tests.hostile import (
     foreign_deltas,
     legacy,
     models,
+    own_code,
     packed,
     pickles,
     states,
@@ -65,6 +66,7 @@ KINDS: dict[str, Any] = {
     "delta": deltas,
     "foreign delta": foreign_deltas,
     "model": models,
+    "code": own_code,
 }
 """Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate
 from llmconv.runtime.custom_code import custom_classes, uses_custom_code
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text(__name__)\n"
@@ -182,8 +184,27 @@ def test_code_from_elsewhere_is_refused(with_code: Callable[..., Path], own_row:
 @pytest.mark.parametrize("command", ["export", "verify"])
 def test_failing_code_gives_one_line(with_code: Callable[..., Path], own_row: None, code: str, command: str) -> None:
     result = run(command, with_code("own", OWN, code), "--trust-remote-code")
-    assert result.exit_code == 3 and "the code in `" in result.stderr
+    assert result.exit_code == 3 and re.search(r"the code in `|`own\.py` is not valid Python: line 1", result.stderr)
     assert "Traceback" not in result.stderr
+
+
+COMPUTED = MODEL.replace(
+    "class Own(OwnLlama):",
+    """class Own(OwnLlama):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("kept", torch.full((2,), 3.0), persistent=False)
+        self.plain = torch.full((2,), 5.0)
+""",
+).replace("from transformers import LlamaConfig", "import torch\nfrom transformers import LlamaConfig")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_values_that_the_code_computes_are_not_lost(with_code: Callable[..., Path], dtype: str) -> None:
+    folder = with_code("own", OWN, COMPUTED)
+    model = EagerRunner(folder, dtype, code=folder).model
+    assert model.kept.tolist() == [3.0, 3.0] and model.plain.tolist() == [5.0, 5.0]
+    assert model.lm_head.weight.device.type == "cpu"
 
 
 @pytest.mark.parametrize("code", ["x = 1", "Own = OwnConfig = None"])

@@ -12,11 +12,14 @@ from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify.audit.structure import check_structure, name_problems
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
+from llmconv.verify.comparison.images import FEATURES, ImageChecks
 from llmconv.verify.comparison.layer_by_layer import precompute
+from llmconv.verify.comparison.own_embeddings import check_own_embeddings
 from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
@@ -96,6 +99,26 @@ class FolderComparison:
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
         yield from self._compare(graphs)
+        if EMBEDDINGS in self.models and not self.eager.is_layered:
+            gates = replace(GATES[self.eager.dtype], calmest=self.routed)
+            yield from (check_own_embeddings(graph, self.eager, gates) for graph in graphs)
+        if VISION in self.models:
+            yield from self._compare_images(graphs)
+
+    def _compare_images(self, graphs: list[OrtGraph]) -> Checks:
+        """Features of images, and prompts with images on all graphs."""
+        if self.eager.is_layered:
+            yield [Check(FEATURES, VISION, "", verdict="skip", detail=LAYERED)]
+            self.report.unseen.append("prompts with images")
+            return
+        try:
+            vision = VisionGraph(self.folder / VISION, self.settings)
+        except LlmconvError as error:
+            yield [Check(FEATURES, VISION, "", verdict="fail", detail=error.message)]
+            return
+        checks = ImageChecks(vision, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
+        yield [checks.features()]
+        yield from (checks.answers(graph) for graph in graphs)
         if self.varied:
             yield from self._compare_scaled(graphs)
             yield from self._compare_settings(graphs)

@@ -57,6 +57,7 @@ class Eager:
         factors: the factor of each weight, by name and shape; None for the weights as stored.
         skipped: names of layers that are left out, see `runtime.eager.skipped_layers`.
         fixed_inputs: names of extra inputs that the graphs do not take, because they always have their default.
+        adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
 
     Attributes:
         is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
@@ -74,7 +75,9 @@ class Eager:
         factors: ScaleFactors | None = None,
         skipped: Collection[str] = (),
         fixed_inputs: Collection[str] = (),
+        adapter: Path | None = None,
     ) -> None:
+        self._adapter = adapter
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._skipped, self._fixed_inputs = skipped, frozenset(fixed_inputs)
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
@@ -95,7 +98,7 @@ class Eager:
             dtype == "float64" and self.dtype == "float32" and self._factors
         )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
-        model = EagerRunner(self.folder, dtype, like=like, **self._options)
+        model = EagerRunner(self.folder, dtype, like=like, adapter=self._adapter, **self._options)
         return model, model
 
     @property
@@ -235,6 +238,23 @@ class Eager:
         """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
+    @property
+    def eager_runners(self) -> tuple[EagerRunner, EagerRunner]:
+        """The model in float64 and in the graph's dtype, without a prefix."""
+        return self._model, self._rounded_model
+
+    def outputs_of(self, call: Call, run: Callable[[EagerRunner], Step]) -> dict[str, ExpectedOutput]:
+        """Every output of a call that a function makes.
+
+        Args:
+            call: determines which rows are padding.
+            run: makes the call on a model.
+        """
+        exact, rounded = (rows_of(run(model)) for model in self.eager_runners)
+        return {
+            name: self._floor.truth(name, rows, rounded[name], self._valid(call, name)) for name, rows in exact.items()
+        }
+
     def scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights; this one releases its memory until it is used again."""
         scaled = self._variants.get(scaling.name)
@@ -260,7 +280,7 @@ class Eager:
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
-        options |= {"keep": self._kept is not None, "fixed_inputs": self._fixed_inputs}
+        options |= {"keep": self._kept is not None, "fixed_inputs": self._fixed_inputs, "adapter": self._adapter}
         return Eager(self.folder, self.dtype, **options)
 
     def own_shares(self) -> dict[ModelLimit, float]:

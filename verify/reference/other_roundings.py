@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -60,8 +60,18 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
     return [partial(rows, run) for run in runs]
 
 
+class TorchModel(Protocol):
+    """A module that computes in one dtype."""
+
+    dtype: str
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+
+
 @contextmanager
-def nudged(model: EagerRunner, seed: int) -> Iterator[None]:
+def nudged(model: TorchModel, seed: int) -> Iterator[None]:
     """Context in which embeddings and products are moved by a few units in the last place before they are rounded.
 
     Products of another library differ by as much, since it sums in another order. Nudged embeddings alone change no

@@ -21,6 +21,7 @@ from llmconv.convert.formats.accessory.plugins import leave_out
 from llmconv.convert.formats.accessory.read import DELTA_FILE, join, open_shards
 from llmconv.convert.formats.accessory.write import whole_tensors
 from llmconv.convert.formats.accessory.write_config import args_of
+from llmconv.convert.formats.accessory.write_delta import save_delta
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import MalformedInput, listing
@@ -88,4 +89,4 @@ def _add(base_tensors: dict[str, LazyTensor], delta: dict[str, LazyTensor], sour
     return {**base_tensors, **sums}
 
 
-DELTA = DeltaFormat(detect=is_accessory_delta, apply=plus_accessory)
+DELTA = DeltaFormat(detect=is_accessory_delta, apply=plus_accessory, save=save_delta)

@@ -40,19 +40,40 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
         UsageProblem: the model cannot be divided among this number of shards.
     """
     args = args_of(checkpoint)
-    refuse_shards(checkpoint.path.name, shards, args.shared)
-    ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
-    for name, tensor in whole_tensors(checkpoint, args).items():
-        for number, part in _parts(name, tensor, args.params, shards).items():
-            ranks[number][f"llma.{name}"] = part
+    ranks = split_ranks(checkpoint, args, shards)
     container = partial(torch_pieces, inside=("model",))
     files = [
         Shard(f"consolidated.{number:02}-of-{shards:02}.model.pth", rank, container)
         for number, rank in enumerate(ranks)
     ]
+    return Plan(checkpoint, tuple(files), *small_files(checkpoint, args))
+
+
+def split_ranks(checkpoint: Checkpoint, args: AccessoryArgs, shards: int) -> list[dict[str, LazyTensor]]:
+    """The tensors of each rank in Accessory's names.
+
+    Args:
+        checkpoint: the model.
+        args: its description.
+        shards: number of ranks.
+
+    Raises:
+        MalformedInput: see `whole_tensors`.
+        UsageProblem: the model cannot be divided among this number of ranks.
+    """
+    refuse_shards(checkpoint.path.name, shards, args.shared)
+    ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
+    for name, tensor in whole_tensors(checkpoint, args).items():
+        for number, part in _parts(name, tensor, args.params, shards).items():
+            ranks[number][f"llma.{name}"] = part
+    return ranks
+
+
+def small_files(checkpoint: Checkpoint, args: AccessoryArgs) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Tokenizer, `config.json` and `meta.json`, and warnings."""
     tokenizer, warnings = _tokenizer(checkpoint)
     small = {"config.json": json_bytes(args.params.fields), "meta.json": json_bytes({"llama_type": args.plugin})}
-    return Plan(checkpoint, tuple(files), {**tokenizer, **small}, warnings)
+    return {**tokenizer, **small}, warnings
 
 
 def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:

@@ -26,10 +26,12 @@ from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_tensors import native_tensors
+from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, listing
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
 
@@ -46,8 +48,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             hint="it was saved without the model; give another checkpoint of the run",
         )
     warnings: list[str] = []
-    tensors = select(model, run.tensor, path.name, warnings, prefix="model.")
-    given = {name: value for name, value in config.items() if name not in FORMAT.options}
+    given = {name: value for name, value in config.items() if name not in OPTIONS}
+    own = own_fields(_embedded(run, path.name), given, path.name) is not None
+    tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
     open_model = partial(_open_model, path, run, given, tokenizer, warnings)
     if adapted := find_adapter(run, tensors, path):
         return with_adapter(adapted, config, open_model)
@@ -67,15 +70,24 @@ def _open_model(
     """The model of `tensors` with the run's configuration and tokenizer, or those of `base` if the run has none."""
     settings: dict[str, Any] = {}
     if tensors:
-        embedded = plain(run.branch("state", "integrations", "huggingface", "model", "config", "content"), path.name)
+        embedded = _embedded(run, path.name)
         warnings += differences(embedded, base.config) if embedded and base else []
         settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
-        tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
-        settings = as_loaded(tensors, settings)
+        if AUTO_MAP not in settings:
+            tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
+            settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}
     info = (version(run), run.shards, dropped(run))
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
+
+
+def _embedded(run: ComposerRun, source: str) -> dict[str, Any]:
+    """The model's `config.json` in the run; empty if it has none."""
+    found: dict[str, Any] = plain(
+        run.branch("state", "integrations", "huggingface", "model", "config", "content"), source
+    )
+    return found
 
 
 def _tokenizer(path: Path, run: ComposerRun, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
@@ -105,6 +117,6 @@ FORMAT = Format(
         "`.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
         "as transformers' own computes the same"
     ),
-    options=OPTIONS,
+    options=(*OPTIONS, OPTION),
     peek=_peek,
 )

@@ -17,9 +17,11 @@ from llmconv.convert.formats.deepspeed.save_folder import is_deepspeed, open_sav
 from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
 
@@ -34,9 +36,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     warnings = [*model.warnings]
     stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
     settings = causal_lm_config(stored, config, path.name, warnings)
-    prefix = _prefix(model.tensors)
-    tensors = select(model.tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix)
-    settings = as_loaded(tensors, settings)
+    prefix, own = _prefix(model.tensors), AUTO_MAP in settings
+    tensors = select(model.tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix, buffers=own)
+    settings = settings if own else as_loaded(tensors, settings)
     side_files = _side_files(save.home, tokenizer)
     if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
         warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
@@ -82,6 +84,7 @@ FORMAT = Format(
     detect=_detect,
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
+    options=(OPTION,),
     peek=_peek,
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "float32 master weights",

@@ -5,7 +5,8 @@ Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from llmconv.convert.formats.mindformers.read import is_mindspore, open_paramete
 from llmconv.convert.formats.mindformers.write import save
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import listing
+from llmconv.errors import MalformedInput, listing
+from llmconv.model_code import AUTO_MAP
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found = open_parameters(path)
+    strategy = config.get("strategy")
+    found = open_parameters(path, strategy if isinstance(strategy, Path) else None)
     family = family_of(found.tensors, path.name)
-    run = read_run_config(path, config)
-    tensors, merged = merge_lora(run, found.tensors)
-    model = family.build(run, tensors)
+    run = read_run_config(path, {name: value for name, value in config.items() if name != "strategy"})
+    with _blaming(found.strategy):
+        tensors, merged = merge_lora(run, found.tensors)
+        model = family.build(run, tensors)
     warnings = [*found.warnings, *merged, *model.warnings]
     if run.file_name:
         warnings.append(f"the configuration is that of `{run.file_name}`, which lies next to the checkpoint")
@@ -37,7 +41,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         path,
         FORMAT.name,
         model.tensors,
-        with_architecture(model.config),
+        model.config if AUTO_MAP in model.config else with_architecture(model.config),
         side_files,
         tuple(warnings),
         version=f"mindformers {release}" if isinstance(release, str) else "",
@@ -45,6 +49,20 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         dropped=found.dropped,
         source_type=run.arch,
     )
+
+
+@contextmanager
+def _blaming(strategy: Path | None) -> Iterator[None]:
+    """Names the strategy where joined tensors have other shapes than the configuration says."""
+    try:
+        yield
+    except MalformedInput as error:
+        if strategy is None:
+            raise
+        raise MalformedInput(
+            f"joined by the strategy `{strategy}`: {error}",
+            hint="the strategy, or the configuration, belongs to another run",
+        ) from error
 
 
 def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
@@ -65,8 +83,9 @@ GENERATION_CONFIG = "generation_config.json"
 FORMAT = Format(
     name="mindformers",
     title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
-    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy, LoRA merged; "
-    "the run's YAML gives the configuration",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; with their own code (`--code`) Baichuan 1 and 2 "
+    "13B and ChatGLM-6B; ranks joined by their strategy (`--strategy` if it lies elsewhere), LoRA merged; the run's "
+    "YAML gives the configuration",
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,

@@ -10,10 +10,10 @@ from pathlib import Path
 from llmconv.convert.algebra.operations import first_missing
 from llmconv.convert.formats.mindformers.join_ranks import merge_ranks
 from llmconv.convert.formats.mindformers.mindspore.ckpt_file import is_mindspore_ckpt, read_ckpt
-from llmconv.convert.formats.mindformers.mindspore.strategy import find_layouts
+from llmconv.convert.formats.mindformers.mindspore.strategy import find_strategy
 from llmconv.convert.state_dicts.files import without_duplicates
 from llmconv.convert.state_dicts.raw_tensors import joined
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
 
@@ -43,12 +43,14 @@ class Parameters:
         warnings: for the user, one line each.
         files: number of files.
         dropped: other content of the files, one phrase each.
+        strategy: by which ranks were joined.
     """
 
     tensors: dict[str, LazyTensor]
     warnings: tuple[str, ...] = ()
     files: int = 1
     dropped: tuple[str, ...] = ()
+    strategy: Path | None = None
 
 
 def is_mindspore(path: Path) -> bool:
@@ -86,20 +88,27 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def open_parameters(path: Path) -> Parameters:
+def open_parameters(path: Path, strategy: Path | None = None) -> Parameters:
     """Opens a path for which `is_mindspore` is true; only headers are read.
 
+    Args:
+        path: the file or folder.
+        strategy: file or folder of the run's strategy; None: in or next to the folder.
+
     Raises:
+        UsageProblem: a `strategy` for a checkpoint that is not divided.
         UnsupportedInput: a file is encrypted or quantized, or there are several ranks without a strategy file.
         MalformedInput: a file is truncated, contradictory or missing.
     """
     ranks = _rank_files(path) if path.is_dir() else {}
-    found = _open_ranks(path, ranks) if ranks else _open_files(path)
+    if strategy and len(ranks) < 2:
+        raise UsageProblem(f"`{path.name}` is not divided into ranks", hint="leave out `--strategy`")
+    found = _open_ranks(path, ranks, strategy) if ranks else _open_files(path)
     model = {name: tensor for name, tensor in found.tensors.items() if not NOT_THE_MODEL.search(name)}
     others = len(found.tensors) - len(model)
     dropped = (f"{others} tensors of the optimizer and the run",) if others else ()
     left_out = tuple(f"left out {what}" for what in dropped)
-    return Parameters(model, (*found.warnings, *left_out), found.files, dropped)
+    return Parameters(model, (*found.warnings, *left_out), found.files, dropped, found.strategy)
 
 
 def peek(path: Path) -> dict[str, LazyTensor]:
@@ -147,7 +156,7 @@ def _open_file(path: Path) -> Parameters:
     return Parameters(dict(header.tensors))
 
 
-def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
+def _open_ranks(folder: Path, files: Mapping[int, Path], given: Path | None) -> Parameters:
     missing = first_missing(files, max(files) + 1)
     if missing is not None:
         raise MalformedInput(
@@ -158,14 +167,14 @@ def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
     warnings = tuple(dict.fromkeys(warning for part in opened.values() for warning in part.warnings))
     if len(opened) == 1:
         return opened[0]
-    layouts = find_layouts(folder)
-    if layouts is None:
+    strategy = find_strategy(folder, given)
+    if strategy is None:
         raise UnsupportedInput(
             f"`{folder.name}` holds {len(opened)} ranks, but no strategy file describes how they are divided",
-            hint="put the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) into or next to the checkpoint folder",
+            hint="name the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) with `--strategy`",
         )
     shards = {
         rank: {name: tensor for name, tensor in part.tensors.items() if not NOT_THE_MODEL.search(name)}
         for rank, part in opened.items()
     }
-    return Parameters(merge_ranks(folder, shards, layouts), warnings, len(opened))
+    return Parameters(merge_ranks(folder, shards, strategy), warnings, len(opened), strategy=strategy.path)

@@ -8,6 +8,7 @@ from math import prod
 import numpy as np
 
 from llmconv.convert.state_dicts.distributed.metadata import Chunk
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor
 
 CELL_LIMIT = 1 << 22
@@ -70,3 +71,14 @@ def assemble(
         return rows
 
     return LazyTensor(dtype, shape, load)
+
+
+def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """`tensor` with another shape of as many elements; one that lies contiguously in a file is read row by row."""
+    if isinstance(tensor, FileTensor):
+        return FileTensor(tensor.path, tensor.offset, tensor.dtype, shape, tensor.record)
+    return LazyTensor(
+        tensor.dtype,
+        shape,
+        lambda start, stop: np.ascontiguousarray(tensor.read().reshape(shape or (1,))[start:stop]),
+    )

@@ -6,13 +6,13 @@ Layout (pytorch `torch/distributed/checkpoint`): `.metadata`, and `__RANK_N.dist
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled
+from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled, reshaped
 from llmconv.convert.state_dicts.distributed.metadata import (
     FILE,
     BlobLocation,
@@ -89,6 +89,34 @@ class DistributedFolder:
         for chunk in item.chunks:
             self._check(chunk.location)
         return assemble(item.dtype, item.shape, item.chunks, lambda chunk: self._chunk(name, item, chunk))
+
+    def elements(self, name: str, item: TensorItem, axes: int) -> dict[tuple[int, ...], LazyTensor]:
+        """The tensors that are stacked in `item`, by their index along its first axes.
+
+        Args:
+            name: for error messages.
+            item: of any number of dimensions; each of its chunks lies in one of the stacked tensors.
+            axes: number of axes that count tensors.
+
+        Raises:
+            MalformedInput: see `tensor`; or a chunk spans several tensors.
+            UnsupportedInput: see `tensor`.
+        """
+        self.tensor(name, item)
+        if item.dtype is None or any(chunk.sizes[:axes] != (1,) * axes for chunk in item.chunks):
+            refuse(self.path, f"has chunks of {shown(name)} that span several of the tensors stacked in it")
+        parts: dict[tuple[int, ...], dict[Chunk, Chunk]] = {}
+        for chunk in item.chunks:
+            flat = Chunk(chunk.offsets[axes:], chunk.sizes[axes:], chunk.location)
+            parts.setdefault(chunk.offsets[:axes], {})[flat] = chunk
+        return {
+            index: assemble(item.dtype, item.shape[axes:], list(own), self._opener(name, item, own))
+            for index, own in sorted(parts.items())
+        }
+
+    def _opener(self, name: str, item: TensorItem, whole: Mapping[Chunk, Chunk]) -> Callable[[Chunk], LazyTensor]:
+        """Opens a chunk without its leading axes, all of size 1."""
+        return lambda flat: reshaped(self._chunk(name, item, whole[flat]), flat.sizes)
 
     def values(self, tree: Any) -> Any:
         """The part `tree` of the nested dict with its values read; tensors stay items.

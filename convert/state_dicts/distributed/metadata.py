@@ -21,6 +21,9 @@ from llmconv.files.source_file import open_source
 from llmconv.tensors import BY_NAME, DType
 
 FILE = ".metadata"
+MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+"""Megatron core's subclass of torch's `Metadata` (0.15 and before), with more fields for its optimizer."""
+
 SIZE_LIMIT = 512 << 20
 DEPTH_LIMIT = 64
 """Maximum number of keys from the root of the nested dict to a leaf; a tokenizer's JSON is the deepest in use."""
@@ -91,11 +94,8 @@ def read_metadata(folder: Path) -> Metadata:
 def _read(folder: Path, _size: int, _changed: int) -> Metadata:
     """Cached, because a folder is read for detection and again when it is opened."""
     whole = read_pickle((folder / FILE).read_bytes(), FILE)
-    if isinstance(whole, Stub) and str(whole.function).startswith("megatron."):
-        raise UnsupportedInput(
-            f"`{folder.name}` was written by Megatron's own checkpoint library, not by torch's",
-            hint="convert it to a Hugging Face folder with Megatron Bridge, which has the model's layout",
-        )
+    if isinstance(whole, Stub) and str(whole.function) == MEGATRON_METADATA:
+        whole = Stub(Global("torch.distributed.checkpoint.metadata", "Metadata"), whole.args, whole.state)
     fields = _fields(folder, whole, "Metadata")
     described, paths = fields.get("state_dict_metadata"), fields.get("planner_data") or {}
     if not isinstance(described, dict) or not isinstance(paths, dict):

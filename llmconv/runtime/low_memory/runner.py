@@ -125,7 +125,7 @@ class StreamedRunner(EagerRunner):
 
     def embed(self, input_ids: Array) -> Array:
         """As `EagerRunner.embed`."""
-        with self._compute_mode():
+        with self.compute_mode():
             return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
 
     # --- several calls together ---------------------------------------------------------------------------------------
@@ -205,16 +205,17 @@ class StreamedRunner(EagerRunner):
         layer.keys = layer.values = zero
         return layer
 
-    def _cache(self, past: Cache | None) -> Any:
-        cache = super()._cache(past)
+    def cache_of(self, past: Cache | None) -> Any:
+        cache = super().cache_of(past)
         number = self._scheduler.number
         if number is not None:
             self._caches[number] = cache
         return cache
 
     @contextmanager
-    def _compute_mode(self) -> Iterator[None]:
-        with super()._compute_mode(), LazyMatrices(self._lazy, self._multiply):
+    def compute_mode(self) -> Iterator[None]:
+        """As `EagerRunner.compute_mode`, with matrices that are read when they are needed."""
+        with super().compute_mode(), LazyMatrices(self._lazy, self._multiply):
             yield
 
     def _multiply(self, matrix: int, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -225,7 +226,7 @@ class StreamedRunner(EagerRunner):
         return self._scheduler.wait(name, partial(forward, *args, **kwargs))
 
     def _serve(self, barrier: str, works: Sequence[tuple[int, BarrierWork]]) -> None:
-        with self._compute_mode():
+        with self.compute_mode():
             if barrier.startswith("matrix "):
                 matrix = int(barrier.removeprefix("matrix "))
                 dtype = self._matrices[matrix].dtype

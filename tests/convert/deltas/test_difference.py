@@ -21,15 +21,15 @@ from tests.builders.tiny_models import contents, save_tiny
 State = dict[str, torch.Tensor]
 
 
-def moved(base: Path, folder: Path, dtype: torch.dtype, tokens: int = 0) -> Path:
-    """A model near `base`, with so many more tokens."""
+def moved(base: Path, folder: Path, dtype: torch.dtype, tokens: int = 0, scale: float = 1) -> Path:
+    """A model near `scale` times `base`, with so many more tokens."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     if tokens:
         model.resize_token_embeddings(model.config.vocab_size + tokens, mean_resizing=False)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.01)
+            parameter.mul_(scale).add_(torch.randn_like(parameter) * 0.01)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"of": "tuned"}')
     return folder

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import apply_delta, merge_lora, to_hf
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.convert import apply_delta, extract_delta, merge_lora, to_hf
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from tests.builders.accessory_models import DELTA, change
 from tests.builders.accessory_models import llama as accessory_llama
 from tests.builders.accessory_models import save as save_accessory
 from tests.builders.tiny_models import contents, save_tiny
+from tests.convert.deltas.test_difference import moved, state_of
 
 
 @pytest.mark.parametrize(("dtype", "key"), [("float32", "logits_base_plus_delta"), ("float16", "logits")])
@@ -145,3 +146,60 @@ def test_a_model_that_accessory_does_not_have_takes_no_delta_of_it(tmp_path: Pat
 def test_a_delta_is_not_a_adapter(tmp_path: Path) -> None:
     with pytest.raises(InputRefused):
         merge_lora(save_tiny(tmp_path / "base", "llama"), [DELTA / "delta"], tmp_path / "out")
+
+
+def torch_file(folder: Path, number: int = 0) -> Any:
+    (file,) = folder.glob(f"consolidated.{number:02}-of-*.model-diff.pth")
+    return torch.load(file)["model"]
+
+
+def test_an_extracted_delta_equals_the_one_of_upstreams_own_tool(tmp_path: Path) -> None:
+    done = extract_delta(DELTA / "base", DELTA / "finetuned", tmp_path / "delta", to="accessory")
+    assert [shard.name for shard in done.plan.shards] == [shard(tmp_path, number).name for number in range(2)]
+    for number in range(2):
+        found, genuine = torch_file(tmp_path / "delta", number), torch_file(DELTA / "delta", number)
+        genuine = {name: value for name, value in genuine.items() if not name.endswith("rope.freqs")}
+        assert found.keys() == genuine.keys()
+        assert all(torch.equal(found[name], value) for name, value in genuine.items())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_elements_that_upstreams_sum_loses_are_counted(count: int, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama", "bfloat16")
+    tuned = moved(base, tmp_path / "tuned", torch.bfloat16)
+    done = extract_delta(base, tuned, tmp_path / "delta", to="accessory", shards=count)
+    apply_delta(base, tmp_path / "delta", tmp_path / "out", dtype="float16")
+    below, wanted, found = (state_of(folder) for folder in (base, tuned, tmp_path / "out"))
+    expected = {name: (below[name] + (value - below[name]).half().float()).half() for name, value in wanted.items()}
+    assert all(torch.equal(found[name], value.float()) for name, value in expected.items())
+    lost = sum(int((value.float() != wanted[name]).sum()) for name, value in expected.items())
+    assert (done.inexact, done.elements) == (lost, sum(value.numel() for value in wanted.values()))
+    assert lost > 0
+
+
+def test_new_biases_are_stored_whole(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama", "float16")
+    tuned = save_tiny(tmp_path / "tuned", "llama", "float16", attention_bias=True)
+    extract_delta(base, tuned, tmp_path / "delta", to="accessory")
+    name = "layers.0.self_attn.o_proj.bias"
+    stored = torch_file(tmp_path / "delta")["llma.layers.0.attention.wo.bias"]
+    assert torch.equal(stored.float(), state_of(tuned)[f"model.{name}"])
+    apply_delta(base, tmp_path / "delta", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").config["attention_bias"] is True
+
+
+def test_changes_that_the_format_does_not_contain_are_refused(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    others = {
+        "vocab_size": save_tiny(tmp_path / "a", "llama", vocab_size=25),
+        "rope_theta": save_tiny(tmp_path / "b", "llama", rope_theta=5e5),
+        "no plugin|qwen2": save_tiny(tmp_path / "c", "qwen2"),
+    }
+    for reason, other in others.items():
+        with pytest.raises(UnsupportedInput, match=reason):
+            extract_delta(base, other, tmp_path / "delta", to="accessory")
+    biased = save_tiny(tmp_path / "d", "llama", attention_bias=True)
+    with pytest.raises(UnsupportedInput, match="8 tensors of the base"):
+        extract_delta(biased, base, tmp_path / "delta", to="accessory")
+    with pytest.raises(UsageProblem, match="3"):
+        extract_delta(base, base, tmp_path / "delta", to="accessory", shards=3)

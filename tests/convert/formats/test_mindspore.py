@@ -197,7 +197,7 @@ def test_ranks_without_a_strategy_are_refused(mindspore: Path, tmp_path: Path) -
     folder = shutil.copytree(mindspore / "sh", tmp_path / "run" / "checkpoint")
     with pytest.raises(UnsupportedInput, match="no strategy file") as refusal:
         open_parameters(folder)
-    assert "`strategy` folder" in refusal.value.hint
+    assert "--strategy" in refusal.value.hint
 
 
 def test_a_missing_rank_is_refused(mindspore: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_ranks_that_the_strategy_does_not_know_are_refused(mindspore: Path, tmp_
     folder = shutil.copytree(mindspore / "sh", tmp_path / "run" / "checkpoint")
     shutil.copytree(folder / "rank_1", folder / "rank_2")
     shutil.copytree(mindspore, tmp_path / "run" / "strategy", ignore=lambda _, names: {*names} - {"src_strategy.ckpt"})
-    with pytest.raises(MalformedInput, match="has 3 ranks, but its strategy divides"):
+    with pytest.raises(MalformedInput, match="has 3 ranks, but the strategy `.*strategy` divides"):
         open_parameters(folder)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.formats.mindformers.mindspore.protobuf import BYTES, Field, ProtobufFile
-from llmconv.errors import LlmconvError, MalformedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, listing
 from llmconv.files.safetensors_file import NAME_LIMIT
 
 FOLDER = "strategy"
 FILE = re.compile(r".*strategy.*\.(?:ckpt|json)")
-STAGE = re.compile(r"\d+-")
+STAGE = re.compile(r"^\d+-")
 DEVICE_LIMIT = 1 << 20
 
 
@@ -91,25 +91,52 @@ class ParallelLayout:
         return not self.size or self.step == prod(self.parts())
 
 
-def find_layouts(folder: Path) -> dict[str, ParallelLayout] | None:
+@dataclass(frozen=True)
+class Strategy:
+    """The layouts of a run.
+
+    Attributes:
+        path: the file or folder they are from.
+        layouts: parameter name to layout.
+    """
+
+    path: Path
+    layouts: Mapping[str, ParallelLayout]
+
+
+def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
     """The layouts of all strategy files in or next to a folder of ranks; None if there is no such file.
 
+    Args:
+        folder: of the ranks.
+        given: a strategy file, of one rank or merged from all stages, or a folder of them, to use instead.
+
     Raises:
+        InputRefused: `given` contains no strategy file.
         MalformedInput: two files contradict each other, or one cannot be read.
     """
-    places = (folder, folder / FOLDER, folder.parent / FOLDER, folder.parent)
+    if given and given.is_file():
+        return Strategy(given, _layouts([given]))
+    places = (given, given / FOLDER) if given else (folder, folder / FOLDER, folder.parent / FOLDER, folder.parent)
     for place in places:
         files = sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []
         if files:
-            break
-    else:
-        return None
+            return Strategy(place, _layouts(files))
+    if given:
+        raise InputRefused(
+            f"there is no strategy file at `{given}`", hint="give a `ckpt_strategy_rank_N.ckpt`, or a folder of them"
+        )
+    return None
+
+
+def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:
+    """The layouts of several files of one run, which must agree."""
     layouts: dict[str, ParallelLayout] = {}
     for file in files:
         for name, layout in read_strategy(file).items():
             if layouts.setdefault(name, layout) != layout:
                 raise MalformedInput(
-                    f"the strategy files in `{place}` contradict each other for `{name}`",
+                    f"the strategy files in `{file.parent}` contradict each other for `{name}`",
                     hint="keep those of this run only",
                 )
     return layouts
@@ -133,7 +160,13 @@ def read_strategy(path: Path) -> dict[str, ParallelLayout]:
             f"`{path.name}` has invalid layouts for {len(invalid)} tensors: {listing(invalid)}",
             hint="copy the file again",
         )
-    return {STAGE.sub("", name, count=1) if STAGE.match(name) else name: layout for name, layout in layouts.items()}
+    found: dict[str, ParallelLayout] = {}
+    for name, layout in layouts.items():
+        if found.setdefault(STAGE.sub("", name, count=1), layout) != layout:
+            raise MalformedInput(
+                f"the stages in `{path.name}` contradict each other for `{name}`", hint="merge those of one run"
+            )
+    return found
 
 
 def _read_protobuf(path: Path) -> dict[str, ParallelLayout]:

@@ -1,4 +1,4 @@
-"""`--prefix`: reads the trained tensor of prefix tuning and prompt tuning.
+"""TrainedPrefix: the trained tensor of prefix tuning or prompt tuning, read from its file.
 
     kind           file                                       content
     prefix_tuning  PEFT `adapter_model.safetensors`           `prompt_embeddings` [P, 2 * layers * kv_heads * size]
@@ -87,7 +87,7 @@ def _peft(folder: Path) -> Prefix:
     if found not in KINDS:
         raise UnsupportedInput(
             f"unsupported prefix: `{folder}` is an adapter of type `{found}`",
-            hint=f"`--prefix` takes {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
+            hint=f"a prefix is one of {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise InputRefused(

@@ -1,0 +1,115 @@
+"""tuned - base by rows as other tools subtract, and how many elements their sum does not restore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmconv.convert.algebra.rounding import round_into, widen
+from llmconv.convert.deltas.additive import SUMMED
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+
+EXACT = "without `--to` the delta is exact"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The element types in which a tool subtracts and adds; the sums themselves are float32.
+
+    Attributes:
+        operands: both models are rounded to it first.
+        stored: of the difference, and of the sum.
+    """
+
+    operands: DType
+    stored: DType
+
+
+@dataclass
+class Differences:
+    """Makes differences, and compares the sum of base and difference with the tuned model while they are read.
+
+    Attributes:
+        arithmetic: the element types.
+        elements: of all tuned tensors.
+    """
+
+    arithmetic: Arithmetic
+    elements: int = 0
+    _made: dict[int, tuple[LazyTensor, LazyTensor]] = field(default_factory=dict)
+    _counts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def of(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
+        """`tuned` - `base`; the same tensor again for the same `tuned`, which counts once.
+
+        Args:
+            name: of the tensor, for messages.
+            base: rows of the same shape, at most as many; those it lacks, and None, count as zeros.
+            tuned: the tuned tensor.
+
+        Raises:
+            UnsupportedInput: one of them is not floating-point; when rows are read: a value too large for float16.
+        """
+        if id(tuned) not in self._made:
+            self._made[id(tuned)] = (tuned, self._difference(name, base, tuned))
+            self.elements += _size(tuned)
+        return self._made[id(tuned)][1]
+
+    def _difference(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
+        for side in (base, tuned):
+            if side and side.dtype.name not in SUMMED:
+                raise UnsupportedInput(
+                    f"unsupported dtype {side.dtype.name} of `{name}`", hint=f"only floats are subtracted; {EXACT}"
+                )
+        stored, number = self.arithmetic.stored, len(self._made)
+
+        def load(start: int, stop: int) -> Array:
+            rows = tuned.rows(start, stop)
+            above = self._operand(rows, name)
+            below = np.zeros_like(above)
+            last = max(start, min(stop, base.num_rows)) if base else start
+            if base and start < last:
+                below[: last - start] = self._operand(base.rows(start, last), name)
+            result = _rounded(above - below, stored, name)
+            restored = _rounded(below + widen(result), stored, name)
+            self._counts[number, start] = rows.size, _unlike(rows, restored)
+            return result
+
+        return LazyTensor(stored, tuned.shape, load)
+
+    def _operand(self, rows: Array, name: str) -> Array:
+        """Rows in float32, rounded as the tool loads them."""
+        return widen(_rounded(widen(rows), self.arithmetic.operands, name))
+
+    def inexact(self) -> int | None:
+        """How many elements the sum does not restore to the bit; None if not all were read, as in a resumed run."""
+        if sum(size for size, _ in self._counts.values()) != self.elements:
+            return None
+        return sum(count for _, count in self._counts.values())
+
+
+def _size(tensor: LazyTensor) -> int:
+    return tensor.nbytes // tensor.dtype.itemsize
+
+
+def _rounded(values: Array, dtype: DType, name: str) -> Array:
+    result = np.empty(values.shape, dtype.numpy)
+    try:
+        round_into(result, values)
+    except UnsupportedInput as error:
+        raise UnsupportedInput(f"`{name}` has a value too large for {dtype.name}", hint=EXACT) from error
+    return result
+
+
+def _unlike(tuned: Array, restored: Array) -> int:
+    """The number of elements whose values differ by a bit, in the wider of the two types."""
+    wide, other = widen(tuned), widen(restored)
+    if wide.dtype != other.dtype:
+        wide, other = wide.astype(np.float64), other.astype(np.float64)
+    bits = np.dtype(f"u{wide.itemsize}")
+    return int(np.count_nonzero(wide.view(bits) != other.view(bits)))
+
+
+FLOAT16, FLOAT32 = BY_NAME["float16"], BY_NAME["float32"]

@@ -1,0 +1,1 @@
+"""Megatron-LM, Megatron Core and NeMo: their checkpoints."""

@@ -1,0 +1,169 @@
+"""Weights of a model with code of its own: its Python files travel along, and its class says which tensors it has.
+
+The files are copied as data (`llmconv/model_code.py`). With the caller's consent (`TrustedCode`) they run once, on the
+meta device, so that the stored names and shapes are compared with the model's before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmconv.checkpoint import Checkpoint, parse_object
+from llmconv.convert.models.blueprint.comparison import check_floats, refuse_gaps, refuse_shapes
+from llmconv.convert.models.completeness import check_complete, is_buffer
+from llmconv.convert.models.trusted_code import TrustedCode, localized
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.model_code import (
+    AUTO_MAP,
+    REPOSITORY,
+    TOKENIZER_CONFIG,
+    code_of,
+    collect_code,
+    has_code,
+    holds,
+    model_class,
+    references,
+)
+from llmconv.output.plan import json_bytes
+from llmconv.tensors import LazyTensor
+
+UNSTORED = (
+    "the code computes {}, which no weights contain: transformers 5 loads such buffers without their values, unless "
+    "`_init_weights` of the code computes them again; llmconv's own commands do"
+)
+
+if TYPE_CHECKING:
+    from llmconv.convert.models.meta_model import LoadingGaps
+
+
+def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpoint:
+    """The checkpoint with the Python files that its configurations name, compared with the model that they build.
+
+    Args:
+        checkpoint: its `config` or `tokenizer_config.json` has an `auto_map`.
+        code: where the files are; the caller trusts them.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected
+            keys, or a shape mismatch.
+        UnsupportedInput: the code cannot be run, or does not build a model.
+    """
+    side_files = dict(checkpoint.side_files)
+    tokenizer = parse_object(side_files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
+    if code.given and AUTO_MAP in tokenizer:
+        tokenizer = {**tokenizer, AUTO_MAP: localized(tokenizer[AUTO_MAP])}
+        side_files[TOKENIZER_CONFIG] = json_bytes(tokenizer)
+    names = references(checkpoint.config, tokenizer)
+    folder = code.folder(names)
+    _require_classes(folder, names)
+    files = collect_code(folder, names)
+    note = f"the model's own code is copied from `{folder}`, and was run to check the weights: {listing(list(files))}"
+    carried = replace(checkpoint, side_files={**side_files, **files}, warnings=(*checkpoint.warnings, note))
+    if model_class(checkpoint.config):
+        return _as_code_has_it(carried, folder, source)
+    return replace(carried, warnings=(*carried.warnings, *check_complete(carried.tensors, carried.config, source)))
+
+
+def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
+    """A Hugging Face folder with the Python files that its configurations name, as data: nothing is run.
+
+    Files that cannot be copied, such as those in another repository, are a warning: the configuration stays as it is.
+
+    Args:
+        checkpoint: of a Hugging Face folder.
+    """
+    if not has_code(checkpoint.config, checkpoint.side_files):
+        return checkpoint
+    try:
+        files = code_of(checkpoint.path, checkpoint.config, checkpoint.side_files)
+    except MalformedInput as problem:
+        note = f"the model's own code is not copied: {problem.message}"
+        return replace(checkpoint, warnings=(*checkpoint.warnings, note))
+    return replace(checkpoint, side_files={**checkpoint.side_files, **files})
+
+
+def unstored_buffers(model: Any) -> list[str]:
+    """Names of the buffers that are not in the state dict of a model, except those of transformers' own modules."""
+    return [
+        f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith(("transformers.", "torch."))
+        for key in sorted(module._non_persistent_buffers_set)
+    ]
+
+
+def _require_classes(folder: Path, names: Sequence[str]) -> None:
+    """Refuses a class that is in another repository or folder, where `--code` is the way out."""
+    missing = next((name for name in names if not holds(folder, [name])), None)
+    if missing is None:
+        return
+    repository, separated, _ = missing.rpartition(REPOSITORY)
+    place = f"another repository (`{repository[:80]}`), and nothing is downloaded" if separated else "another folder"
+    raise MalformedInput(
+        f"`auto_map` names `{missing[:80]}`, which is not in `{folder}` but in {place}",
+        hint="give a local folder with the model's Python files and `config.json` with `--code`",
+    )
+
+
+def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkpoint:
+    """The tensors that the code's model has; buffers of old versions that it computes are left out."""
+    model = _model(folder, checkpoint.config)
+    tensors = _without_prefix(checkpoint.tensors, model)
+    gaps = _gaps(folder, model, {name: tensor.shape for name, tensor in tensors.items()})
+    computed = [name for name in gaps.unexpected if name in tensors and is_buffer(name, tensors[name])]
+    unexpected = [name for name in gaps.unexpected if name not in computed]
+    refuse_gaps(gaps.missing, unexpected, str(checkpoint.config.get("model_type"))[:60], source)
+    refuse_shapes(gaps.mismatched, source)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
+    check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
+    dropped = [f"{len(computed)} buffers, which the model computes"] if computed else []
+    notes = [UNSTORED.format(listing(names))] if (names := unstored_buffers(model)) else []
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        dropped=(*checkpoint.dropped, *dropped),
+        warnings=(*checkpoint.warnings, *notes),
+    )
+
+
+def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, LazyTensor]:
+    """The tensors without the one prefix that a trainer gave every name; unchanged if there is none."""
+    known = model.state_dict().keys()
+    longest = max(known, key=len, default="")
+    prefixes = {name.removesuffix(longest) for name in tensors if name.endswith(f".{longest}")}
+    prefix = prefixes.pop() if len(prefixes) == 1 and not known & tensors.keys() else ""
+    prefix = prefix if all(name.startswith(prefix) for name in tensors) else ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _model(folder: Path, config: Mapping[str, Any]) -> Any:
+    from llmconv.convert.models.meta_model import NotBuildable, code_model  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
+
+    try:
+        with custom_code_errors(folder):
+            return code_model(*custom_classes(folder, config), config)
+    except NotBuildable as problem:
+        raise _unusable(folder, problem) from problem
+
+
+def _gaps(folder: Path, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingGaps:
+    from llmconv.convert.models.meta_model import NotBuildable, gaps_of  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_code_errors  # noqa: PLC0415 - onnxruntime
+
+    try:
+        with custom_code_errors(folder):
+            return gaps_of(model, shapes)
+    except NotBuildable as problem:
+        raise _unusable(folder, problem) from problem
+
+
+def _unusable(folder: Path, problem: Exception) -> UnsupportedInput:
+    return UnsupportedInput(
+        f"the code in `{folder}` builds no model that the weights could be compared with: {problem}",
+        hint="it may be for another version of transformers, or the configuration is of another model; `-v` shows more",
+    )
