@@ -206,6 +206,7 @@ class StreamedRunner(EagerRunner):
         return layer
 
     def cache_of(self, past: Cache | None) -> Any:
+        """As `EagerRunner.cache_of`; calls that continue this one find it."""
         cache = super().cache_of(past)
         number = self._scheduler.number
         if number is not None:
