@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.clients import DEFAULT, Client
-from llmconv.export.graph_spec import GraphSpec
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.progress import say
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import SEQUENCE, TOTAL, ExtraInput
 
 
 def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tuple[str, ...]:
@@ -45,6 +45,8 @@ def with_fixed_inputs(
     Raises:
         UnsupportedInput: a client cannot feed an input that has no constant default.
     """
+    if any(spec.cache != GROWING.cache for spec in specs.values()):
+        _require_parts(extras)
     others = [client.name for client in clients if client.name != DEFAULT]
     if not extras or not others:
         return dict(specs)
@@ -52,6 +54,16 @@ def with_fixed_inputs(
     for name in fixed:
         say(f"`{name}` is always {extras[name].default}: layout `{others[0]}` does not feed it")
     return {role: replace(spec, fixed_inputs=fixed) for role, spec in specs.items()}
+
+
+def _require_parts(extras: Mapping[str, ExtraInput]) -> None:
+    """Refuses inputs of a whole call: graphs with a cache of fixed length run a prompt in several calls."""
+    for name, extra in extras.items():
+        if SEQUENCE not in extra.axes and (TOTAL in extra.axes or callable(extra.default)):
+            raise UnsupportedInput(
+                f"a cache of fixed length runs prompts in parts, and the input `{name}` has another value in each part",
+                hint="leave out `--shapes static` and `--cache shared-buffer`",
+            )
 
 
 def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:

@@ -50,8 +50,6 @@ def test_graphs_have_the_declared_inputs_and_compute_what_the_model_computes(spi
 
 
 FORMS: list[dict[str, Any]] = [
-    {"shapes": "static", "max_seq_len": 64, "batch_size": 3},
-    {"cache": "shared-buffer"},
     {"stages": 2},
     {"precision": "float16"},
     {"precision": "bfloat16"},
@@ -62,6 +60,16 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form.values())))
 def test_every_form_of_graph_has_them(spice: Path, tmp_path: Path, form: dict[str, Any]) -> None:
+    export(spice, tmp_path / "out", **form)
+    assert verify(tmp_path / "out", reference=spice, record=False).verdict == "pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"shapes": "static", "max_seq_len": 64, "batch_size": 3}, {"cache": "shared-buffer"}])
+def test_a_cache_of_fixed_length_feeds_inputs_of_sequences_and_of_tokens(
+    spice: Path, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    register_input_map("spice", InputMap(extras=SPICE.extras[:2]))
     export(spice, tmp_path / "out", **form)
     assert verify(tmp_path / "out", reference=spice, record=False).verdict == "pass"
 
@@ -117,7 +125,7 @@ def test_a_misfit_is_refused_in_words_and_nothing_is_written(
         (
             (LANGUAGE, ExtraInput("weights", (BATCH, PAST), default=lambda call: call.attention_mask)),
             {"cache": "shared-buffer"},
-            "no number of past tokens",
+            "runs prompts in parts|no number of past tokens",
         ),
     ],
     ids=["layout", "past"],
