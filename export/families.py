@@ -17,6 +17,7 @@ from llmconv.argument_checks import checked
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
+from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.runtime.cache_names import layer_of
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
@@ -341,11 +342,16 @@ def find_input_map(model_type: str) -> InputMap:
     """The input map of a `model_type`.
 
     Raises:
-        UnsupportedInput: an unknown `model_type`; the message contains close matches.
+        UnsupportedInput: an unknown `model_type`; the message contains close matches, or the reason.
     """
     table = known_input_maps()
     if model_type in table:
         return table[model_type]
+    if reason := NOT_EXPORTED.get(model_type):
+        raise UnsupportedInput(
+            f"models of type `{model_type}` are not exported: {reason}",
+            hint="docs/families.md lists the types that are exported, and the reason for each other type",
+        )
     close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.4)
     matches = f" (close matches: {', '.join(close)})" if close else ""
     raise UnsupportedInput(

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.context_length import LENGTHS
-from llmconv.runtime.eager.runner import Float64Casts
+from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array

@@ -30,7 +30,14 @@ class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") in LOW_FLOATS:
+        if kwargs.get("dtype") in LOW_FLOATS or _fills_beyond_float32(func, args, kwargs):
             kwargs = {**kwargs, "dtype": torch.float64}
         self._margins.see(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _fills_beyond_float32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a new tensor without a dtype, float32 by default, gets a number of float64 (a mask of XGLM)."""
+    if func is not torch.ops.aten.full.default or kwargs.get("dtype") is not None or not isinstance(args[1], float):
+        return False
+    return torch.finfo(torch.float32).max < abs(args[1]) < float("inf")
