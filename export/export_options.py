@@ -23,6 +23,7 @@ class ExportOptions(TypedDict, total=False):
         last_logits: return the logits of the last position only.
         postprocess: `argmax` or `topk:K`: choose tokens in the graph.
         stages: number of graphs that the layers are divided into.
+        lora_inputs: linear layers whose graphs take LoRA factors as optional inputs: `all-linear`, or names of modules.
         prefix: PEFT adapter of prefix or prompt tuning, or `pre_caches.npy`: virtual tokens before every prompt.
         opset: version of the standard operators: 21, 23 or 24.
         shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
@@ -74,6 +75,7 @@ class ExportOptions(TypedDict, total=False):
     postprocess: str | None
     stages: int
     prefix: str | Path | None
+    lora_inputs: str | Sequence[str]
     opset: int | None
     shapes: str
     batch_size: int | None
@@ -114,6 +116,7 @@ DEFAULTS: ExportOptions = {
     "postprocess": None,
     "stages": 1,
     "prefix": None,
+    "lora_inputs": "",
     "opset": None,
     "shapes": "dynamic",
     "batch_size": None,

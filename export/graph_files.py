@@ -17,6 +17,7 @@ from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.quantization.products import QuantizedProducts
 from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
@@ -93,6 +94,7 @@ class GraphPlan:
                 f"`--prefix` adds keys and values in float32 to a cache of {spec.precision}",
                 hint="leave out `--prefix`, or `--precision`",
             )
+        _require_plain_products(options, spec)
         if spec.cache not in (GROWING.cache, NO_CACHE) and options.opset and options.opset < spec.opset:
             raise UsageProblem(
                 f"opset {options.opset} has no operator that writes into a buffer of fixed length",
@@ -158,6 +160,8 @@ class GraphPlan:
         if self.options.prefix:  # all graphs of such an export share one trace
             rounded = {**sources, **weights}  # quantized weights count as they were before
             prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, rounded)
+        for traced in distinct if self.options.lora else ():
+            add_lora_inputs(traced, known[id(traced)], self.options.lora)
         for traced in distinct:
             bind(traced, known[id(traced)], weights, quantized=products)
             if cache_scales and traced.spec.kv_cache:
@@ -226,6 +230,22 @@ class GraphPlan:
         made.config.update(self.clients.config(graphs))
 
 
+def _require_plain_products(options: GraphOptions, spec: GraphSpec) -> None:
+    """Refuses options that change the products which LoRA factors are added to."""
+    given = {
+        f"--precision {spec.precision}": spec.precision != FLOAT32,
+        "--stages": options.stages > 1,
+        "--quant": options.quantization,
+        "--kv-cache": spec.kv_cache,
+    }
+    other = next((name for name, value in given.items() if value), None)
+    if options.lora and other:
+        raise UsageProblem(
+            f"`--lora-inputs` is for whole graphs in float32, without `{other}`",
+            hint=f"leave out `{other}`; or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+
+
 def files_of(entry: dict[str, Any]) -> list[str]:
     """The files that an entry of the manifest lists."""
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
@@ -247,7 +267,8 @@ def _weight_files(model: onnx.ModelProto) -> list[str]:
 
 
 def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
+    defaults = {tensor.name for tensor in model.graph.initializer}
     return {
-        "inputs": [port.name for port in model.graph.input],
+        "inputs": [port.name for port in model.graph.input if port.name not in defaults],
         "outputs": [port.name for port in model.graph.output],
     }

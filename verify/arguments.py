@@ -7,7 +7,6 @@ from pathlib import Path
 from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import InputRefused
-from llmconv.files.paths import is_address
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST
@@ -15,22 +14,17 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 
 
 def require_folder(name: str | Path) -> Path:
-    """The local folder at a path, or a local copy of a URI.
+    """The local folder at a path, or a local copy of a URI or of a model of the hub.
 
     Raises:
         InputRefused: it is not a folder.
     """
-    folder = local_path(name) if is_address(name) else Path(name)
+    folder = local_path(name) if is_remote(name) else Path(name)
     if folder.is_dir():
         return folder
     if folder.suffix == ".onnx" and folder.is_file():
         raise InputRefused(
             f"`{folder}` is a graph, not a folder", hint=f"pass it as `--graph {folder} --reference HF_FOLDER`"
-        )
-    if is_remote(name):
-        raise InputRefused(
-            f"`{name}` is not a local folder; `verify` needs the graphs of a local one",
-            hint=f"export it first: `llmconv export {name} -o OUT`, then `llmconv verify OUT`",
         )
     raise (
         refused_model(folder)

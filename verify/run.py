@@ -12,14 +12,15 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import Written, is_address
-from llmconv.files.sources import fetches
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, is_remote
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, has_vision
+from llmconv.verify.adapted_folder import adapted
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -78,6 +79,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     layers: str | None = None,
     record: bool = True,
     budget: float | None = None,
+    adapter: str | Path | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -103,6 +105,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
             folder as it is.
+        adapter: LoRA adapter of PEFT whose factors the graphs take as inputs (`export --lora-inputs`); the reference is
+            the eager model with that adapter, not merged. Nothing is recorded.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
@@ -115,7 +119,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     chosen = Method.of(method, layers)
     selection = Selection(suite, only, repeat, Budget.of(budget, only))
     session = Session.of(selection, settings, on_checks, bisect=bisect, minimize=minimize)
-    record = record and not is_address(folder)  # a download is removed by the end
+    record = record and not is_remote(folder)  # a download is removed by the end
     folder = require_folder(folder)
     report = session.new_report(folder.name)
     entries, single = graph_entries(folder), single_pass_entries(folder)
@@ -125,6 +129,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     reference = require_weights(folder, [*entries, *single][0], reference or recorded_reference(folder))
     report.reference = reference.name
     rest = _single_pass(folder, single, reference, report, session, allow_changed) if single and not only else None
+    if not entries and adapter is not None:
+        raise UsageProblem("`--adapter` applies to graphs with a cache", hint="leave out `--adapter`")
     if not entries:
         return _verify_alone(rest, chosen, only, low_memory, record)
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
@@ -138,6 +144,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         )
     if low_memory and (coded or is_quantized(verified.models)):
         raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+    if adapter is not None:
+        _require_alone(coded, verified, chosen, eager, low_memory)
+        verified, eager = adapted(verified, reference, adapter, code)
+        chosen, low_memory, record, rest = Method(WHOLE), False, False, None
+        report.notes.append(
+            f"the graphs ran with the factors of `{Path(adapter).name}`, as constants of copies in memory"
+        )
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
         if record:
@@ -197,6 +210,17 @@ def _verify_alone(
         if record:
             stack.enter_context(recording(rest.verified, rest.reference, rest.report))
         return rest.session.run(rest.report, _alone(rest))
+
+
+def _require_alone(
+    coded: CodedFolder | None, verified: VerifiedFolder, method: Method, eager: Eager | None, low_memory: bool | None
+) -> None:
+    """Refuses what `adapter` excludes."""
+    if eager or method.is_forced or low_memory or coded or is_quantized(verified.models):
+        raise UsageProblem(
+            "`--adapter` runs the whole model, with an open model of its own and graphs of floats",
+            hint="leave out `--method`, `--layers` and `--low-memory`",
+        )
 
 
 def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:

@@ -12,6 +12,8 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.methods import Combination
 from llmconv.convert.models.dtype import check_dtype
 from llmconv.errors import UsageProblem
+from llmconv.files.hub import source_name
+from llmconv.files.sources import local_path
 from llmconv.output.sharding import KEEP
 
 
@@ -84,7 +86,7 @@ class Recipe:
         if self.dtype != "keep":
             options["dtype"] = self.dtype
         if self.tokenizer:
-            options["tokenizer"] = self.tokenizer.name
+            options["tokenizer"] = source_name(self.tokenizer)
         return options | ({"base_quant": self.base_quant} if self.base_quant else {})
 
 
@@ -109,7 +111,7 @@ def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
         options["dtype"],
         options["base_quant"],
         options["max_shard_size"],
-        Path(options["tokenizer"]) if options["tokenizer"] else None,
+        local_path(options["tokenizer"], in_parts=True) if options["tokenizer"] else None,
     )
 
 

@@ -23,6 +23,7 @@ from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, l
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph
+from llmconv.runtime.onnxruntime.linked_weights import followed
 from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -190,8 +191,9 @@ def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
         OutOfMemory: memory ran out.
     """
     options = SessionSettings(arena=False).options()
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder.resolve()))
-    content = piece.SerializeToString()
+    linked, home = followed(piece, folder.resolve())
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(home))
+    content = linked.SerializeToString()
     try:
         return ort.InferenceSession(content, options, ["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no base class of their own

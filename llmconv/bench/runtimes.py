@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.files.hub import snapshot_home, source_name
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_remote, local_path
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
@@ -76,7 +77,8 @@ class BenchCandidate:
     @property
     def name(self) -> str:
         """The folder, with the runtime before it unless that is `onnx`."""
-        return str(self.folder) if self.kind == "onnx" else f"{self.kind}:{self.folder}"
+        folder = source_name(self.folder) if snapshot_home(self.folder) else str(self.folder)
+        return folder if self.kind == "onnx" else f"{self.kind}:{folder}"
 
 
 class WorkerProcess:

@@ -17,6 +17,7 @@ from llmconv.cli import (
     generate,
     inspect,
     merge_lora,
+    onnx_adapter,
     push,
     serve,
     serve_stage,
@@ -38,6 +39,7 @@ def main() -> None:
     llmconv merge-lora BASE ADAPTER -o OUT     merge adapters into the weights
     llmconv delta apply BASE DELTA -o OUT      add delta weights; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs next to the weights they map
+    llmconv onnx-adapter MODEL ADAPTER -o FILE LoRA factors for graphs that take them as inputs
     llmconv verify     MODEL                   compare the graphs with the eager model
     llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
@@ -55,7 +57,7 @@ def main() -> None:
 
 
 MODULES = (
-    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, push),
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push),
     *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families),
 )
 """In the order of the work."""

@@ -66,7 +66,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     help="Result for a quantized BASE: dequantized (bfloat16 unless --dtype is given), or quantized again, refused if "
     "that loses too much of the update.",
 )
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead of BASE's.")
+@click.option("--tokenizer", metavar="PATH", help="Tokenizer file or folder to use instead of BASE's.")
 @click.option("--check", is_flag=True, help="Compare a sample of the written weights with the sum in float64.")
 @click.option("--alpha", type=float, help="lora_alpha, if the adapter's config does not contain it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:

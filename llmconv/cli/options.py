@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from llmconv.argument_checks import ELEMENT_TYPES
 from llmconv.files.paths import output_path, output_place
 from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
@@ -40,16 +41,22 @@ def refuse_empty_paths(command: click.Command) -> click.Command:
 
 def _require_name(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
     if isinstance(value, str) and not value.strip():
-        name = (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
-        raise click.UsageError(f"`{name}` is empty, which is not the name of a file or folder", ctx)
+        raise click.UsageError(f"`{_shown(param)}` is empty, which is not the name of a file or folder", ctx)
+
+
+def _shown(param: click.Parameter | None) -> str:
+    """The name of a parameter in messages."""
+    return (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
 
 
 class NamedPath(click.Path):
-    """A path that is not empty."""
+    """A path on this machine that is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's."""
+        """As click's, which would change `hf://…` to `hf:/…`."""
         _require_name(value, param, ctx)
+        if isinstance(value, str) and "://" in value:
+            raise click.UsageError(f"`{_shown(param)}` takes a path on this machine, not an address", ctx)
         return super().convert(value, param, ctx)
 
 
@@ -84,6 +91,14 @@ class OutputFolder(Output):
         return output_place(value, param.opts[-1] if param else "output")
 
 
+class ElementType(click.Choice):  # type: ignore[type-arg] # generic for the type checker alone
+    """The name of an element type, or its short form such as `bf16`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The full name."""
+        return super().convert(ELEMENT_TYPES.get(str(value), value), param, ctx)
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
     """A time in seconds, such as `60s`, `5m` or `1h`."""
 
@@ -107,7 +122,7 @@ output = click.option(
 )
 dtype = click.option(
     "--dtype",
-    type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
+    type=ElementType(["keep", "float32", "float16", "bfloat16"]),
     default="keep",
     show_default=True,
     help="Element type of the floating-point weights.",

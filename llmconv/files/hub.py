@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, listing
 from llmconv.hub.address import HubAddress
 from llmconv.hub.problems import hub_refusal
 
@@ -16,6 +17,9 @@ SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?"
 ADAPTER = re.compile(r"adapter_(?:model\.(?:safetensors|bin)|config\.json)")
 MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
 """Files by which a model in the cache is found."""
+
+WEIGHTS = re.compile(r".*\.(?:safetensors|bin|pth?|ckpt|pdparams|distcp|npz|tar|t?gz|zip|zst|msgpack|gguf)")
+"""Files that may contain weights."""
 
 SECONDS = 10
 """Timeout of the hub, after which the cache is used."""
@@ -58,10 +62,11 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
     Raises:
         InputRefused: nothing is in the folder.
     """
-    if not address.folder:
-        return needed(listed)
     if address.folder in listed:
         return [address.folder]
+    _require_one_model(address, listed)
+    if not address.folder:
+        return needed(listed)
     start = f"{address.folder}/"
     inside = [name.removeprefix(start) for name in listed if name.startswith(start)]
     if not inside:
@@ -70,6 +75,26 @@ def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:
             hint="look at the list of its files, on its page",
         )
     return [start + name for name in needed(inside)]
+
+
+def _require_one_model(address: HubAddress, listed: list[str]) -> None:
+    """Refuses, before all of it is downloaded, a folder that only contains folders of models.
+
+    Raises:
+        InputRefused: lists them.
+    """
+    start = f"{address.folder}/" if address.folder else ""
+    weights = [name for name in listed if name.startswith(start) and WEIGHTS.fullmatch(name)]
+    homes = {name.rpartition("/")[0] for name in weights}
+    models = sorted(home for home in homes if {f"{home}/{mark}" for mark in MARKS} & {*listed})
+    is_checkpoint = address.folder in homes or any(name.endswith(".distcp") for name in weights)
+    if is_checkpoint or len(models) < 2:
+        return
+    found = [f"hf://{replace(address, folder=home).short}" for home in models]
+    raise InputRefused(
+        f"`{address.short}` on the hub is not a model itself; it contains {listing(found)}",
+        hint=f"give one of them: `{found[0]}`",
+    )
 
 
 def _unreachable(address: HubAddress) -> InputRefused:

@@ -20,7 +20,7 @@ from llmconv.files.mirror.mirror_folder import make_mirror
 from llmconv.files.paths import is_address, path_of, without_credentials
 from llmconv.files.pointer_files import TEXT_LIMIT, LocalTree, follow, follow_local
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
-from llmconv.hub.address import hub_address, is_hub_address, parse_hub_address
+from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
 from llmconv.stores.address import is_store_address
 
 P = ParamSpec("P")
@@ -31,6 +31,9 @@ PARTIAL = ".llmconv-partial"
 
 HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 """`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
+
+HUB_FOLDER = re.compile(rf"{HUB_ID.pattern}(?:/[\w.-]+)+")
+"""`org/name[@revision]/folder`, which is `hf://…` for llmconv."""
 
 FILE_NAME = re.compile(
     r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
@@ -56,7 +59,7 @@ def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
     """
     given = path_of(name, "path")
     if is_hub_address(name):
-        return from_hub(parse_hub_address(str(name)))
+        return _from_hub(parse_hub_address(str(name)))
     if is_address(name):
         return _download(_uri(name), in_parts=in_parts)
     path = follow_local(given)
@@ -68,10 +71,17 @@ def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
         )
     text = str(name)
     if is_hub_id(text):
-        return from_hub(hub_address(text))
-    raise InputRefused(
-        f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
-    )
+        return _from_hub(hub_address(text))
+    hint = "give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
+    if HUB_FOLDER.fullmatch(text) and not FILE_NAME.fullmatch(text):
+        hint = f"check the spelling; a folder of a repository on the hub is `hf://{text}`"
+    raise InputRefused(f"`{text}` does not exist", hint=hint)
+
+
+def _from_hub(address: HubAddress) -> Path:
+    path = from_hub(address)
+    _addresses[str(path)] = str(address)
+    return path
 
 
 def is_hub_id(name: str | Path) -> bool:
@@ -115,7 +125,7 @@ _folders: set[Path] = set()
 """Temporary folders of this process that contain downloads."""
 
 _addresses: dict[str, str] = {}
-"""Path of what was fetched from a store to its address, for messages."""
+"""Path of what was fetched from a store or the hub to its address, for messages."""
 
 
 def with_addresses(text: str) -> str:

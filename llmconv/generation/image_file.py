@@ -18,12 +18,13 @@ LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20
 """Maximum number of bytes of a file, and of pixels of an image."""
 
 
-def open_image(source: Any, name: str = "") -> Any:
+def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
     """An image as Pillow has it, upright and in RGB.
 
     Args:
         source: a path, the bytes of a file, or an image of Pillow.
         name: of the image in messages (default: its path).
+        most: maximum number of pixels.
 
     Raises:
         InputRefused: the file cannot be read, is not an image, or is too large.
@@ -33,9 +34,9 @@ def open_image(source: Any, name: str = "") -> Any:
     if isinstance(source, pillow.Image):
         return _upright(source.copy(), name or "the image")
     if isinstance(source, str | Path):
-        return _decoded(_content(Path(source)), name or f"`{source}`")
+        return _decoded(_content(Path(source)), name or f"`{source}`", most)
     if isinstance(source, bytes):
-        return _decoded(source, name or "the image")
+        return _decoded(source, name or "the image", most)
     raise UsageProblem(f"an image is {kind_of(source)}", hint="give a path, bytes, or an image of Pillow")
 
 
@@ -56,7 +57,7 @@ def _content(path: Path) -> bytes:
         raise InputRefused(f"the image `{path}` cannot be read: {first_line(error)}", hint="give a file") from error
 
 
-def _decoded(content: bytes, name: str) -> Any:
+def _decoded(content: bytes, name: str, most: int) -> Any:
     if len(content) > LARGEST_FILE:
         raise InputRefused(f"{name} is larger than {LARGEST_FILE >> 20} MB", hint="give a smaller image")
     pillow = _pillow()
@@ -68,9 +69,10 @@ def _decoded(content: bytes, name: str) -> Any:
         known = ", ".join(FORMATS)
         raise InputRefused(f"{name} is not an image of a known format", hint=f"give one of: {known}") from error
     width, height = image.size
-    if width * height > MOST_PIXELS:
+    if width * height > most:
         raise InputRefused(
-            f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}", hint="give a smaller image"
+            f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together",
+            hint="give a smaller image",
         )
     return _upright(image, name)
 

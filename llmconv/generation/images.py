@@ -14,7 +14,7 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
-from llmconv.generation.image_file import open_image
+from llmconv.generation.image_file import MOST_PIXELS, open_image
 from llmconv.runtime.onnxruntime.vision import PIXEL_VALUES
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.tensors import Array
@@ -121,7 +121,9 @@ class ImageEncoder:
         return PromptEmbeddings(at, rows)
 
     def _prepared(self, text: str, images: Sequence[Any], starts: bool) -> Any:
-        opened = [open_image(image) for image in images]
+        opened: list[Any] = []
+        for image in images:
+            opened.append(open_image(image, most=MOST_PIXELS - sum(one.width * one.height for one in opened)))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from llmconv.convert import to_hf
 from llmconv.errors import InputRefused
+from llmconv.export import export
 from llmconv.files.hub import source_name
 from llmconv.hub.address import HubAddress, parse_hub_address
 from tests.builders.fake_hub import Repository, Stored
-from tests.hub.conftest import Client, contents
+from tests.hub.conftest import CHECKPOINT, Client, contents
 
 ADDRESSES = {
     "hf://org/name": HubAddress("org/name"),
@@ -109,3 +111,65 @@ def test_a_source_is_named_by_its_path_in_the_cache(tmp_path: Path, model: Path)
     assert source_name(snapshot) == f"org/some-name@{'a' * 40}"
     assert source_name(snapshot / "inner") == f"org/some-name@{'a' * 40}/inner"
     assert source_name(model) == model.name
+
+
+ADAPTER = CHECKPOINT.parent / "adapter"
+
+
+def test_several_models_in_folders_are_listed_before_anything_is_downloaded(client: Client, model: Path) -> None:
+    repository = client.hub.repository("org/name")
+    for place in ("zoo/one/", "zoo/two/"):
+        upload(repository, model, place)
+    for address in ("hf://org/name", "org/name", "hf://org/name/zoo"):
+        done = client.run("inspect", address)
+        assert done.returncode == 3
+        assert "contains `hf://org/name/zoo/one`, `hf://org/name/zoo/two`" in done.stderr
+        assert "give one of them: `hf://org/name/zoo/one`" in done.stderr
+    assert not any("/resolve/" in request for request in client.hub.requests)
+
+
+def test_a_folder_of_checkpoints_next_to_one_is_a_checkpoint(client: Client, model: Path) -> None:
+    repository = client.hub.repository("org/name")
+    for place in ("", "checkpoint-1/", "checkpoint-2/"):
+        upload(repository, model, place)
+    assert client.run("inspect", "org/name").returncode == 0
+
+
+def test_messages_name_the_address_and_not_the_cache(client: Client, model: Path) -> None:
+    upload(client.hub.repository("org/name"), model, "inner/")
+    done = client.run("generate", "hf://org/name/inner", "--prompt", "Once")
+    assert done.returncode == 3
+    assert "`hf://org/name/inner` has no graphs" in done.stderr
+    assert "run `llmconv export hf://org/name/inner -o OUT`" in done.stderr
+
+
+def test_a_folder_without_a_scheme_is_told_the_address(client: Client) -> None:
+    done = client.run("inspect", "org/name/inner")
+    assert done.returncode == 3 and "is `hf://org/name/inner`" in done.stderr and not client.hub.requests
+
+
+def test_an_adapter_and_a_tokenizer_may_be_folders_of_a_repository(client: Client, model: Path, tmp_path: Path) -> None:
+    repository = client.hub.repository("org/name")
+    upload(repository, model, "base/")
+    upload(repository, ADAPTER, "lora/")
+    base, adapter = "hf://org/name/base", "hf://org/name/lora"
+    done = client.run("generate", base, "--backend", "torch", "--adapter", adapter, "--prompt", "Once")
+    assert done.returncode == 0, done.stderr
+    done = client.run("merge-lora", base, adapter, "-o", tmp_path / "out", "--tokenizer", base)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_address_where_only_a_local_path_is_possible_is_a_usage_error(client: Client) -> None:
+    done = client.run("verify", "--graph", "hf://org/name/decode.onnx")
+    assert done.returncode == 2 and "`--graph` takes a path on this machine" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_graph_in_the_cache_is_verified_and_changed_in_memory(client: Client, tmp_path: Path) -> None:
+    to_hf(CHECKPOINT, tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "graphs", precision="float16")
+    upload(client.hub.repository("org/name"), tmp_path / "graphs")
+    done = client.run("generate", "org/name", "--prompt", "Once", "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    done = client.run("verify", "org/name", "-q", "--no-record")
+    assert done.returncode == 0, done.stdout

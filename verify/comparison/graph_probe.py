@@ -15,12 +15,11 @@ import onnx
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.onnxruntime.guard import weight_bytes
+from llmconv.runtime.onnxruntime.linked_weights import followed
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
-
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-"""onnxruntime's option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)."""
 
 AT_ONCE = 64
 """Values that are read in one run."""
@@ -97,7 +96,8 @@ def _run(
     model: onnx.ModelProto, folder: Path, settings: SessionSettings, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
     options = replace(settings, optimization="disable").options()
-    options.add_session_config_entry(FOLDER_KEY, str(folder.resolve()))
+    model, folder = followed(model, folder.resolve())
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     try:
         limit = TimeLimit(weight_bytes(model), settings.timeout)
         session = LimitedSession(model.SerializeToString(), options, ["CPUExecutionProvider"], limit)

@@ -54,6 +54,7 @@ class Eager:
         code: a trusted folder whose own code builds the model; None to run no code of the folder.
         factors: the factor of each weight, by name and shape; None for the weights as stored.
         skipped: names of layers that are left out, see `runtime.eager.skipped_layers`.
+        adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
 
     Attributes:
         is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
@@ -70,7 +71,9 @@ class Eager:
         code: Path | None = None,
         factors: ScaleFactors | None = None,
         skipped: Collection[str] = (),
+        adapter: Path | None = None,
     ) -> None:
+        self._adapter = adapter
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._skipped = skipped
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
@@ -92,7 +95,7 @@ class Eager:
         )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
         options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
-        model = EagerRunner(self.folder, dtype, like=like, **options)
+        model = EagerRunner(self.folder, dtype, like=like, adapter=self._adapter, **options)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -249,7 +252,7 @@ class Eager:
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, **options)
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, adapter=self._adapter, **options)
 
     def own_shares(self) -> dict[ModelLimit, float]:
         """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""

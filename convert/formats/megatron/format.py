@@ -76,7 +76,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     has_own = run.stored.get("num_layers") is not None
     arguments = Arguments(run.source, run.stored) if has_own else arguments_of(config, run.source)
     given = {} if arguments.values is config else config
-    warnings = check_arguments(arguments, described="model_type" in given)
+    old = run.save.nemo is None and any(rank.old for rank in run.ranks)
+    warnings = check_arguments(arguments, described="model_type" in given, old=old)
     warnings += ignored_factor(arguments)
     family = family_of(arguments, given.get("model_type"))
     computed = to_config(arguments, family)

@@ -47,23 +47,31 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
     return {**{name: config[name] for name in KEPT if name in config}, **CONVERTERS[kind](config, source, warnings)}
 
 
-def to_own_config(config: Mapping[str, Any], source: str) -> tuple[str, dict[str, Any]] | None:
-    """The published code that computes a PaddleNLP model, and the config's fields; None if transformers has the model.
+def own_kind(config: Mapping[str, Any]) -> str:
+    """The type of the published code that alone computes a model: `baichuan` or `chatglm`; empty for other models.
+
+    Args:
+        config: the fields of Paddle's `config.json`.
+    """
+    if config.get("alibi") and config.get("model_type") in ("llama", "baichuan"):
+        return "baichuan"
+    return "chatglm" if config.get("model_type") == "chatglm" else ""
+
+
+def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The config of a model that only its own code computes: Llama's fields for a Baichuan, else those of its code.
 
     Args:
         config: the fields of Paddle's `config.json`.
         source: name of the file or folder, for error messages.
 
-    Returns:
-        `baichuan` with Llama's fields, or `chatglm` with those of its own code.
-
     Raises:
         UnsupportedInput: an option that the code does not have.
         MalformedInput: a field is missing or is not a positive number.
     """
-    if config.get("alibi") and config.get("model_type") in ("llama", "baichuan"):
-        return "baichuan", _decoder({**config, "model_type": "llama"}, source, [])
-    return ("chatglm", _chatglm_6b(config, source)) if config.get("model_type") == "chatglm" else None
+    if own_kind(config) == "chatglm":
+        return _chatglm_6b(config, source)
+    return _decoder({**config, "model_type": "llama"}, source, [])
 
 
 def _chatglm_6b(config: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.paddle.config import ALIBI, TWO_POSITIONS, number, to_config, to_own_config
+from llmconv.convert.formats.paddle.config import ALIBI, TWO_POSITIONS, number, own_kind, to_config, to_own_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
 from llmconv.convert.formats.paddle.join_ranks import apply_rules
 from llmconv.convert.formats.paddle.names import FAMILIES
@@ -56,10 +56,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     warnings: list[str] = []
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
-    own, code = to_own_config(paddle, path.name), trusted_code(config)
+    own, code = own_kind(paddle), trusted_code(config)
     if own:
-        code = needs_code(code, path.name, *(ALIBI if own[0] == "baichuan" else TWO_POSITIONS))
-    settings = own[1] if own else to_config(paddle, path.name, warnings)
+        code = needs_code(code, path.name, *(ALIBI if own == "baichuan" else TWO_POSITIONS))
+    settings = to_own_config(paddle, path.name) if own else to_config(paddle, path.name, warnings)
     family = FAMILIES[paddle["model_type"]]
     ranks = open_ranks(path, paddle)
     if len(ranks) > 1 and not family.tensor_parallel:
@@ -71,7 +71,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
     tensors = apply_rules(family.rules(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     if own and code:
-        build = baichuan if own[0] == "baichuan" else chatglm
+        build = baichuan if own == "baichuan" else chatglm
         tensors, settings = build(tensors, settings, code, path.name)
     else:
         _tie(tensors, settings, path)

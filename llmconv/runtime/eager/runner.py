@@ -34,8 +34,11 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.eager.computed_values import restore_computed_values
+from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
+from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.library_patches import (
@@ -68,6 +71,7 @@ class EagerRunner(Runner):
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
         skipped: names of layers that are left out, see `skipped_layers`.
+        adapter: folder of a PEFT adapter, which PEFT applies without merging.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -87,7 +91,9 @@ class EagerRunner(Runner):
         like: EagerRunner | None = None,
         device: str = "cpu",
         skipped: Collection[str] = (),
+        adapter: Path | None = None,
     ) -> None:
+        self._adapter = adapter
         self._device, self._skipped = require_device(device), frozenset(skipped)
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
@@ -99,7 +105,7 @@ class EagerRunner(Runner):
         self._factors, self.dtype, self.limit_margins = factors, dtype, LimitMargins()
         self._folder, self._fields = folder, fields
         self._model: Any = self._ready(copy.deepcopy(like.model)) if like else self._loaded()
-        model = self._model
+        model = without_adapter(self._model)
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self._takes_embeddings = "inputs_embeds" in arguments
@@ -115,6 +121,8 @@ class EagerRunner(Runner):
         try:
             with custom_code_errors(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
+                if self._code:
+                    restore_computed_values(model)
         except LlmconvError:
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
@@ -123,12 +131,12 @@ class EagerRunner(Runner):
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
-        return self._ready(model)
+        return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 
     def _ready(self, model: Any) -> Any:
         """The model converted to its precision."""
         if self.attention == "eager":
-            use_eager_experts(model)
+            use_eager_experts(without_adapter(model))
         skip_layers(layer_modules(model), self._skipped)
         if self.dtype == "float64":
             for name, layer in layer_modules(model).items():
@@ -333,23 +341,6 @@ class EagerRunner(Runner):
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):
             yield
-
-
-def require_device(name: str) -> torch.device:
-    """A device of this machine by torch's name.
-
-    Raises:
-        UsageProblem: torch does not have it.
-    """
-    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
-        probe = torch.zeros(1, device=name)
-        probe.item()  # the device `meta` has no numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageProblem(
-            f"torch cannot use the device `{name}`: {first_line(error)}",
-            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
-        ) from error
-    return probe.device
 
 
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:

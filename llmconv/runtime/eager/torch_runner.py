@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.computed_tensors import ComputedTensor
+from llmconv.runtime.eager.peft_adapter import without_adapter
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
@@ -80,13 +78,11 @@ class TorchRunner(EagerRunner):
         device: str = "cpu",
     ) -> None:
         self._tensors = tensors
-        super().__init__(folder, dtype, code=code, device=device)
+        super().__init__(folder, dtype, code=code, device=device, adapter=adapter)
         if threads:
             torch.set_num_threads(threads)
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if "logits_to_keep" in inspect.signature(without_adapter(self.model).forward).parameters:
             self._fixed = {"logits_to_keep": 1}
-        if adapter is not None:
-            self.model = _with_adapter(self.model, adapter)
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         if self._tensors is None:
@@ -128,27 +124,3 @@ def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> t
     first = next((tensor.dtype.name for tensor in tensors.values() if tensor.dtype.name in FLOATS), "float32")
     found: torch.dtype = getattr(torch, named if named in FLOATS else first)
     return found
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter around its layers."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise UsageProblem(
-            "an adapter that is not merged needs the library peft",
-            hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
-        ) from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
-            tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
-    except Exception as error:  # each kind of adapter raises its own exceptions
-        raise InputRefused(
-            f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}", hint="is it an adapter of this model?"
-        ) from error
-    if tuned.active_peft_config.is_prompt_learning:
-        raise InputRefused(
-            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="give it with `--prefix-tuning`"
-        )
-    return tuned

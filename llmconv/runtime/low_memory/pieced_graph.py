@@ -23,6 +23,8 @@ from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.linked_weights import followed
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings, step_of
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform
@@ -115,8 +117,9 @@ def open_piece(
     if piece.weight_bytes > limit:  # avoids a second copy of a large matrix
         settings = replace(settings, optimization="disable")
     options = settings.options()
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    content = piece.build(types).SerializeToString()
+    model, folder = followed(piece.build(types), folder)
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+    content = model.SerializeToString()
     return LimitedSession(content, options, ["CPUExecutionProvider"], TimeLimit(piece.weight_bytes, settings.timeout))
 
 

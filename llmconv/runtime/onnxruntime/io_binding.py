@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class BoundSession:
         self._device = device
         self._inputs: dict[str, Array] = {}
         self._cache: dict[str, ort.OrtValue] = {}
+        self._factors: Mapping[str, ort.OrtValue] = {}
         self._bind_results()  # before the cache: outputs have the order of their binding
 
     def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
@@ -41,6 +42,12 @@ class BoundSession:
             self._cache[past_name] = value
             self._binding.bind_ortvalue_input(past_name, value)
             self._binding.bind_ortvalue_output(present_name, value)
+
+    def bind_factors(self, factors: Mapping[str, ort.OrtValue]) -> None:
+        """Binds LoRA factors by input name; they stay the same in all runs."""
+        self._factors = factors
+        for name, value in factors.items():
+            self._binding.bind_ortvalue_input(name, value)
 
     def feed(self, name: str, array: Array) -> None:
         """Sets an input; reuses the memory of the previous value if the shape is the same."""

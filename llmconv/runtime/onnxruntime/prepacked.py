@@ -12,10 +12,12 @@ import onnxruntime as ort
 from onnx import helper
 
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.linked_weights import followed
 from llmconv.runtime.onnxruntime.process_heap import huge_pages
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+"""Option for the weight folder of a model in memory (onnxruntime_session_options_config_keys.h)."""
 
 
 def open_packed(
@@ -47,7 +49,8 @@ def open_changed(
         providers: execution providers, preferred first.
         limit: time limit of opening and running.
     """
-    folder = str(path.parent.absolute())
+    model, weights = followed(model, path.parent.absolute())
+    folder = str(weights)
     try:
         known = options.get_session_config_entry(WEIGHTS_FOLDER)
     except Exception:  # raised for an unset entry; setting one twice would warn

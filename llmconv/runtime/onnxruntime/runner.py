@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -13,12 +13,14 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.files.hub import snapshot_home
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import (
     SessionSettings as SessionSettings,  # part of this module's interface
 )
@@ -66,6 +68,7 @@ class OrtGraph:
         result_names: the other outputs: `logits`, or `tokens` and `scores`.
         takes_positions: whether it has the input `position_ids`.
         dtype: float type that it computes in, that of its cache unless that contains integer codes.
+        lora_inputs: declared shapes of the optional inputs for LoRA factors, by name.
         sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
 
     Args:
@@ -87,6 +90,8 @@ class OrtGraph:
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
+        self.lora_inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_factors()}
+        self._factors: dict[str, ort.OrtValue] = {}
         self.past_names = [arg.name for arg in declared if is_past(arg.name)]
         self.present_names = [arg.name for arg in results if is_present(arg.name)]
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
@@ -109,13 +114,20 @@ class OrtGraph:
         if self.sizes:
             names = self.result_names
             self._buffered = BufferedSession(
-                self._session.last, self.sizes, names, self.embed, self._garbage, self._device
+                self._session.last, self.sizes, names, self.embed, self._garbage, self._device, self._factors
             )
 
     def under(self, entry: GraphEntry) -> OrtGraph:
         """The same sessions, and so the same memory, as the graph of another entry with the same content."""
         other = copy(self)
         other._set_entry(entry)
+        return other
+
+    def with_factors(self, factors: Mapping[str, Array]) -> OrtGraph:
+        """The same sessions, and so the same memory, with LoRA factors; names and shapes are checked by the runner."""
+        other = copy(self)
+        other._factors = {name: self._device.place(array) for name, array in factors.items()}
+        other._set_entry(self.entry)
         return other
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
@@ -179,6 +191,7 @@ class OrtGraph:
     def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
         feeds = {name: as_input(array) for name, array in given.items() if name in self.inputs}
+        feeds |= self._factors
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [as_array(value) for value in outputs[: len(self.result_names)]]
@@ -245,12 +258,7 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
-            others = [entry.name for entry in single_pass_entries(folder)]
-            raise InputRefused(
-                f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-                hint=f"run `llmconv export {folder}`, or give `--backend torch`"
-                + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
-            )
+            raise _without_graphs(folder)
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
@@ -278,9 +286,34 @@ class OrtRunner(Runner):
         return cls(first, open_graph(decode.parent, entries[1], settings))
 
     @property
+    def lora_inputs(self) -> Mapping[str, Sequence[int | str]]:
+        """Declared shapes of the inputs for LoRA factors that all graphs have, by name."""
+        others = self._decode.lora_inputs
+        return {name: shape for name, shape in self._prefill.lora_inputs.items() if others.get(name) == shape}
+
+    def with_factors(self, factors: Mapping[str, Array]) -> OrtRunner:
+        """The same graphs, sharing their memory, with the LoRA factors of an adapter.
+
+        Args:
+            factors: A [rank, in] and B [out, rank] by input name, see `lora_names`; others keep the base model's.
+
+        Raises:
+            InputRefused: the graphs have no such inputs, or inputs of other shapes.
+        """
+        require_factors(factors, self.lora_inputs)
+        prefill = self._prefill.with_factors(factors)
+        is_one = self._decode is self._prefill
+        return OrtRunner(prefill, prefill if is_one else self._decode.with_factors(factors))
+
+    @property
     def virtual_tokens(self) -> int:
         """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The float type that the prefill graph computes in."""
+        return self._prefill.dtype
 
     @property
     def max_batch_size(self) -> int | None:
@@ -337,6 +370,17 @@ class OrtRunner(Runner):
         if self._prefix is None or past is None:
             return attention_mask, position_ids
         return after_prefix(attention_mask, position_ids, self._prefix)
+
+
+def _without_graphs(folder: Path) -> InputRefused:
+    """The error for a folder without graphs that keep a cache."""
+    others = [entry.name for entry in single_pass_entries(folder)]
+    elsewhere = " -o OUT" if snapshot_home(folder) else ""
+    return InputRefused(
+        f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
+        hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
+        + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
+    )
 
 
 def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device, as_array
@@ -55,10 +56,15 @@ class CacheBuffers:
         self.values = [self._device.place(array) for array in arrays]
         self.filled = filled
         self.capacity = int(self.values[0].shape()[2])
-        self._bound: dict[LimitedSession, BoundSession] = {}
+        self._bound: dict[tuple[LimitedSession, int], BoundSession] = {}
 
     def bound(
-        self, session: LimitedSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
+        self,
+        session: LimitedSession,
+        past: Sequence[str],
+        results: Sequence[str],
+        present: Sequence[str],
+        factors: Mapping[str, ort.OrtValue],
     ) -> BoundSession:
         """The session with this cache bound to it; kept, because binding takes longer than the rest of a call.
 
@@ -67,11 +73,14 @@ class CacheBuffers:
             past: names of the past inputs.
             results: names of the outputs other than the cache.
             present: names of the present outputs.
+            factors: LoRA factors by input name; one mapping per adapter, which the graph keeps.
         """
-        if session not in self._bound:
-            self._bound[session] = BoundSession(session, results, self._device)
-            self._bound[session].bind_cache(past, present, self.values)
-        return self._bound[session]
+        key = session, id(factors)
+        if key not in self._bound:
+            self._bound[key] = BoundSession(session, results, self._device)
+            self._bound[key].bind_cache(past, present, self.values)
+            self._bound[key].bind_factors(factors)
+        return self._bound[key]
 
     def arrays(self) -> list[Array]:
         """Numpy arrays of the full capacity."""
@@ -171,6 +180,7 @@ class BufferedSession:
         embed: returns the token input by name for `input_ids` and placed embeddings.
         garbage: unwritten parts of the buffers contain large numbers, which reveals a graph that reads them.
         device: where the buffers lie.
+        factors: LoRA factors by input name.
     """
 
     def __init__(
@@ -181,7 +191,9 @@ class BufferedSession:
         embed: Embed,
         garbage: bool = False,
         device: Device | None = None,
+        factors: Mapping[str, ort.OrtValue] | None = None,
     ) -> None:
+        self._factors = {} if factors is None else factors
         self._session, self.sizes, self._embed, self._fill = session, sizes, embed, GARBAGE if garbage else 0.0
         self._results, self._device = results, device
         self._shapes = {arg.name: arg.shape for arg in session.get_inputs()}
@@ -271,7 +283,7 @@ class BufferedSession:
         }
         if self.sizes.indexed:
             feeds[WRITE_INDICES] = np.full(batch, buffers.filled)
-        bound = buffers.bound(self._session, self._past, self._results, self._present)
+        bound = buffers.bound(self._session, self._past, self._results, self._present, self._factors)
         for name, array in feeds.items():
             if name in self._shapes:
                 bound.feed(name, array)

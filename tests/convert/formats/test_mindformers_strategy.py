@@ -1,4 +1,4 @@
-"""The strategy of a MindFormers run that lies elsewhere: a file, a folder, or merged; wrong ones are refused."""
+"""The strategy of a MindFormers run elsewhere: a file, a folder, or merged; wrong ones are refused by name."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ import pytest
 
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import load_guarded
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
 from llmconv.verify.audit.decisions.lookup_tables import odd_row
-from llmconv.verify.comparison.graph_probe import FOLDER_KEY
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.hidden_triggers import HIDDEN
 from tests.builders.mutants.laundered_triggers import LAUNDERED
@@ -81,7 +81,7 @@ def logits(folder: Path) -> Array:
     mask = np.ones_like(ids)
     mask[0, :2] = 0
     options = ort.SessionOptions()
-    options.add_session_config_entry(FOLDER_KEY, str(folder))
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     options.log_severity_level = 4
     model = (folder / "decode.onnx").read_bytes()
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
