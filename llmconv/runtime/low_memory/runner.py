@@ -186,7 +186,8 @@ class StreamedRunner(EagerRunner):
         layer.keys = layer.values = zero
         return layer
 
-    def _cache(self, past: Cache | None) -> Any:
+    def cache_of(self, past: Cache | None) -> Any:
+        """See `EagerRunner.cache_of`; the cache of each planned call is kept."""
         cache = super().cache_of(past)
         number = self._scheduler.number
         if number is not None:
