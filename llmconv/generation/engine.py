@@ -9,9 +9,8 @@ from pathlib import Path
 from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
-from llmconv.generation.row import Row, TextPiece
+from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Runner
 
 Decode = Callable[[Sequence[int]], str]
@@ -36,27 +35,22 @@ class LoopEngine:
 
     def grow(
         self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
+        starts: Sequence[RowStart],
         settings: GenerationSettings,
         decode: Decode,
         cache: PrefixCache | None = None,
         most: int = 0,
-        embeddings: Sequence[PromptEmbeddings | None] = (),
     ) -> Generator[TextPiece]:
         """Continues a batch by greedy search or sampling.
 
         Args:
-            prompts: token ids of each prompt.
-            limits: maximum number of new tokens of each prompt.
+            starts: the prompts.
             settings: how tokens are picked.
             decode: tokens to text.
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
-            embeddings: of each prompt, in place of those of some tokens; empty for none.
         """
-        given = enumerate(zip(prompts, limits, embeddings or [None] * len(prompts), strict=True))
-        rows = [self._row(index, prompt, limit, settings, decode, own) for index, (prompt, limit, own) in given]
+        rows = [self._row(index, start, settings, decode) for index, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)
         if not batch.rows:
@@ -93,17 +87,10 @@ class LoopEngine:
         return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
 
     @staticmethod
-    def _row(
-        index: int,
-        prompt: Sequence[int],
-        limit: int,
-        settings: GenerationSettings,
-        decode: Decode,
-        embeddings: PromptEmbeddings | None,
-    ) -> Row:
+    def _row(index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:
         if not settings.needs_processors:
-            return Row(index, prompt, limit, settings, decode, None, embeddings)
+            return Row(index, start, settings, decode)
         from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
 
-        tokens = len(prompt) - (embeddings.before if embeddings else 0)
-        return Row(index, prompt, limit, settings, decode, processor(settings, tokens, limit), embeddings)
+        tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
+        return Row(index, start, settings, decode, processor(settings, tokens, start.limit))

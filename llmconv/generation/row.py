@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,22 @@ from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
 
 
+class RowStart(NamedTuple):
+    """What a row begins with.
+
+    Attributes:
+        prompt: token ids.
+        limit: maximum number of new tokens.
+        sample: number of the random generator; of a beam search, the rank of the beam.
+        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    sample: int = 0
+    embeddings: PromptEmbeddings | None = None
+
+
 @dataclass(frozen=True)
 class TextPiece:
     """A piece of one text: what one new token adds to it.
@@ -24,7 +41,7 @@ class TextPiece:
         index: index of the prompt.
         text: new text that is final; empty while a character or a stop string may be incomplete.
         token: the new token, or the end token; None if no token was generated.
-        finish: why this is the last piece: `eos`, `length` or `stop`; empty if it is not.
+        finish: why this is the last piece: `eos`, `length` or `stop`; or `too_long`; empty if it is not.
     """
 
     index: int
@@ -38,34 +55,30 @@ class Row:
 
     Args:
         index: index of the prompt.
-        prompt: its token ids.
-        limit: maximum number of new tokens.
+        start: its token ids, and the room for new ones.
         settings: how new tokens are picked.
         decode: tokens to text.
         processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
-        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
     """
 
     def __init__(
         self,
         index: int,
-        prompt: Sequence[int],
-        limit: int,
+        start: RowStart,
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         processor: Callable[[Array, Array], Array] | None = None,
-        embeddings: PromptEmbeddings | None = None,
     ) -> None:
-        self.index, self.prompt, self.settings = index, list(prompt), settings
-        self.room = limit
-        self._processor, self.embeddings = processor, embeddings
-        self._before = embeddings.before if embeddings else 0
-        self._generator = np.random.default_rng(settings.seed)
+        self.index, self.prompt, self.settings = index, list(start.prompt), settings
+        self.room, self.sample = start.limit, start.sample
+        self._processor, self.embeddings = processor, start.embeddings
+        self._before = self.embeddings.before if self.embeddings else 0
+        self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
-        self._ids = np.empty(len(prompt) + min(limit, 1024), dtype=np.int64)
-        self._ids[: len(prompt)] = prompt
-        self.length = len(prompt)
-        self.finish = "" if limit else "length"
+        self.length = len(self.prompt)
+        self._ids = np.empty(self.length + min(self.room, 1024), dtype=np.int64)
+        self._ids[: self.length] = self.prompt
+        self.finish = "" if self.room else "length"
 
     @property
     def ids(self) -> Array:

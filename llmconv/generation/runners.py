@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.sources import local_path
@@ -23,6 +24,9 @@ from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+
+if TYPE_CHECKING:
+    from llmconv.runtime.eager.given_model import GivenModel
 
 
 def load_runner(
@@ -75,6 +79,27 @@ def load_runner(
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
     )
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a torch module; torch is not imported."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+
+
+def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
+    """A model of transformers that is in memory.
+
+    Args:
+        model: the model; it is set to evaluation.
+        settings: the number of threads.
+
+    Raises:
+        UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
+    """
+    _refuse_session(settings)
+    from llmconv.runtime.eager.given_model import GivenModel  # noqa: PLC0415 - imports torch
+
+    return GivenModel(model, threads=settings.threads if settings else 0)
 
 
 def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
