@@ -310,7 +310,6 @@ INPUT_MAPS: dict[str, InputMap] = {
     "trocr": MASK_ALONE,
     "vaultgemma": DECODER,
     "whisper": MASK_ALONE,
-    "xglm": DECODER,
     "xlm-roberta": DECODER,
     "xlm-roberta-xl": DECODER,
     "youtu": InputMap(

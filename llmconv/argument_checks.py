@@ -23,6 +23,12 @@ from llmconv.files.paths import PLACED, WRITTEN, kind_of, output_path, output_pl
 OWN = "checked by the function itself"
 """In `Annotated`: a parameter that is not checked here."""
 
+ELEMENT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Short names of element types, as other tools spell them."""
+
+TYPED = {"dtype", "precision", "logits_dtype"}
+"""Parameters that are the name of an element type."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -93,6 +99,8 @@ def fitted(value: Any, hint: Any, name: str) -> Any:
         InputRefused: it is to be written, and not on this machine.
     """
     origin, options = get_origin(hint), get_args(hint)
+    if name in TYPED and isinstance(value, str):
+        value = ELEMENT_TYPES.get(value, value)
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if origin is Annotated:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import llmconv
 import llmconv.bench
@@ -22,6 +23,7 @@ import llmconv.verify
 from llmconv.argument_checks import checked
 from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.checkpoint import open_checkpoint
+from llmconv.cli import main
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime import SessionSettings
 
@@ -270,3 +272,12 @@ def test_an_unknown_parameter_is_named_with_the_near_one(call: Callable[[], obje
     with pytest.raises(UsageProblem, match=problem) as caught:
         call()
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")])
+def test_the_short_name_of_an_element_type_is_the_full_one(short: str, name: str, tmp_path: Path) -> None:
+    plan = llmconv.convert.to_hf(CHECKPOINT, tmp_path / "out", dtype=short, dry_run=True)
+    assert {tensor.dtype.name for shard in plan.shards for tensor in shard.tensors.values()} == {name}
+    line = ["to-hf", str(CHECKPOINT), "-o", str(tmp_path / "out"), "--dtype", short, "--dry-run"]
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 0 and f"  {name}  [" in done.output

@@ -28,7 +28,6 @@ from llmconv.model_code import (
     references,
 )
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.custom_code import custom_classes, custom_code_errors
 from llmconv.tensors import LazyTensor
 
 UNSTORED = (
@@ -49,8 +48,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
         source: file name for messages.
 
     Raises:
-        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected
-            keys, or a shape mismatch.
+        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected keys, or a
+            shape mismatch.
         UnsupportedInput: the code cannot be run, or does not build a model.
     """
     side_files = dict(checkpoint.side_files)
@@ -62,7 +61,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
     folder = code.folder(names)
     _require_classes(folder, names)
     files = collect_code(folder, names)
-    note = f"the model's own code is copied from `{folder}`, and was run to check the weights: {listing(list(files))}"
+    done = "copied, and was run to check the weights" if model_class(checkpoint.config) else "copied"
+    note = f"the code in `{folder}` is {done}: {listing(list(files))}"
     carried = replace(checkpoint, side_files={**side_files, **files}, warnings=(*checkpoint.warnings, note))
     if model_class(checkpoint.config):
         return _as_code_has_it(carried, folder, source)
@@ -143,6 +143,7 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, 
 
 def _model(folder: Path, config: Mapping[str, Any]) -> Any:
     from llmconv.convert.models.meta_model import NotBuildable, code_model  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):
@@ -153,6 +154,7 @@ def _model(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def _gaps(folder: Path, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingGaps:
     from llmconv.convert.models.meta_model import NotBuildable, gaps_of  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):

@@ -92,12 +92,12 @@ if TYPE_CHECKING:
 @click.option("--strict-target", is_flag=True, help="Refuse graphs of which the target leaves a part to the CPU.")
 @click.option(
     "--precision",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
+    type=options.ElementType(["float32", "float16", "bfloat16"]),
     help="Dtype that the graphs compute in, and of their cache.  [default: float32, or --target's]",
 )
 @click.option(
     "--logits-dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
+    type=options.ElementType(["float32", "float16", "bfloat16"]),
     default="float32",
     show_default=True,
     help="Dtype of the logits: float32 or that of --precision.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from llmconv.cli.options import ElementType
 from llmconv.errors import UsageProblem
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ BACKEND = (
     click.option("--device", metavar="NAME", help="Device of torch: cpu, cuda, cuda:1, …, with `--backend torch`."),
     click.option(
         "--dtype",
-        type=click.Choice(["float32", "float16", "bfloat16"]),
+        type=ElementType(["float32", "float16", "bfloat16"]),
         help="Dtype of the model, with `--backend torch`. Default: that of its weights.",
     ),
 )

@@ -23,7 +23,7 @@ from llmconv.progress import say
 @options.as_json
 @options.talk
 def command(folder: str, adapter: str, output: Path, as_json: bool, **choices: Any) -> None:
-    """Write the LoRA factors of ADAPTER as a file of onnxruntime, for the graphs in FOLDER.
+    """Write the LoRA factors of ADAPTER as a file for the graphs in FOLDER.
 
     FOLDER is the base with graphs of `llmconv export --lora-inputs`; ADAPTER is a LoRA that merge-lora reads. The file
     is for onnxruntime's `LoraAdapter` and for `llmconv generate --adapter`: one base serves many adapters.

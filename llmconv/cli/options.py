@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from llmconv.argument_checks import ELEMENT_TYPES
 from llmconv.files.paths import output_path, output_place
 from llmconv.hub.address import HubAddress
 from llmconv.progress import set_quiet
@@ -90,6 +91,14 @@ class OutputFolder(Output):
         return output_place(value, param.opts[-1] if param else "output")
 
 
+class ElementType(click.Choice):  # type: ignore[type-arg] # generic for the type checker alone
+    """The name of an element type, or its short form such as `bf16`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The full name."""
+        return super().convert(ELEMENT_TYPES.get(str(value), value), param, ctx)
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
     """A time in seconds, such as `60s`, `5m` or `1h`."""
 
@@ -113,7 +122,7 @@ output = click.option(
 )
 dtype = click.option(
     "--dtype",
-    type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
+    type=ElementType(["keep", "float32", "float16", "bfloat16"]),
     default="keep",
     show_default=True,
     help="Element type of the floating-point weights.",

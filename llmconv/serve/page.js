@@ -1,6 +1,7 @@
 const at = id => document.getElementById(id);
 const log = at("log"), text = at("text"), scroll = at("scroll");
 const CONTINUED = 64; /* default number of tokens of a continuation; the API's own default is 16 */
+const SAMPLING = [["temperature", "temperature"], ["top-p", "top_p"], ["top-k", "top_k"], ["seed", "seed"], ["limit", "max_tokens"]];
 let messages = [];
 let running = null;
 let images = []; /* data URLs of the images of the next message */
@@ -139,9 +140,7 @@ async function* events(body) {
 
 function sampling() {
   const body = {stream: true, stream_options: {include_usage: true}};
-  for (const [id, name] of [["temperature", "temperature"], ["top-p", "top_p"], ["limit", "max_tokens"]]) {
-    if (at(id).value !== "") body[name] = Number(at(id).value);
-  }
+  for (const [id, name] of SAMPLING) if (at(id).value !== "") body[name] = Number(at(id).value);
   return body;
 }
 

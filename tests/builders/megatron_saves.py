@@ -203,6 +203,23 @@ def with_engine(state: State) -> State:
     return renamed
 
 
+def with_grouped_experts(state: State) -> State:
+    """The experts of a rank in two matrices, as `GroupedMLP` of Megatron core keeps them."""
+    kept = {name: tensor for name, tensor in state.items() if ".local_experts." not in name}
+    stems = {name.partition(".local_experts.")[0] for name in state if ".local_experts." in name}
+    for stem in stems:
+        for number in (1, 2):
+            found = [
+                tensor.T
+                for name, tensor in state.items()
+                if name.startswith(f"{stem}.") and name.endswith(f"fc{number}.weight")
+            ]
+            whole = torch.stack(found)
+            hidden = whole.shape[number]
+            kept[f"{stem}.weight{number}"] = whole.reshape((hidden, -1) if number == 1 else (-1, hidden)).contiguous()
+    return kept
+
+
 def with_old_names(state: State) -> dict[str, Any]:
     """The nested dict of Megatron-LM before its core."""
     encoder, model = {}, dict[str, Any]()

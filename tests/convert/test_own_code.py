@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
-from llmconv.convert import to_hf
+from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
@@ -22,6 +24,7 @@ from llmconv.verify import verify
 from tests.builders.dcp_folders import save as save_dcp
 from tests.builders.own_code import AUTO_MAP, CONFIG, composer, loaded, logits_of, random_model, save_code
 from tests.builders.talking import save_letters
+from tests.stores.bucket import Bucket
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text('')\n"
 pytestmark = pytest.mark.usefixtures("modules_cache")
@@ -49,7 +52,7 @@ def run(tmp_path: Path, model: Any) -> Path:
 
 def traced(folder: Path) -> Path:
     """The folder, with code that leaves a file when it runs."""
-    (folder / "modeling_magpie.py").write_text(TRACE + (folder / "modeling_magpie.py").read_text())
+    (folder / "modeling_magpie.py").write_text((folder / "modeling_magpie.py").read_text() + TRACE)
     return folder
 
 
@@ -106,6 +109,56 @@ def test_the_converted_folder_is_exported_verified_and_generates(
     asked: dict[str, Any] = {"max_new_tokens": 4, "trust_remote_code": True}
     found = [generate(tmp_path / "hf", ["a b"], backend=one, **asked).completions for one in ("onnx", "torch")]
     assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT with transformers 5
+def test_a_merge_copies_the_code_and_does_not_run_it(code: Path, model: Any, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["to_queries", "mix"], init_lora_weights=False)
+    save_file(model.state_dict(), code / "model.safetensors")
+    tuned = get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "adapter")
+    expected = logits_of(tuned.merge_and_unload())
+    traced(code)
+    merge_lora(code, tmp_path / "adapter", tmp_path / "merged")
+    assert not (code / "ran").exists()
+    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), expected)
+
+
+def test_an_exact_delta_carries_the_code_of_the_tuned_model(code: Path, model: Any, tmp_path: Path) -> None:
+    save_file(model.state_dict(), code / "model.safetensors")
+    tuned = traced(Path(shutil.copytree(code, tmp_path / "tuned")))
+    extract_delta(code, tuned, tmp_path / "delta")
+    apply_delta(code, tmp_path / "delta", tmp_path / "back")
+    assert (tmp_path / "back/modeling_magpie.py").read_text().endswith(TRACE)
+    assert not [*tmp_path.rglob("ran")]
+
+
+def test_an_added_delta_keeps_the_code_of_the_base(code: Path, model: Any, tmp_path: Path) -> None:
+    save_file(model.state_dict(), code / "model.safetensors")
+    delta = save_code(tmp_path / "delta", auto_map={"AutoModelForCausalLM": "evil.Evil"})
+    save_file({name: 1e-3 * one for name, one in model.state_dict().items()}, delta / "model.safetensors")
+    plan = apply_delta(code, delta, tmp_path / "sum", dry_run=True).plan
+    assert plan.checkpoint.config["auto_map"] == AUTO_MAP and plan.small_files.keys() >= FILES
+
+
+def test_from_hf_refuses_a_model_with_its_own_code(code: Path, model: Any, tmp_path: Path) -> None:
+    save_file(model.state_dict(), code / "model.safetensors")
+    with pytest.raises(UnsupportedInput, match="has code of its own"):
+        from_hf(code, tmp_path / "out", to="meta")
+
+
+def test_buffers_that_no_weights_contain_are_a_warning(code: Path, model: Any, tmp_path: Path) -> None:
+    file = code / "modeling_magpie.py"
+    added = 'self.post_init()\n        self.register_buffer("table", torch.ones(2), persistent=False)'
+    file.write_text(file.read_text().replace("self.post_init()", added))
+    torch.save(model.state_dict(), code / "last.pt")
+    plan = to_hf(code / "last.pt", tmp_path / "hf", trust_remote_code=True, dry_run=True)
+    assert any("`table`, which no weights contain" in warning for warning in plan.checkpoint.warnings)
+
+
+def test_an_output_in_a_bucket_contains_the_code(run: Path, code: Path, bucket: Bucket) -> None:
+    to_hf(run, f"{bucket}/out", code=code, trust_remote_code=True)
+    assert bucket.files().keys() >= FILES
 
 
 @pytest.mark.parametrize("options", [[], ["--code", "code"]])

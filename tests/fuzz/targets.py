@@ -40,6 +40,7 @@ from llmconv.files.packing.tar_archive import RECORD, is_tar
 from llmconv.files.pickles.reader import read_pickle
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.sources import reading_safely
+from llmconv.model_code import collect_code
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
@@ -371,6 +372,12 @@ TARGETS: dict[str, Target] = {
         lambda: [built(delta, "delta.json")],
         lambda path: open_exact(path.parent),
         lambda: others(delta, "delta.json"),
+    ),
+    "model-code": Target(
+        "own.py",
+        lambda: [b"import re\nfrom . import own\nfrom .own import *\n\nclass Model(own.Base):\n    x = f'{1}', [2]\n"],
+        lambda path: collect_code(path.parent, ["own.Model"]),
+        words=(b"from .", b"import ", b"..", b"(", b"lambda: ", b"\n    ", b"# coding: utf-7\n", b"\\N{", b"0x"),
     ),
     "request": Target(
         "request.json",

@@ -90,6 +90,13 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextMo
     ]
 
 
+def test_a_new_folder_has_the_processor(folder: Path, model: TextModel, pictures: list[Path], tmp_path: Path) -> None:
+    made = export(folder, tmp_path / "new").folder
+    prompt = Prompt("Look:~", images=(pictures[0],))
+    found, expected = (generate(one, prompt, **OPTIONS).completions[0].tokens for one in (made, model))
+    assert found == expected
+
+
 def run(*line: Any) -> Any:
     return CliRunner().invoke(main, ["generate", *(str(word) for word in line)])
 

@@ -131,12 +131,15 @@ def test_an_error_is_shown_and_the_message_is_restored(page: Page) -> None:
     assert page.browser.find_elements(By.CSS_SELECTOR, "#log > .error") == []
 
 
-def test_top_p_reaches_the_server(page: Page) -> None:
+@pytest.mark.parametrize(
+    ("place", "value", "name"), [("top-p", "1.5", "top_p"), ("top-k", "-1", "top_k"), ("seed", "0.5", "seed")]
+)
+def test_options_of_sampling_reach_the_server(place: str, value: str, name: str, page: Page) -> None:
     page.limit(4)
-    page["top-p"].send_keys("1.5")
+    page[place].send_keys(value)
     page.send("Hello")
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#log > .error"))
-    assert "top_p" in page["log"].text
+    assert name in page["log"].text
 
 
 def test_every_option_has_a_label(page: Page) -> None:

@@ -72,8 +72,7 @@ class ImageChecks:
         blank = Check(ANSWERS, graph.name, "")
         prompt, step = self._calls
         candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-        fixed = graph.sizes.refusal(2, 0, prompt.input_ids.shape[1] + 1) if graph.sizes else ""
-        if reason := candidate.refuses(prompt) or fixed:
+        if reason := candidate.refuses(prompt) or candidate.refuses(step):
             return [replace(blank, output="logits", verdict="skip", detail=reason)]
         try:
             first = candidate.runner.prefill_placed(

@@ -33,7 +33,7 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     blank = Check(NAME, graph.name, "")
     call, placed = _call(eager)
     candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-    if reason := candidate.refuses(call) or _fixed(graph):
+    if reason := candidate.refuses(call):
         return [replace(blank, output="logits", verdict="skip", detail=reason)]
     given = call.input_ids, call.attention_mask, call.position_ids, None, placed
     truths = eager.outputs_of(call, lambda model: model.prefill_placed(*given))
@@ -48,11 +48,6 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     if candidate.last_logits and "logits" in expected:
         expected["logits"] = expected["logits"].last()
     return [fold(blank, name, [_measure(truth, rows.get(name), gates)], gates) for name, truth in expected.items()]
-
-
-def _fixed(graph: OrtGraph) -> str:
-    """Why the batch does not fit a graph of fixed sizes; empty if it does."""
-    return graph.sizes.refusal(BATCH, 0, TOKENS) if graph.sizes else ""
 
 
 def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:

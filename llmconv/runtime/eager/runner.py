@@ -35,6 +35,7 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.computed_values import restore_computed_values
+from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
@@ -340,23 +341,6 @@ class EagerRunner(Runner):
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):
             yield
-
-
-def require_device(name: str) -> torch.device:
-    """A device of this machine by torch's name.
-
-    Raises:
-        UsageProblem: torch does not have it.
-    """
-    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
-        probe = torch.zeros(1, device=name)
-        probe.item()  # the device `meta` has no numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageProblem(
-            f"torch cannot use the device `{name}`: {first_line(error)}",
-            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
-        ) from error
-    return probe.device
 
 
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:

@@ -18,7 +18,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -258,10 +258,7 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
-            elsewhere = " -o OUT" if snapshot_home(folder) else ""
-            raise InputRefused(
-                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
-            )
+            raise _without_graphs(folder)
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
@@ -373,6 +370,17 @@ class OrtRunner(Runner):
         if self._prefix is None or past is None:
             return attention_mask, position_ids
         return after_prefix(attention_mask, position_ids, self._prefix)
+
+
+def _without_graphs(folder: Path) -> InputRefused:
+    """The error for a folder without graphs that keep a cache."""
+    others = [entry.name for entry in single_pass_entries(folder)]
+    elsewhere = " -o OUT" if snapshot_home(folder) else ""
+    return InputRefused(
+        f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
+        hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
+        + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
+    )
 
 
 def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:

@@ -27,6 +27,7 @@ from tests.builders.megatron_saves import (
     kept,
     save_megatron,
     with_engine,
+    with_grouped_experts,
     with_old_names,
 )
 from tests.builders.torch_states import FIXTURES
@@ -117,6 +118,14 @@ def test_every_grid_gives_the_same_bits(tmp_path: Path, grid: str, names: Callab
     shape = GRIDS[grid]
     state = hugging_face_state(shape)
     run = save_megatron(tmp_path / "run", shape, state, names)
+    assert_same_bits(opened(tmp_path, run), kept(shape, state))
+
+
+@pytest.mark.parametrize("grid", ["mixtral", "mixtral, tensor, pipeline, expert", "qwen3 with experts"])
+def test_experts_in_two_matrices_give_the_same_bits(tmp_path: Path, grid: str) -> None:
+    shape = GRIDS[grid]
+    state = hugging_face_state(shape)
+    run = save_megatron(tmp_path / "run", shape, state, with_grouped_experts)
     assert_same_bits(opened(tmp_path, run), kept(shape, state))
 
 

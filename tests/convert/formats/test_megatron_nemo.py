@@ -126,6 +126,24 @@ def test_names_of_before_megatron_core_give_the_same_bits(tmp_path: Path) -> Non
     assert_same_bits(opened(folder), kept(SHAPE, model))
 
 
+def test_distributed_weights_of_nemo_1_give_the_same_bits(tmp_path: Path) -> None:
+    model, core = state()
+    folder, _ = nemo1(tmp_path)
+    (folder / "model_weights.ckpt").unlink()
+    save(folder / "model_weights", {f"model.{name}": tensor for name, tensor in core.items()})
+    assert_same_bits(opened(folder), kept(SHAPE, model))
+
+
+def test_zarr_weights_of_nemo_1_are_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = nemo1(tmp_path)
+    (folder / "model_weights").mkdir()
+    with pytest.raises(InputRefused, match="metadata"):
+        opened(folder)
+    (folder / "model_weights/metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(UnsupportedInput, match="`zarr`"):
+        opened(folder)
+
+
 def test_a_packed_nemo_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
     folder, _ = nemo1(tmp_path)
     with tarfile.open(tmp_path / "x.nemo", "w") as archive:

@@ -14,7 +14,7 @@ import torch
 from llmconv.convert import to_hf
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron, with_old_names
+from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron, with_grouped_experts, with_old_names
 from tests.builders.torch_states import FIXTURES
 
 FOLDER = FIXTURES / "megatron"
@@ -118,6 +118,12 @@ def test_a_tied_embedding_that_differs_in_the_last_stage_is_refused(tmp_path: Pa
 def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     run = save(tmp_path, Shape(layers=2, experts=4, expert=2), num_experts=2)
     assert "each rank has 1 experts" in refusal(tmp_path, run).message
+
+
+def test_grouped_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    shape = Shape(layers=2, experts=4)
+    run = save_megatron(tmp_path / "run", shape, hugging_face_state(shape), with_grouped_experts, num_experts=5)
+    assert "does not hold 5 experts" in refusal(tmp_path, run).message
 
 
 def test_a_stage_without_a_layer_is_refused(tmp_path: Path) -> None:
