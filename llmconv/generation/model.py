@@ -17,6 +17,7 @@ from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start,
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.own_embeddings import require_size
@@ -278,7 +279,7 @@ class TextModel:
         starts = add_special_tokens and not has_start(self.tokenizer, text, template)
         return encoder.encode(text, images, starts=starts)
 
-    def stream(
+    def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
@@ -289,6 +290,7 @@ class TextModel:
         samples: Sequence[int] = (),
         decode: Decode | None = None,
         streamer: Any = None,
+        inputs: Sequence[RequestInputs] | None = None,
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -306,9 +308,12 @@ class TextModel:
                 the prompt and then each new token, as integer arrays of shape [1, tokens] and [1].
             embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
                 `cache`.
+            inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
+                with values neither use nor change `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context, or embeddings have another size.
+            InputRefused: a prompt is longer than the context, embeddings have another size, or a value does not fit an
+                extra input.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
@@ -322,20 +327,49 @@ class TextModel:
                 hint="give one prompt at a time",
             )
         limits, rows = self.limits(prompts, settings), embeddings or [None] * len(prompts)
-        starts = list(map(RowStart, prompts, limits, samples, rows))
+        given = self.given_inputs(prompts, inputs)
+        starts = list(map(RowStart, prompts, limits, samples, rows, given))
         decode = decode or self.decode
         placed = [one for one in embeddings if one is not None]
+        cache = None if placed or any(given) else cache
+        if any(given):
+            if placed:
+                raise UsageProblem("a prompt has both embeddings and `inputs`", hint="give one of them")
+            require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
         for one in placed:
             require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if streamer is not None:
             require_streamer(streamer, len(prompts), settings)
-            grown = self._engine.grow(starts, settings, decode, None if placed else cache, most)
+            grown = self._engine.grow(starts, settings, decode, cache, most)
             return feed(streamer, prompts[0], grown)
         if settings.num_beams > 1:
             if placed:
                 raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(starts, settings, decode)
-        return self._engine.grow(starts, settings, decode, None if placed else cache, most)
+        return self._engine.grow(starts, settings, decode, cache, most)
+
+    def given_inputs(
+        self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None
+    ) -> list[GivenInputs | None]:
+        """The values of extra inputs for each prompt, checked; None for a prompt without any.
+
+        Args:
+            prompts: token ids.
+            inputs: values by name, for each prompt.
+
+        Raises:
+            InputRefused: a value does not fit an extra input.
+            UsageProblem: there are more or fewer mappings than prompts.
+        """
+        if inputs is None:
+            return [None] * len(prompts)
+        if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
+            count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+        known = {} if self.engine else self.runner.extra_inputs
+        several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
+        found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+        return [one if one.values else None for one in found]
 
     @property
     def embedding_size(self) -> int | None:
@@ -344,10 +378,10 @@ class TextModel:
 
     def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""
-        for _, group in groupby(enumerate(starts), key=lambda each: each[1].prompt):
+        for _, group in groupby(enumerate(starts), key=lambda each: (each[1].prompt, repr(each[1].inputs))):
             rows = [Row(index, start, settings, decode) for index, start in group]
             count = max(row.sample for row in rows) + 1
-            found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count)
+            found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count, rows[0].inputs)
             for row in rows:
                 yield from _pieces(row, found[row.sample])
 
@@ -374,8 +408,8 @@ class TextModel:
         Raises:
             InputRefused: a prompt is empty, or too long for the context.
         """
-        names = ["the prompt"] if len(prompts) == 1 else [f"prompt {at}" for at in range(1, len(prompts) + 1)]
-        return [self.limit(name, len(prompt), settings) for name, prompt in zip(names, prompts, strict=True)]
+        named = zip(prompt_names(len(prompts)), prompts, strict=True)
+        return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
     def limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
         """Maximum number of new tokens of a prompt, see `limits`.
@@ -404,6 +438,11 @@ class TextModel:
                 hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
             )
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
+
+
+def prompt_names(count: int) -> list[str]:
+    """The names of prompts in messages."""
+    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]
 
 
 def _room(context: int | None, runner: Runner) -> int | None:
