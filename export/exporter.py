@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Unpack, get_type_hints
 
+import torch
+
 from llmconv.argument_checks import checked, require_choice
 from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
@@ -19,11 +21,13 @@ from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, fi
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.families import decoder_config
+from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
+from llmconv.export.model_in_memory import checkpoint_in_memory, require_output
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
@@ -128,7 +132,9 @@ class Exported:
 
 @fetches
 @checked
-def export(model: str | Path, output: Placed | None = None, **options: Unpack[ExportOptions]) -> Exported:
+def export(
+    model: str | Path | torch.nn.Module, output: Placed | None = None, **options: Unpack[ExportOptions]
+) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
@@ -136,7 +142,8 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     runtime opens them.
 
     Args:
-        model: Hugging Face folder or hub id.
+        model: Hugging Face folder or hub id; or a causal language model of transformers in memory, whose weights are
+            written into `output` once.
         output: new folder; by default the graphs are added to the model folder.
         **options: see `ExportOptions`.
 
@@ -151,9 +158,28 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
     require_possible(given, writes=output is not None)
-    settings = QuantizationSettings.parse(given)
+    QuantizationSettings.parse(given)  # refuses before anything is opened
+    if isinstance(model, torch.nn.Module):
+        require_output(output, graphs_only=given["graphs_only"])
+        with checkpoint_in_memory(model) as checkpoint:
+            return _of_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
+    checkpoint = _open(model, output, given)
+    source = checkpoint.path if is_remote(model) else Path(model)
+    return _of_checkpoint(checkpoint, source, output, given, clients, roles)
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
+) -> Exported:
+    """Exports an open checkpoint."""
+    settings = QuantizationSettings.parse(given)
+    checkpoint, quantization = _with_plain_weights(checkpoint, settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
@@ -169,14 +195,17 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
+    extras = language_model.extra_inputs
+    for option in (name for name in ("prefix", "kv_cache") if given[name]):
+        refuse_option(extras, f"--{option.replace('_', '-')}")
     specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = with_fixed_inputs(specs, extras, clients)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     if quantization:
         _require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
-    source = checkpoint.path if is_remote(model) else Path(model)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
 
@@ -327,7 +356,8 @@ def _client_files(
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
     kinds = spec.cache, spec.precision, spec.target, quant
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, *kinds))
+    fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
+    return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
 
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:

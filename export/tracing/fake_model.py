@@ -91,11 +91,16 @@ def depth(config: Any) -> int:
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
+NUMBERED_OTHERWISE = {"ssm_multipliers", "mlp_multipliers"}
+"""Lists with one entry per part of a layer (in Falcon-H1), which may be as long as the model has layers."""
+
+
 def period(config: Any) -> int:
     """Length of the repeating pattern of layers (1 if all are alike), from every list with one entry per layer."""
     total = depth(config)
     decoder = decoder_config(config)
-    fields = [*decoder.to_dict().values(), getattr(decoder, "layer_types", None)]  # computed by some configs
+    own = [value for name, value in decoder.to_dict().items() if name not in NUMBERED_OTHERWISE]
+    fields = [*own, getattr(decoder, "layer_types", None)]  # computed by some configs
     lists = [value for value in fields if isinstance(value, list) and len(value) == total]
     lists += [[value.get(str(layer)) for layer in range(total)] for value in fields if _is_by_layer(value)]
     kinds = list(zip(*lists, strict=True)) if lists else [()] * total
@@ -115,7 +120,7 @@ def shortened(config: Any, num_layers: int) -> Any:
     if "decoder_layers" in fields:
         fields["decoder_layers"] = num_layers
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == total:
+        if isinstance(value, list) and len(value) == total and name not in NUMBERED_OTHERWISE:
             fields[name] = value[:num_layers]
         elif _is_by_layer(value):
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}

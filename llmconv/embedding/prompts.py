@@ -39,12 +39,12 @@ class TextRules:
         prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
             raise MalformedInput(f"`prompts` in `{PROMPTS_FILE}` is not a map of texts", hint="copy the file again")
-        if default is not None and default not in prompts:
+        if default is not None and (not isinstance(default, str) or default not in prompts):
             raise MalformedInput(
                 f"`{PROMPTS_FILE}` has no prompt `{default}`, its own default", hint="copy the file again"
             )
         most = lengths.get("max_seq_length")
-        if most is not None and (not isinstance(most, int) or most < 1):
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise MalformedInput(f"`max_seq_length` in `{LENGTH_FILE}` is not a length", hint="copy the file again")
         return cls(prompts, default, most, bool(lengths.get("do_lower_case")))
 

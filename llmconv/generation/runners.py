@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.sources import local_path
@@ -14,6 +15,7 @@ from llmconv.generation.images import ImageEncoder
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -23,6 +25,9 @@ from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+
+if TYPE_CHECKING:
+    from llmconv.runtime.eager.given_model import GivenModel
 
 
 def load_runner(
@@ -54,7 +59,8 @@ def load_runner(
         (options if stages else replace(options, adapter=None)).refuse()
         if stages:
             return StagedRunner.open(_stages_folder(files), stages, settings)
-        WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
+        settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
+        WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
             runner = OrtRunner.from_files(files.prefill, files.decode, settings)
         else:
@@ -74,7 +80,36 @@ def load_runner(
         **_tuned(files.folder, options.adapter),
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
+        extra_inputs=_extra_inputs(files.folder),
     )
+
+
+def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:
+    """The extra inputs of the model in a folder, from the registry that the exporter also uses."""
+    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - imports torch
+
+    return extra_inputs_of(folder)
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a torch module; torch is not imported."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+
+
+def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
+    """A model of transformers that is in memory.
+
+    Args:
+        model: the model; it is set to evaluation.
+        settings: the number of threads.
+
+    Raises:
+        UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
+    """
+    _refuse_session(settings)
+    from llmconv.runtime.eager.given_model import GivenModel  # noqa: PLC0415 - imports torch
+
+    return GivenModel(model, threads=settings.threads if settings else 0)
 
 
 def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:

@@ -82,7 +82,9 @@ def test_a_folder_without_such_a_graph_is_refused(tmp_path: Path) -> None:
         Embedder(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"prompts": ["query"]}', '{"default_prompt_name": "query"}', "["])
+@pytest.mark.parametrize(
+    "content", ['{"prompts": ["query"]}', '{"default_prompt_name": "query"}', '{"default_prompt_name": []}', "["]
+)
 def test_a_damaged_file_of_prompts_is_refused(content: str, folder: Path, tmp_path: Path) -> None:
     for name in ("llmconv.json", "model.onnx", "model.safetensors", "config.json"):
         (tmp_path / name).hardlink_to(folder / name)

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
-from llmconv.generation import Prompt, TextModel, Wording, generate
+from llmconv.generation import Prompt, TextModel, generate
 from llmconv.generation.image_file import LARGEST_FILE, open_image
-from llmconv.generation.prompts import read_prompts
+from llmconv.generation.prompt_file import read_prompts
 from tests.builders.seeing import save_picture, save_seeing
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
@@ -78,7 +78,7 @@ def test_a_chat_has_its_images_where_the_template_writes_them(
     folder: Path, model: TextModel, pictures: list[Path]
 ) -> None:
     prompt = Prompt("Look", images=tuple(pictures[:1]))
-    found = generate(model, prompt, wording=Wording(system="Be brief"), **OPTIONS).completions[0]
+    found = generate(model, prompt, system="Be brief", **OPTIONS).completions[0]
     assert found.tokens == eager_tokens(folder, "s:Be brief;u:~Look;a:", pictures[:1], 8)
 
 

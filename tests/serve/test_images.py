@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.export import export
-from llmconv.generation import Prompt, TextModel, Wording, generate
+from llmconv.generation import Prompt, TextModel, generate
 from tests.builders.seeing import save_picture, save_seeing
 
 CHAT = "/v1/chat/completions"
@@ -52,8 +52,9 @@ def test_answers_are_those_of_generate_and_never_of_another_image(
     assert client.get("/health").json()["images"]
     for path in [*pictures, pictures[0]]:
         answer = ask(client, part(path.read_bytes())).json()
-        wording = Wording(template="tokenizer")
-        found = generate(seeing, Prompt("Look", images=(path,)), wording=wording, max_new_tokens=6, do_sample=False)
+        found = generate(
+            seeing, Prompt("Look", images=(path,)), template="tokenizer", max_new_tokens=6, do_sample=False
+        )
         assert answer["choices"][0]["message"]["content"] == found.completions[0].text
         assert answer["usage"]["prompt_tokens"] == found.completions[0].prompt_tokens
 

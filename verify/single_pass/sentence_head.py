@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import SINGLE, read_small
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.tensors import Array
 
 MODULES = "modules.json"
-TRANSFORMER, POOLING, DENSE, NORMALIZE, SCORE = "Transformer", "Pooling", "Dense", "Normalize", "LogitScore"
+POOLING, DENSE, NORMALIZE, SCORE = "Pooling", "Dense", "Normalize", "LogitScore"
+KINDS = {"Transformer", "Dropout", POOLING, DENSE, NORMALIZE, SCORE}
 
 
 class Modules:
@@ -33,6 +34,7 @@ class Modules:
 
     Raises:
         MalformedInput: a file is not what sentence-transformers writes.
+        UnsupportedInput: a module of another kind, or with an option that is not computed here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,6 +45,12 @@ class Modules:
             self.listed = [(kind, path, self._config(path)) for kind, path in found]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedInput(f"`{MODULES}` is not valid: {error}", hint="copy the model's folder again") from error
+        for kind, path, config in self.listed:
+            if kind not in KINDS or config.get("use_residual") or config.get("include_prompt") is False:
+                raise UnsupportedInput(
+                    f"`verify` does not know what the module `{path or kind}` of `{MODULES}` computes",
+                    hint="docs/embeddings.md lists the modules",
+                )
 
     def _config(self, path: str) -> dict[str, Any]:
         file = self._folder / path / "config.json"

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from llmconv.errors import UsageProblem
+from llmconv.convert.inspect import inspect
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.tracing import single_pass
 from llmconv.verify import Report, verify
@@ -24,6 +25,7 @@ from tests.builders.embedding_models import (
     save_modules,
     save_reranker,
     write_config,
+    write_modules,
 )
 from tests.builders.tracing import trace_once
 
@@ -60,6 +62,16 @@ def test_a_correct_graph_passes_with_padding_on_every_side(
     names = {check.name for check in report.checks}
     assert report.verdict == "pass" and {"one token", "padding on the left", "padding on the right"} <= names
     assert {check.output for check in report.checks} >= {"last_hidden_state", "sentence_embedding"}
+
+
+@pytest.mark.slow
+def test_inspect_reports_the_verdict_on_a_graph_that_maps_weights_of_modules(gemma: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gemma, tmp_path / "gemma"))
+    export(folder, task="embed")
+    assert verify(folder)
+    found = inspect(folder)
+    assert [graph.line.partition(":")[0] for graph in found.graphs] == ["embed"] and "no cache" in found.graphs[0].line
+    assert found.verified and "PASS" in str(found.verified).upper()
 
 
 @pytest.mark.slow
@@ -236,3 +248,11 @@ def test_options_of_graphs_with_a_cache_are_refused(option: dict[str, object], q
     export(folder, task="embed")
     with pytest.raises(UsageProblem, match="applies to graphs with a cache"):
         verify(folder, **option)  # type: ignore[arg-type]
+
+
+def test_a_module_that_verify_does_not_know_is_refused(qwen: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(qwen, tmp_path / "model"))
+    export(folder, task="embed")
+    write_modules(folder, [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_LayerNorm", "LayerNorm")])
+    with pytest.raises(UnsupportedInput, match="2_LayerNorm"):
+        verify(folder)
