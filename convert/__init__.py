@@ -11,10 +11,12 @@ from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
 from llmconv.convert.from_hf import from_hf
 from llmconv.convert.inspect import Inspection, inspect
 from llmconv.convert.merge_lora import Merge, merge_lora
+from llmconv.convert.onnx_adapter import AdapterFile, onnx_adapter
 from llmconv.convert.to_hf import to_hf
 from llmconv.output.plan import Plan
 
 __all__ = [
+    "AdapterFile",
     "Applied",
     "Extracted",
     "Inspection",
@@ -25,6 +27,7 @@ __all__ = [
     "from_hf",
     "inspect",
     "merge_lora",
+    "onnx_adapter",
     "to_hf",
 ]
 

@@ -66,13 +66,13 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
     modules do not show a difference, one more period is traced in front of the compared ones.
     """
     total, repeat = depth(config), period(config)
-    whole = build(config)
+    whole = build(config, task=spec.task)
     few = warm_up(total, repeat, first_alike(layer_kinds(whole), repeat)) + 2 * repeat
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:
             short = shortened(config, traced_layers)
-            if not _is_part(build(short), whole):
+            if not _is_part(build(short, task=spec.task), whole):
                 difference = NotIsomorphic("the first layers of a shorter model differ")
                 continue
             traced = trace(short, input_map, spec)

@@ -18,9 +18,12 @@ class ExportOptions(TypedDict, total=False):
         unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
             graphs that `layout` needs.
         layout: names of the clients that will open the folder, one file each in `export/clients/`.
+        embeds: graphs take `inputs_embeds` instead of `input_ids`, and `embeddings.onnx` is the embedding table; always
+            so for multimodal models.
         last_logits: return the logits of the last position only.
         postprocess: `argmax` or `topk:K`: choose tokens in the graph.
         stages: number of graphs that the layers are divided into.
+        lora_inputs: linear layers whose graphs take LoRA factors as optional inputs: `all-linear`, or names of modules.
         prefix: PEFT adapter of prefix or prompt tuning, or `pre_caches.npy`: virtual tokens before every prompt.
         opset: version of the standard operators: 21, 23 or 24.
         shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
@@ -33,6 +36,8 @@ class ExportOptions(TypedDict, total=False):
         target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
             decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
         strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
+        task: `generate`, or one graph without a cache: `embed`, `classify` or `rerank`, see docs/embeddings.md.
+        no_cache: one graph that returns the logits of a whole text and keeps no cache, `scoring.onnx`.
         precision: `float32`, `float16` or `bfloat16`: dtype that the graphs compute in, and of their cache (default:
             that of the target, otherwise `float32`).
         logits_dtype: dtype of the logits: `float32`, or the precision.
@@ -65,10 +70,12 @@ class ExportOptions(TypedDict, total=False):
     incremental: bool
     unified: bool
     layout: str | Sequence[str]
+    embeds: bool
     last_logits: bool
     postprocess: str | None
     stages: int
     prefix: str | Path | None
+    lora_inputs: str | Sequence[str]
     opset: int | None
     shapes: str
     batch_size: int | None
@@ -77,6 +84,8 @@ class ExportOptions(TypedDict, total=False):
     cache: str | None
     target: str | None
     strict_target: bool
+    task: str
+    no_cache: bool
     precision: str | None
     logits_dtype: str
     dtype: str
@@ -102,10 +111,12 @@ DEFAULTS: ExportOptions = {
     "incremental": False,
     "unified": False,
     "layout": (),
+    "embeds": False,
     "last_logits": False,
     "postprocess": None,
     "stages": 1,
     "prefix": None,
+    "lora_inputs": "",
     "opset": None,
     "shapes": "dynamic",
     "batch_size": None,
@@ -114,6 +125,8 @@ DEFAULTS: ExportOptions = {
     "cache": None,
     "target": None,
     "strict_target": False,
+    "task": "generate",
+    "no_cache": False,
     "precision": None,
     "logits_dtype": "float32",
     "dtype": "keep",

@@ -10,8 +10,10 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Unpack, get_type_hints
 
+import torch
+
 from llmconv.argument_checks import checked, require_choice
-from llmconv.causal_lm import require_causal
+from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
@@ -19,11 +21,13 @@ from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, fi
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.families import decoder_config
+from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
 from llmconv.export.language_model import LanguageModel, open_language_model
+from llmconv.export.model_in_memory import checkpoint_in_memory, require_output
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
@@ -35,10 +39,12 @@ from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.quantization.smoothing_groups import Graphs
 from llmconv.export.quantization.stored_formats import StoredFormats
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
+from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
+from llmconv.export.tasks import require_fitting, with_task
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
 from llmconv.export.weights.stage_parts import stage_parts
@@ -78,7 +84,7 @@ class Exported:
 
     Attributes:
         place: the folder of the graphs, on this machine or in an object store.
-        graphs: role (`prefill`, `decode`, `unified`, `embeddings`) to file names, one per stage.
+        graphs: role (`prefill`, `decode`, `unified`, `embeddings`, `scoring`, `embed`, …) to file names, one per stage.
         sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
         weight_bytes: bytes of the weights in the folder.
         weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
@@ -126,7 +132,9 @@ class Exported:
 
 @fetches
 @checked
-def export(model: str | Path, output: Placed | None = None, **options: Unpack[ExportOptions]) -> Exported:
+def export(
+    model: str | Path | torch.nn.Module, output: Placed | None = None, **options: Unpack[ExportOptions]
+) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
     Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
@@ -134,7 +142,8 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     runtime opens them.
 
     Args:
-        model: Hugging Face folder or hub id.
+        model: Hugging Face folder or hub id; or a causal language model of transformers in memory, whose weights are
+            written into `output` once.
         output: new folder; by default the graphs are added to the model folder.
         **options: see `ExportOptions`.
 
@@ -145,17 +154,38 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
     """
     given = with_kv_cache({**DEFAULTS, **options})
     clients, roles = _clients_and_roles(given)
+    require_fitting(given)
     _check_target(given)
     _check_weight_options(given, writes=output is not None)
     require_possible(given, writes=output is not None)
-    settings = QuantizationSettings.parse(given)
+    QuantizationSettings.parse(given)  # refuses before anything is opened
+    if isinstance(model, torch.nn.Module):
+        require_output(output, graphs_only=given["graphs_only"])
+        with checkpoint_in_memory(model) as checkpoint:
+            return _of_checkpoint(checkpoint, Path(type(model).__name__), output, given, clients, roles)
     _refuse_graphs(model, clients)
-    checkpoint, quantization = _with_plain_weights(_open(model, output, given), settings)
+    checkpoint = _open(model, output, given)
+    source = checkpoint.path if is_remote(model) else Path(model)
+    return _of_checkpoint(checkpoint, source, output, given, clients, roles)
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
+) -> Exported:
+    """Exports an open checkpoint."""
+    settings = QuantizationSettings.parse(given)
+    checkpoint, quantization = _with_plain_weights(checkpoint, settings)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
-    language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    language_model, checkpoint = _open_language_model(checkpoint, given)
+    checkpoint, single = with_task(checkpoint, language_model, given)
     given = _for_target(given, clients, language_model, checkpoint)
     _check_weight_options(given, writes=output is not None)
     if given["kv_cache"]:
@@ -163,16 +193,19 @@ def export(model: str | Path, output: Placed | None = None, **options: Unpack[Ex
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
     shapes = _shape_options(given)
     text = text_of(given) if given["kv_cache"] else None
-    rest = given["strict_target"], quantization, text.sha256 if text else ""
+    rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
-    specs = graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    extras = language_model.extra_inputs
+    for option in (name for name in ("prefix", "kv_cache") if given[name]):
+        refuse_option(extras, f"--{option.replace('_', '-')}")
+    specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = with_fixed_inputs(specs, extras, clients)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     if quantization:
         _require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
-    source = checkpoint.path if is_remote(model) else Path(model)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
 
@@ -218,7 +251,7 @@ def _make(
     sizes = None
     if not given["dry_run"]:
         count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
-        kept = {name: given[name] for name in ("dtype", "graphs_only")}
+        kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
         done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -323,7 +356,8 @@ def _client_files(
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
     kinds = spec.cache, spec.precision, spec.target, quant
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, *kinds))
+    fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
+    return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
 
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
@@ -362,7 +396,7 @@ def _open(model: str | Path, output: str | Path | None, given: ExportOptions) ->
     if output is None:
         require_own_folder(model)
     checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
-    require_causal(checkpoint.config, model)
+    require_task(checkpoint.config, model, given["task"])
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     return checkpoint
@@ -400,13 +434,13 @@ def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> N
         )
 
 
-def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
+def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
     """The language model, and the checkpoint with the model's own code as side files if that is run."""
-    code = checkpoint.path if uses_custom_code(checkpoint.config, trust_remote_code) else None
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
     if code:
         files = code_of(code, checkpoint.config, checkpoint.side_files)
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
-    return open_language_model(checkpoint, code), checkpoint
+    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
 
 
 def _output_folder(

@@ -13,10 +13,11 @@ from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
 from llmconv.export.float32_nodes import float32_fields
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.quantization.products import QuantizedProducts
 from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
@@ -29,10 +30,11 @@ from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 
-FILES = {**GRAPH_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
+FILES = {**GRAPH_FILES, **SINGLE_PASS_FILES, EMBEDDINGS_ROLE: EMBEDDINGS, VISION_ROLE: VISION}
 PROMPT_ROLES = {"prefill", "unified"}
 """Graphs that run prompts; afterwards the prefix is in the cache."""
 
@@ -92,7 +94,8 @@ class GraphPlan:
                 f"`--prefix` adds keys and values in float32 to a cache of {spec.precision}",
                 hint="leave out `--prefix`, or `--precision`",
             )
-        if spec.cache != GROWING.cache and options.opset and options.opset < spec.opset:
+        _require_plain_products(options, spec)
+        if spec.cache not in (GROWING.cache, NO_CACHE) and options.opset and options.opset < spec.opset:
             raise UsageProblem(
                 f"opset {options.opset} has no operator that writes into a buffer of fixed length",
                 hint=f"leave out `--opset {options.opset}`: such graphs have opset {spec.opset}",
@@ -101,7 +104,7 @@ class GraphPlan:
         if growing_only and (spec.cache != GROWING.cache or spec.embeddings):
             raise UsageProblem(
                 f"`{growing_only}` requires graphs that take tokens and have a growing cache",
-                hint=f"leave out `{growing_only}`",
+                hint=f"leave out `{growing_only}`, or `--embeds`" if spec.embeddings else f"leave out `{growing_only}`",
             )
         self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 
@@ -157,6 +160,8 @@ class GraphPlan:
         if self.options.prefix:  # all graphs of such an export share one trace
             rounded = {**sources, **weights}  # quantized weights count as they were before
             prefix = PrefixFile.make(self.options.prefix, distinct[0], known[id(distinct[0])], sources, rounded)
+        for traced in distinct if self.options.lora else ():
+            add_lora_inputs(traced, known[id(traced)], self.options.lora)
         for traced in distinct:
             bind(traced, known[id(traced)], weights, quantized=products)
             if cache_scales and traced.spec.kv_cache:
@@ -166,7 +171,7 @@ class GraphPlan:
             self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)
         report(made.fallback, next(iter(self.specs.values())).target, strict=self.options.strict_target)
         if self.options.stages == 1:  # no client supports stages
-            self._add_client_files(made, tuple(sorted({tensor.path.name for tensor in weights.values()})))
+            self._add_client_files(made, tuple(sorted({tensor.location for tensor in weights.values()})))
         return made
 
     def _add_graph(
@@ -225,6 +230,22 @@ class GraphPlan:
         made.config.update(self.clients.config(graphs))
 
 
+def _require_plain_products(options: GraphOptions, spec: GraphSpec) -> None:
+    """Refuses options that change the products which LoRA factors are added to."""
+    given = {
+        f"--precision {spec.precision}": spec.precision != FLOAT32,
+        "--stages": options.stages > 1,
+        "--quant": options.quantization,
+        "--kv-cache": spec.kv_cache,
+    }
+    other = next((name for name, value in given.items() if value), None)
+    if options.lora and other:
+        raise UsageProblem(
+            f"`--lora-inputs` is for whole graphs in float32, without `{other}`",
+            hint=f"leave out `{other}`; or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+
+
 def files_of(entry: dict[str, Any]) -> list[str]:
     """The files that an entry of the manifest lists."""
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
@@ -246,7 +267,8 @@ def _weight_files(model: onnx.ModelProto) -> list[str]:
 
 
 def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
+    defaults = {tensor.name for tensor in model.graph.initializer}
     return {
-        "inputs": [port.name for port in model.graph.input],
+        "inputs": [port.name for port in model.graph.input if port.name not in defaults],
         "outputs": [port.name for port in model.graph.output],
     }

@@ -25,6 +25,7 @@ class GraphOptions:
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
         quantization: which weights become integer codes, or are stored as such; None for none.
+        lora: linear layers with optional inputs for LoRA factors, see `rewrite.lora_inputs`.
         cache_text: sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats.
 
     Raises:
@@ -39,6 +40,7 @@ class GraphOptions:
     strict_target: bool = False
     quantization: QuantizationSettings | StoredFormats | None = None
     cache_text: str = ""
+    lora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:
@@ -50,11 +52,17 @@ class GraphOptions:
             "last_logits": self.last_logits,
             "postprocess": self.choice.text if self.choice else "",
             "calibrate": self.cache_text,
+            "lora_inputs": list(self.lora),
         }
         quantized = self.quantization.manifest_fields() if self.quantization else {}
         return {**{name: value for name, value in fields.items() if value}, **quantized}
 
     def own_runner_option(self) -> str:
         """The first given option that only llmconv's own runner supports; empty if there is none."""
-        given = {"--postprocess": self.choice, "--stages": self.stages > 1, "--prefix": self.prefix}
+        given = {
+            "--postprocess": bool(self.choice),
+            "--stages": self.stages > 1,
+            "--prefix": bool(self.prefix),
+            "--lora-inputs": bool(self.lora),
+        }
         return next((name for name, value in given.items() if value), "")

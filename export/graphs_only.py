@@ -88,7 +88,9 @@ class GraphsOnly:
         """The tensors in the model's own files, as if those were in the new folder."""
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
         return {
-            name: FileTensor(home / tensor.path.name, tensor.offset, tensor.dtype, tensor.shape)
+            name: FileTensor(
+                home / tensor.location, tensor.offset, tensor.dtype, tensor.shape, location=tensor.location
+            )
             for name, tensor in self.model.weights().items()
         }
 
@@ -109,8 +111,8 @@ class GraphsOnly:
 
     def missing(self) -> dict[str, int]:
         """Bytes of the files that have to be put next to the graphs, by name."""
-        paths = {tensor.path for tensor in self.model.weights().values()}
-        return {path.name: path.stat().st_size for path in sorted(paths)}
+        paths = {tensor.location: tensor.path for tensor in self.model.weights().values()}
+        return {name: path.stat().st_size for name, path in sorted(paths.items())}
 
     def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
         """Writes configuration, tokenizer, graphs and manifest, which become visible together."""

@@ -16,10 +16,21 @@ from llmconv.export.decoder_graph import build_embeddings, build_graph
 from llmconv.export.families import InputMap, find_input_map
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.fake_model import build, kept_in_float32, load_config, period, refusing, shortened
-from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, find_naming
+from llmconv.export.tracing.fake_model import (
+    build,
+    embedding_size,
+    kept_in_float32,
+    load_config,
+    period,
+    refusing,
+    shortened,
+)
+from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming, alone, find_naming
+from llmconv.export.tracing.vision import VISION_TOWERS
+from llmconv.export.vision_graph import build_vision
 from llmconv.progress import say
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE
+from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 
 @dataclass(frozen=True)
@@ -30,16 +41,20 @@ class LanguageModel:
         config: its transformers config; for a multi-modal checkpoint that of the language model alone.
         input_map: the input map of its `model_type`.
         naming: the names of its tensors in a multi-modal checkpoint; None for a checkpoint of a language model.
+        embeddings: size of the embeddings that the graphs take instead of tokens; None if they take tokens.
+        whole: the config of a multi-modal model whose vision tower is a graph too; None if it is not.
     """
 
     config: Any
     input_map: InputMap
     naming: TensorNaming | None = None
+    embeddings: int | None = None
+    whole: Any = None
 
     @property
-    def embeddings(self) -> int | None:
-        """Size of the embeddings that the graphs take instead of tokens; None if they take tokens."""
-        return int(self.config.hidden_size) if self.naming else None
+    def extra_inputs(self) -> dict[str, ExtraInput]:
+        """The extra inputs of its graphs by name, resolved."""
+        return self.input_map.extra_inputs(self.config)
 
     def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
         """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""
@@ -57,19 +72,26 @@ class LanguageModel:
         """
         built = {spec: build_graph(self.config, self.input_map, spec) for spec in dict.fromkeys(specs.values())}
         layers = max(layers for _, layers in built.values())
-        if self.naming is None:
-            return {role: built[spec][0] for role, spec in specs.items()}, layers
-        renamed = {spec: self.naming.rename_decoder(traced) for spec, (traced, _) in built.items()}
-        table = self.naming.rename_embeddings(build_embeddings(self.config, next(iter(specs.values())).precision))
-        return {**{role: renamed[spec] for role, spec in specs.items()}, EMBEDDINGS_ROLE: table}, layers
+        graphs = {spec: self._named(traced) for spec, (traced, _) in built.items()}
+        made = {role: graphs[spec] for role, spec in specs.items()}
+        if self.embeddings:
+            table = build_embeddings(self.config, next(iter(specs.values())).precision)
+            made[EMBEDDINGS_ROLE] = self.naming.rename_embeddings(table) if self.naming else alone(table)
+        if self.whole and self.naming:
+            made[VISION_ROLE] = build_vision(self.whole, self.naming, next(iter(specs.values())).precision)
+        return made, layers
+
+    def _named(self, traced: TracedGraph) -> TracedGraph:
+        return self.naming.rename_decoder(traced) if self.naming else traced
 
 
-def open_language_model(checkpoint: Checkpoint, code: Path | None = None) -> LanguageModel:
+def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, embeds: bool = False) -> LanguageModel:
     """The language model of a checkpoint.
 
     Args:
         checkpoint: the checkpoint.
         code: a trusted folder whose own code builds the model; None for a model class of transformers.
+        embeds: graphs take embeddings; those of a multi-modal checkpoint always do.
 
     Raises:
         MalformedInput: `config.json` has no `model_type`.
@@ -80,10 +102,15 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None) -> Lan
         raise MalformedInput("`config.json` has no `model_type`", hint="copy the config of the original model again")
     if model_type not in MULTI_MODAL:
         input_map = find_input_map(model_type)
-        return LanguageModel(load_config(checkpoint.config, code), input_map)
+        config = load_config(checkpoint.config, code)
+        return LanguageModel(config, input_map, embeddings=embedding_size(config) if embeds else None)
     if note := MULTI_MODAL[model_type]:
         say(f"exporting the language model only: {note}")
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
-    return LanguageModel(config, find_input_map(config.model_type), find_naming(checkpoint))
+    for name, value in WITHOUT[model_type].items():
+        setattr(config, name, value)
+    input_map = find_input_map(config.model_type)
+    tower = whole if model_type in VISION_TOWERS else None
+    return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

@@ -111,7 +111,7 @@ class InPlace:
     def check(self, plan: GraphPlan) -> None:
         """Refuses linked weights, weights of another dtype, and existing files that cannot or may not be replaced."""
         tensors = file_tensors(self.checkpoint)
-        links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
+        links = sorted({tensor.location for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:
             raise InputRefused(
                 f"`{links[0]}` is a symbolic link, which ONNX runtimes refuse to map",
@@ -336,12 +336,13 @@ def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
 
 def _placed(shard: Shard, folder: Path) -> dict[str, FileTensor]:
     """The tensors of a shard where they will be in `folder`; a copied shard keeps the offsets of the original."""
+    home, path = shard.prefix, folder / shard.name
     if shard.copy_of:
-        stored = file_tensors(shard.tensors)
-        return {n: FileTensor(folder / shard.name, t.offset, t.dtype, t.shape) for n, t in stored.items()}
+        stored = file_tensors(shard.tensors).items()
+        return {home + n: FileTensor(path, t.offset, t.dtype, t.shape, location=shard.name) for n, t in stored}
     placed, offset = {}, len(encode_header({name: (t.dtype, t.shape) for name, t in shard.tensors.items()}))
     for name, tensor in shard.tensors.items():
-        placed[name] = FileTensor(folder / shard.name, offset, tensor.dtype, tensor.shape)
+        placed[home + name] = FileTensor(path, offset, tensor.dtype, tensor.shape, location=shard.name)
         offset += tensor.nbytes
     return placed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,51 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
             hint="only decoder-only (causal) language models are exported; `optimum-cli export onnx` exports this one",
         )
     if names and not any(_is_causal(name) for name in names):
+        task = next((task for task, fits in OTHER_TASKS.items() if any(map(fits, names))), "")
         raise UnsupportedInput(
             f"`{source}` is not a causal language model{shown}",
-            hint="give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
-            "exports encoders and classifiers",
+            hint=f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
+            if task
+            else "give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
+            "exports encoders",
         )
+
+
+def _is_bare(name: str) -> bool:
+    """Whether a class is a model without a head."""
+    return name.endswith("Model") and not name.endswith(OTHER_HEADS)
+
+
+def _classifies(name: str) -> bool:
+    """Whether a class has a head for classes of texts."""
+    return name.endswith("ForSequenceClassification")
+
+
+OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": _classifies}
+"""Tasks of models without a language-modeling head, by the class in `architectures`."""
+
+
+def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
+    """Refuses a configuration whose class does not fit a task of `export`.
+
+    Args:
+        config: content of `config.json`; accepted without `architectures`.
+        source: the model, for the message.
+        task: `generate`, `embed`, `classify` or `rerank`.
+
+    Raises:
+        UnsupportedInput: another class, an encoder, or an encoder-decoder.
+    """
+    declared = config.get("architectures")
+    names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+    if task in OTHER_TASKS and any(map(OTHER_TASKS[task], names)) and config.get("is_encoder_decoder") is not True:
+        return
+    if task == "classify" and names:
+        raise UnsupportedInput(
+            f"`{source}` has no head for classes: `architectures` is {names[0]}",
+            hint="give a model such as Qwen3ForSequenceClassification; `--task rerank` scores with a language model",
+        )
+    require_causal(config, source)
 
 
 def _is_causal(name: str) -> bool:
@@ -91,7 +131,7 @@ def _is_causal(name: str) -> bool:
     return any(part in name for part in CAUSAL) or not name.endswith("Model")
 
 
-def require_causal_folder(folder: Path) -> None:
-    """Like `require_causal`, for the `config.json` of a folder, if it exists."""
+def require_causal_folder(folder: Path, task: str = "generate") -> None:
+    """Like `require_task`, for the `config.json` of a folder, if it exists."""
     if (folder / "config.json").is_file():
-        require_causal(read_json(folder / "config.json"), folder)
+        require_task(read_json(folder / "config.json"), folder, task)

@@ -44,6 +44,9 @@ SIDE_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 """Small files that are copied with a model: never code, never weights."""
 

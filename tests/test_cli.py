@@ -26,6 +26,7 @@ from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
+from llmconv.generation.running_options import RunningOptions
 from llmconv.progress import set_quiet
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
     "merge-lora": llmconv.convert.merge_lora,
+    "onnx-adapter": llmconv.convert.onnx_adapter,
     "delta apply": llmconv.convert.apply_delta,
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
@@ -47,17 +49,32 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """The function behind each command; the other commands only list a registry."""
 
-PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
+PRESENTATION = {"as_json", "stream", "null", "report_folder", "github", "help"}
 """Options for the output of a command, which are not parameters of the function."""
 
 
 ELSEWHERE = {
     "export": {"verify"},
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
-    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"}
-    | {"stage_at", "stage_timeout"},
+    "generate": {"texts", "images"},
 }
-"""Options for another function: `verify`; `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
+"""Options for another function, `verify` or `verify_graphs`; and prompts, which are one argument of `generate`."""
+
+
+SPELLED: dict[str, str] = {
+    "from": "format",  # a word of Python
+    "stop": "stop_strings",  # as in transformers
+    "scenario": "only",
+    "report": "report_folder",
+    "no_record": "record",
+    "json": "as_json",
+    "csv": "csv_file",
+    "plot": "plot_file",
+    "stage": "number",
+}
+"""Options to their parameters where the names differ; those that may be repeated are plural in Python."""
+
+PLURALS = {"density": "densities"}
 
 
 def command(path: str) -> click.Command:
@@ -94,6 +111,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found |= {field.name: field.default for field in dataclasses.fields(kind)}
     if function is llmconv.generation.generate:  # what is left out is as generation_config.json or a file says
         found |= {field.name: None for field in dataclasses.fields(llmconv.generation.GenerationSettings)}
+        found |= {**dict.fromkeys(RunningOptions.__annotations__), "backend": "onnx"}
+        found |= {field.name: field.default for field in dataclasses.fields(llmconv.generation.Wording)}
     if "provider" in found:  # left out, it is the session file's or the CPU
         found["provider"] = found["provider"] if function is llmconv.bench.bench else None
     if function is llmconv.export.export:
@@ -138,7 +157,16 @@ def test_from_hf_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal", "verdict"}
+    shared = {
+        "--init--",
+        "command-group",
+        "generation-options",
+        "options",
+        "plans",
+        "terminal",
+        "text-printer",
+        "verdict",
+    }
     assert files - shared == set(llmconv.cli.main.commands)
 
 
@@ -163,6 +191,14 @@ def test_every_command_can_be_quiet_and_answer_in_json(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_option_is_a_parameter_of_the_function(name: str) -> None:
     assert set(options(name)) <= set(parameters(FUNCTIONS[name]))
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_an_option_is_spelled_as_its_parameter(name: str) -> None:
+    for option in (param for param in command(name).params if isinstance(param, click.Option) and param.expose_value):
+        spellings = [text.lstrip("-").replace("-", "_") for text in option.opts]
+        plurals = [PLURALS.get(text, f"{text}s") for text in spellings] if option.multiple else []
+        assert option.name in {*spellings, *plurals, *(SPELLED.get(text) for text in spellings)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
+from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.verify import verify
 from llmconv.verify.method import METHODS
 from llmconv.verify.results.report import WHOLE, Report
@@ -239,10 +240,9 @@ def append(path: Path, result: Result) -> None:
 
 
 def page(runs: dict[str, list[Result]]) -> str:
-    """The results as Markdown, by precision and preset: what passed, and what was tried and did not."""
+    """The results as Markdown, by precision and preset: what passed, and why other types are not exported."""
     results = runs["float32"]
     passed = sorted((r for r in results if r.verdict == "pass" and r.suite == "full"), key=lambda r: r.model_type)
-    others = sorted((r for r in results if r not in passed and r.verdict != "pass"), key=lambda r: r.model_type)
     whole = sum(result.traced == result.layers for result in passed)
     return "\n".join(
         [
@@ -261,11 +261,11 @@ def page(runs: dict[str, list[Result]]) -> str:
             "",
             *_section("In half precision", IN_HALF, passed, {name: runs[name] for name in PRECISIONS[1:]}),
             *_section("Quantized", IN_CODES, passed, {name: runs[name] for name in QUANTIZED}),
-            "## Tried, and not supported",
+            "## Not exported",
             "",
-            "| `model_type` | what the run said |",
+            "| `model_type` | reason |",
             "| --- | --- |",
-            *(f"| `{result.model_type}` | {_cell(result.reason)} |" for result in others),
+            *(f"| `{name}` | {reason} |" for name, reason in sorted(NOT_EXPORTED.items())),
             "",
         ]
     )

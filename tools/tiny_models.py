@@ -75,6 +75,15 @@ ODDITIES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
+    "cohere_compass_text": {
+        "num_hidden_layers": 10,
+        "layer_types": ["sliding_attention", "full_attention"] * 5,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            for name in ("sliding_attention", "full_attention")
+        },
+        "logit_scale": 0.5,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "gpt_neo": {"num_layers": 10, "attention_types": [[["global", "local"], 5]], "window_size": 9},

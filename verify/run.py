@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -12,13 +13,16 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.export.families import extra_inputs_of
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, has_vision
+from llmconv.verify.adapted_folder import adapted
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -42,6 +46,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import WHOLE, Report
 from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.single_pass.comparison import SinglePassFolder
 from llmconv.verify.verification import Checking, OnChecks, Session
 
 CODES = "quantized*.safetensors"
@@ -76,6 +81,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     layers: str | None = None,
     record: bool = True,
     budget: float | None = None,
+    adapter: str | Path | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
 
@@ -101,6 +107,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
             folder as it is.
+        adapter: LoRA adapter of PEFT whose factors the graphs take as inputs (`export --lora-inputs`); the reference is
+            the eager model with that adapter, not merged. Nothing is recorded.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
@@ -116,11 +124,19 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     record = record and not is_remote(folder)  # a download is removed by the end
     folder = require_folder(folder)
     report = session.new_report(folder.name)
-    if not (entries := graph_entries(folder)):
+    entries, single = graph_entries(folder), single_pass_entries(folder)
+    if not entries and not single:
         report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
-    reference = require_weights(folder, entries[0], reference or recorded_reference(folder))
+    reference = require_weights(folder, [*entries, *single][0], reference or recorded_reference(folder))
     report.reference = reference.name
+    settings = replace(session.settings, extra_inputs=partial(extra_inputs_of, reference))
+    session = replace(session, settings=settings)
+    rest = _single_pass(folder, single, reference, report, session, allow_changed) if single and not only else None
+    if not entries and adapter is not None:
+        raise UsageProblem("`--adapter` applies to graphs with a cache", hint="leave out `--adapter`")
+    if not entries:
+        return _verify_alone(rest, chosen, only, low_memory, record)
     verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
     calibrated = Path(calibrate) if calibrate else None
     code = reference if trust_remote_code else None
@@ -132,17 +148,83 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         )
     if low_memory and (coded or is_quantized(verified.models)):
         raise UsageProblem("`--low-memory` compares graphs of floats only", hint="leave out `--low-memory`")
+    if adapter is not None:
+        _require_alone(coded, verified, chosen, eager, low_memory)
+        verified, eager = adapted(verified, reference, adapter, code)
+        chosen, low_memory, record, rest = Method(WHOLE), False, False, None
+        report.notes.append(
+            f"the graphs ran with the factors of `{Path(adapter).name}`, as constants of copies in memory"
+        )
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
         if record:
-            stack.enter_context(recording(verified, reference, report, only))
+            stack.enter_context(recording(_with(verified, rest), reference, report, only))
         if coded:
             checks = _coded_checks(coded, floats, eager, stack)
         elif is_quantized(verified.models):
             checks = _quantized_checks(floats, eager, cost)
         else:
             checks = floats.checks(chosen, eager, low_memory)
-        return session.run(report, checks, most_precise)
+        return session.run(report, _after(checks, rest), most_precise)
+
+
+def _single_pass(
+    folder: Path, entries: list[GraphEntry], reference: Path, report: Report, session: Session, allow_changed: bool
+) -> SinglePassFolder:
+    """The graphs without a cache."""
+    verified = VerifiedFolder(folder, entries, _models(folder, entries), session.settings)
+    return SinglePassFolder(verified, reference, report, session, allow_changed)
+
+
+def _with(verified: VerifiedFolder, rest: SinglePassFolder | None) -> VerifiedFolder:
+    """All graphs of a folder, for the record of the verdict."""
+    if rest is None:
+        return verified
+    other = rest.verified
+    return replace(verified, entries=[*verified.entries, *other.entries], models={**verified.models, **other.models})
+
+
+def _after(checks: Checking, rest: SinglePassFolder | None) -> Checking:
+    """The checks of graphs with a cache, then those of graphs without."""
+    found = yield from checks
+    if rest:
+        yield from rest.checks(alone=False)
+    return found
+
+
+def _alone(rest: SinglePassFolder) -> Checking:
+    yield from rest.checks(alone=True)
+    return None, rest.verified
+
+
+def _verify_alone(
+    rest: SinglePassFolder | None, method: Method, only: Sequence[str], low_memory: bool | None, record: bool
+) -> Report:
+    """Verifies a folder whose graphs have no cache.
+
+    Raises:
+        UsageProblem: an option of graphs with a cache.
+    """
+    options = {"--method": method.is_forced, "--scenario": bool(only), "--low-memory": bool(low_memory)}
+    if (given := [name for name, value in options.items() if value]) or rest is None:
+        raise UsageProblem(
+            f"`{given[0]}` applies to graphs with a cache, and this folder has none", hint=f"leave out `{given[0]}`"
+        )
+    with ExitStack() as stack:
+        if record:
+            stack.enter_context(recording(rest.verified, rest.reference, rest.report))
+        return rest.session.run(rest.report, _alone(rest))
+
+
+def _require_alone(
+    coded: CodedFolder | None, verified: VerifiedFolder, method: Method, eager: Eager | None, low_memory: bool | None
+) -> None:
+    """Refuses what `adapter` excludes."""
+    if eager or method.is_forced or low_memory or coded or is_quantized(verified.models):
+        raise UsageProblem(
+            "`--adapter` runs the whole model, with an open model of its own and graphs of floats",
+            hint="leave out `--method`, `--layers` and `--low-memory`",
+        )
 
 
 def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, stack: ExitStack) -> Checking:
@@ -182,10 +264,12 @@ def _quantized_checks(folder: FloatFolder, eager: Eager | None, cost: Quantizati
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
-    """The graphs without their weights, by name, with the embedding table if they take embeddings."""
+    """The graphs without their weights, by name, with embedding table and vision tower if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
+        if has_vision(folder):
+            models[VISION] = load_guarded(folder / VISION)
     return models
 
 

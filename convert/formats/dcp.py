@@ -18,7 +18,7 @@ from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.trusted_code import OPTION
+from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.state_dicts.distributed.folder import (
     PARTS,
     DistributedFolder,
@@ -60,10 +60,11 @@ def _detect(path: Path) -> bool:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     shards = _shard_folder(path) or path
     folder, warnings = open_folder(shards), list[str]()
-    root, state = _model(folder, config.get("root"))
     home = _home(shards)
     stored = read_json(home / "config.json") if home else {}
     given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
+    own = own_fields(stored, given, path.name) is not None
+    root, state = _model(folder, config.get("root"), own_names=own)
     settings = causal_lm_config(stored, given, path.name, warnings)
     left_out: list[str] = []
     if AUTO_MAP in settings:
@@ -93,13 +94,21 @@ def _home(shards: Path) -> Path | None:
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
 
 
-def _model(folder: DistributedFolder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
+def _model(
+    folder: DistributedFolder, chosen: str | None, *, own_names: bool
+) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
     """The keys that lead to the model in the nested dict, and its state dict.
+
+    Args:
+        folder: the opened folder.
+        chosen: the user's keys, joined with dots.
+        own_names: the model's own code has the names.
 
     Raises:
         InputRefused: there is no model, or there are several and none is chosen.
     """
-    found = {".".join(keys) or TOP: (keys, state) for keys, state in roots(folder.tree).items()}
+    states = roots(folder.tree) or (roots(folder.tree, own_names=True) if own_names else {})
+    found = {".".join(keys) or TOP: (keys, state) for keys, state in states.items()}
     if chosen in found:
         return found[chosen]
     if len(found) == 1 and chosen is None:

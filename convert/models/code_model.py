@@ -28,8 +28,12 @@ from llmconv.model_code import (
     references,
 )
 from llmconv.output.plan import json_bytes
-from llmconv.runtime.custom_code import custom_classes, custom_code_errors
 from llmconv.tensors import LazyTensor
+
+UNSTORED = (
+    "the code computes {}, which no weights contain: transformers 5 loads such buffers without their values, unless "
+    "`_init_weights` of the code computes them again; llmconv's own commands do"
+)
 
 if TYPE_CHECKING:
     from llmconv.convert.models.meta_model import LoadingGaps
@@ -44,8 +48,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
         source: file name for messages.
 
     Raises:
-        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected
-            keys, or a shape mismatch.
+        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected keys, or a
+            shape mismatch.
         UnsupportedInput: the code cannot be run, or does not build a model.
     """
     side_files = dict(checkpoint.side_files)
@@ -57,7 +61,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
     folder = code.folder(names)
     _require_classes(folder, names)
     files = collect_code(folder, names)
-    note = f"the model's own code is copied from `{folder}`, and was run to check the weights: {listing(list(files))}"
+    done = "copied, and was run to check the weights" if model_class(checkpoint.config) else "copied"
+    note = f"the code in `{folder}` is {done}: {listing(list(files))}"
     carried = replace(checkpoint, side_files={**side_files, **files}, warnings=(*checkpoint.warnings, note))
     if model_class(checkpoint.config):
         return _as_code_has_it(carried, folder, source)
@@ -80,6 +85,16 @@ def with_copied_code(checkpoint: Checkpoint) -> Checkpoint:
         note = f"the model's own code is not copied: {problem.message}"
         return replace(checkpoint, warnings=(*checkpoint.warnings, note))
     return replace(checkpoint, side_files={**checkpoint.side_files, **files})
+
+
+def unstored_buffers(model: Any) -> list[str]:
+    """Names of the buffers that are not in the state dict of a model, except those of transformers' own modules."""
+    return [
+        f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith(("transformers.", "torch."))
+        for key in sorted(module._non_persistent_buffers_set)
+    ]
 
 
 def _require_classes(folder: Path, names: Sequence[str]) -> None:
@@ -107,7 +122,13 @@ def _as_code_has_it(checkpoint: Checkpoint, folder: Path, source: str) -> Checkp
     tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
     dropped = [f"{len(computed)} buffers, which the model computes"] if computed else []
-    return replace(checkpoint, tensors=tensors, dropped=(*checkpoint.dropped, *dropped))
+    notes = [UNSTORED.format(listing(names))] if (names := unstored_buffers(model)) else []
+    return replace(
+        checkpoint,
+        tensors=tensors,
+        dropped=(*checkpoint.dropped, *dropped),
+        warnings=(*checkpoint.warnings, *notes),
+    )
 
 
 def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, LazyTensor]:
@@ -122,6 +143,7 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], model: Any) -> dict[str, 
 
 def _model(folder: Path, config: Mapping[str, Any]) -> Any:
     from llmconv.convert.models.meta_model import NotBuildable, code_model  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_classes, custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):
@@ -132,6 +154,7 @@ def _model(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def _gaps(folder: Path, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> LoadingGaps:
     from llmconv.convert.models.meta_model import NotBuildable, gaps_of  # noqa: PLC0415 - torch
+    from llmconv.runtime.custom_code import custom_code_errors  # noqa: PLC0415 - onnxruntime
 
     try:
         with custom_code_errors(folder):

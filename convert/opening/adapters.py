@@ -89,6 +89,12 @@ def is_plainly_peft(path: Path) -> bool:
     )
 
 
+def is_for_peft(path: Path) -> bool:
+    """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
+    named = (path / CONFIG).is_file() and (path / WEIGHTS[0]).is_file()
+    return named and (is_plainly_peft(path) or adapter_format(path) is None)
+
+
 def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
     """One of a pair: only PEFT has initializations that change the base."""
     with reading_safely(adapter):

@@ -30,11 +30,11 @@ class GraphSummary:
     """A graph in the manifest.
 
     Attributes:
-        role: `prefill`, `decode`, `unified` or `embeddings`.
+        role: `prefill`, `decode`, `unified`, `embeddings`, or that of a graph without a cache, such as `embed`.
         files: its file, or those of its stages.
         opset: version of the standard operators; None if it is not recorded.
         precision: dtype that it computes in.
-        cache: `growing`, `shared-buffer` or `static`; followed by ` int8` where keys and values are codes.
+        cache: `growing`, `shared-buffer`, `static` or `none`; followed by ` int8` where keys and values are codes.
         target: provider of onnxruntime that it is for; empty for any.
     """
 
@@ -50,7 +50,8 @@ class GraphSummary:
         """Everything in one line."""
         opset = f", opset {self.opset}" if self.opset else ""
         target = f", for {self.target}" if self.target else ""
-        return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {self.cache} cache{target}"
+        cache = "no cache" if self.cache == "none" else f"{self.cache} cache"
+        return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {cache}{target}"
 
 
 @dataclass(frozen=True)

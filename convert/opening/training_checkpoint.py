@@ -83,7 +83,7 @@ def _plain_tensors(path: Path) -> Format | None:
 
 
 def searching_next_to(options: Mapping[str, Any], path: Path, config: tuple[Path, ...]) -> dict[str, Any]:
-    """The options, where consent to a model's code finds it next to the user's or the checkpoint's `config.json`.
+    """The options, where consent to a model's code finds it next to the user's, the checkpoint's or the base's config.
 
     Args:
         options: those of `to_hf`.
@@ -96,7 +96,8 @@ def searching_next_to(options: Mapping[str, Any], path: Path, config: tuple[Path
     folder = path if path.is_dir() else path.absolute().parent
     above = [home for home in folder.absolute().parents[:2] if (home / "config.json").is_file()]
     given = [place if place.is_dir() else place.absolute().parent for place in config]
-    return {**options, OPTION: replace(code, others=(*given, folder, *above))}
+    base = [options["base"]] if options.get("base") else []
+    return {**options, OPTION: replace(code, others=(*given, folder, *above, *base))}
 
 
 def recognized(path: Path) -> tuple[Path, Format | None]:

@@ -168,8 +168,8 @@ class ClientFiles:
                 raise UsageProblem(f"layout `{client.name}` does not support {reason}", hint="leave out one of them")
             if takes_embeddings:
                 raise UnsupportedInput(
-                    f"layout `{client.name}` also needs the image encoder, which is not exported",
-                    hint=f"leave out `--layout {client.name}`",
+                    f"layout `{client.name}` supports graphs that take tokens, and these take embeddings",
+                    hint=f"leave out `--layout {client.name}`, or `--embeds`",
                 )
             client.check(self.model)
 

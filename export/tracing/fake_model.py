@@ -6,6 +6,7 @@ Computed buffers (rotary tables, ALiBi slopes) are real, because they become con
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
@@ -90,11 +91,16 @@ def depth(config: Any) -> int:
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
+NUMBERED_OTHERWISE = {"ssm_multipliers", "mlp_multipliers"}
+"""Lists with one entry per part of a layer (in Falcon-H1), which may be as long as the model has layers."""
+
+
 def period(config: Any) -> int:
     """Length of the repeating pattern of layers (1 if all are alike), from every list with one entry per layer."""
     total = depth(config)
     decoder = decoder_config(config)
-    fields = [*decoder.to_dict().values(), getattr(decoder, "layer_types", None)]  # computed by some configs
+    own = [value for name, value in decoder.to_dict().items() if name not in NUMBERED_OTHERWISE]
+    fields = [*own, getattr(decoder, "layer_types", None)]  # computed by some configs
     lists = [value for value in fields if isinstance(value, list) and len(value) == total]
     lists += [[value.get(str(layer)) for layer in range(total)] for value in fields if _is_by_layer(value)]
     kinds = list(zip(*lists, strict=True)) if lists else [()] * total
@@ -114,7 +120,7 @@ def shortened(config: Any, num_layers: int) -> Any:
     if "decoder_layers" in fields:
         fields["decoder_layers"] = num_layers
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == total:
+        if isinstance(value, list) and len(value) == total and name not in NUMBERED_OTHERWISE:
             fields[name] = value[:num_layers]
         elif _is_by_layer(value):
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
@@ -134,15 +140,40 @@ def _is_computed(config: Any, name: str) -> bool:
     return isinstance(stated, property) and stated.fset is None
 
 
-def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+CLASSIFY = "classify"
+"""The task of a model with a head for classes of texts; all others have one for tokens, or none."""
+
+
+def embedding_size(config: Any) -> int:
+    """Size of the embeddings that the model takes instead of tokens, as its embedding table returns them.
+
+    Raises:
+        UnsupportedInput: the model takes tokens only.
+    """
+    with refusing("build this model"):
+        model = build(shortened(config, period(config)))
+        if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedInput(
+                "the model's code takes tokens only, and no `inputs_embeds`", hint="leave out `--embeds`"
+            )
+        return int(model.get_input_embeddings().weight.shape[1])
+
+
+def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> PreTrainedModel:
     """The eager model of `config` in a dtype, in eval mode, with fake parameters.
 
     Parameters that transformers keeps in float32 when it loads a model in half precision are float32 here, too.
+
+    Args:
+        config: a transformers config.
+        dtype: of the parameters.
+        task: of the graph, see `GraphSpec`.
     """
+    auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
     with fake_parameters() as mode:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+        model = auto.from_config(config, attn_implementation="eager", dtype=dtype)
         if dtype != torch.float32:
-            exact = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+            exact = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
             _take_buffers(model, exact)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)

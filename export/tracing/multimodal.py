@@ -9,7 +9,8 @@ or sound. The encoders of these features are not exported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from llmconv.errors import UnsupportedInput
@@ -29,6 +30,10 @@ MULTI_MODAL: dict[str, str] = {
     "vipllava": "",
 }
 """`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
+
+
+WITHOUT: Mapping[str, Mapping[str, float]] = defaultdict(dict, {"aya_vision": {"logit_scale": 1.0}})
+"""`model_type` to fields of the language model that the whole model does not apply: its head is a matrix alone."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,11 @@ NAMINGS = (
     TensorNaming("model.text_model."),
 )
 """Names that transformers 5 writes, that transformers 4 wrote, and those of idefics3 and similar models."""
+
+
+def alone(table: TracedGraph) -> TracedGraph:
+    """The graph of a language model's embedding table, which needs none of the other tensors."""
+    return replace(table, ignored=("",))
 
 
 def find_naming(names: Iterable[str]) -> TensorNaming:

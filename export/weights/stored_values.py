@@ -68,7 +68,7 @@ class StoredValues:
         dtype = {**CODE_TYPES, **ONNX_TYPES}[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
-        place = (tensor.path.name, tensor.offset + row * rows.first, length)
+        place = (tensor.location, tensor.offset + row * rows.first, length)
         label = rows.label if shape in (None, rows.shape) else f"{rows.label}:{'x'.join(map(str, shape or ()))}"
         if label not in self._graph.initializers:
             content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(shape or rows.shape), name=label)

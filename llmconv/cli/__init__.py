@@ -9,6 +9,7 @@ from llmconv.cli import (
     chat,
     clean,
     delta,
+    embed,
     export,
     families,
     formats,
@@ -16,6 +17,7 @@ from llmconv.cli import (
     generate,
     inspect,
     merge_lora,
+    onnx_adapter,
     push,
     serve,
     serve_stage,
@@ -37,9 +39,11 @@ def main() -> None:
     llmconv merge-lora BASE ADAPTER -o OUT     merge adapters into the weights
     llmconv delta apply BASE DELTA -o OUT      add delta weights; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs next to the weights they map
+    llmconv onnx-adapter MODEL ADAPTER -o FILE LoRA factors for graphs that take them as inputs
     llmconv verify     MODEL                   compare the graphs with the eager model
     llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
+    llmconv embed      MODEL TEXT...           embeddings, classes or scores of texts
     llmconv chat       MODEL                   chat in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
     llmconv serve-stage FOLDER --stage I       run some of the layers for models on other hosts
@@ -53,8 +57,8 @@ def main() -> None:
 
 
 MODULES = (
-    *(inspect, to_hf, from_hf, merge_lora, delta, export, verify, push),
-    *(generate, chat, serve, serve_stage, bench, clean, formats, families),
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push),
+    *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families),
 )
 """In the order of the work."""
 

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     metavar="PATH",
     help="New folder, on this machine or in an object store; by default graphs go into MODEL.",
 )
+@click.option(
+    "--task",
+    type=click.Choice(["generate", "embed", "classify", "rerank"]),
+    default="generate",
+    show_default=True,
+    help="embed, classify, rerank: model.onnx without a cache returns embeddings, classes or scores of texts.",
+)
+@click.option("--no-cache", is_flag=True, help="Write scoring.onnx alone: logits of whole texts, without a cache.")
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
@@ -37,12 +45,23 @@ if TYPE_CHECKING:
     metavar="CLIENT",
     help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
+@click.option(
+    "--embeds",
+    is_flag=True,
+    help="Graphs take embeddings; embeddings.onnx computes those of tokens. Always so for multimodal models.",
+)
 @click.option("--last-logits", is_flag=True, help="Return the logits of the last position only.")
 @click.option(
     "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
 )
 @click.option(
     "--stages", type=click.IntRange(1), default=1, help="Divide each graph into K graphs, for K devices.", metavar="K"
+)
+@click.option(
+    "--lora-inputs",
+    default="",
+    metavar="NAMES",
+    help="Linear layers that take the factors of LoRA adapters as optional inputs: all-linear, or q_proj,v_proj,…",
 )
 @click.option("--prefix", metavar="PATH", help="Virtual tokens before every prompt: PEFT adapter or pre_caches.npy.")
 @click.option(
@@ -160,7 +179,7 @@ def command(model: str, output: Path | None, as_json: bool, verify: bool, **give
     share_one_heap()
     if output is None:  # both before importing torch, which takes seconds
         require_own_folder(model)
-    require_causal_folder(Path(model))
+    require_causal_folder(Path(model), given["task"])
     from llmconv.export import export
 
     exported = export(model, output, **given)

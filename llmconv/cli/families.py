@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from llmconv.cli import options
+from llmconv.progress import say
+
+if TYPE_CHECKING:
+    from llmconv.export.families import InputMap
 
 
 @click.command("families")
 @options.as_json
 @options.talk
 def command(as_json: bool) -> None:
-    """List the model families that export supports (the registry of input maps)."""
+    """List the model families that export supports (the registry of input maps).
+
+    Types of transformers that are not exported follow on stderr, with the reason; with --json they are those with a
+    `not_exported`.
+    """
     from llmconv.export.families import known_input_maps
+    from llmconv.export.families_not_exported import NOT_EXPORTED
 
     rows = {name: row for name, row in sorted(known_input_maps().items())}
+    others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
     if as_json:
-        options.print_json({name: {"position_ids": row.position_ids, "note": row.note} for name, row in rows.items()})
+        found = {name: _fields(row) for name, row in rows.items()}
+        options.print_json({**found, **{name: {"not_exported": reason} for name, reason in others.items()}})
         return
     width = max(map(len, rows))
     for name, row in rows.items():
-        click.echo(
-            f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {row.note}".rstrip()
-        )
+        extras = f"inputs: {', '.join(extra.name for extra in row.extras)}" if row.extras else ""
+        note = "; ".join(filter(None, (extras, row.note)))
+        click.echo(f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {note}".rstrip())
+    for name, reason in others.items():
+        say(f"not exported: {name}: {reason}")
+
+
+def _fields(row: InputMap) -> dict[str, Any]:
+    """A row for JSON."""
+    extras = [extra.name for extra in row.extras]
+    return {"position_ids": row.position_ids, "extras": extras, "note": row.note}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import generation_options, options
-from llmconv.errors import UsageProblem
+from llmconv.cli.text_printer import TextPrinter
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.generation import TextPiece
-    from llmconv.generation.prompt_run import PromptRun
+    from llmconv.generation import Generation
     from llmconv.generation.prompts import Prompt
 
 
@@ -45,10 +45,38 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     metavar="FILE",
     help="File with one prompt per line, or JSON lines with `prompt` or `messages`; - for standard input.",
 )
+@click.option("--prompt-field", metavar="NAME", help="Field of JSON lines that has the prompt, a text or a chat.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    help="Image in the prompt; may be repeated. In JSON lines the field `image`.",
+)
 @click.option("--output-file", type=options.Output(), metavar="FILE", help="Write completions to it, as JSON lines.")
 @click.option("--overwrite", is_flag=True, help="Start the output file again. Default: continue after its last line.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts per batch.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of texts per batch.")
+@click.option(
+    "--num-return-sequences",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of texts per prompt: different samples, or the best beams.",
+)
+@click.option(
+    "--src-length",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Cut longer prompts to their last N tokens; special tokens at the start stay.",
+)
+@click.option(
+    "--add-special-tokens/--no-add-special-tokens",
+    default=True,
+    help="Whether prompts get the tokenizer's special tokens, such as a start token.  [default: yes]",
+)
 @click.option("--stream", is_flag=True, help="Print the text while it is generated.")
+@click.option("-0", "--null", is_flag=True, help="End each text with a NUL character; no headings between them.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message, in the tokenizer's chat template.")
 @click.option("--template", default="", metavar="NAME", help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
@@ -64,14 +92,12 @@ def command(
     texts: tuple[str, ...],
     prompts: tuple[str, ...],
     prompt_file: str | None,
+    prompt_field: str | None,
+    images: tuple[str, ...],
     output_file: Path | None,
     overwrite: bool,
-    batch_size: int,
     stream: bool,
-    chat: bool,
-    template: str,
-    system: str,
-    prompt_prefix: str,
+    null: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -80,29 +106,24 @@ def command(
     FOLDER is a model folder, one .onnx file, or a name in the Hub's cache. Prompts are arguments, the lines of a file,
     or standard input. Defaults come from generation_config.json, whose `do_sample` decides whether tokens are sampled.
 
-    The new text goes to stdout, times and memory go to stderr.
+    The new text goes to stdout, settings, times and memory go to stderr. Several texts have headings, ==> 1 of 2 <==.
+    A prompt that is too long gets no text, and the exit code is 3 when the others are finished.
     """
-    from llmconv.generation import Wording
-    from llmconv.generation.generate import settings_for
-    from llmconv.generation.prompt_run import PromptRun
+    from llmconv.generation.generate import prepare
 
-    _require_fitting(texts, output_file, prompt_prefix, overwrite=overwrite, stream=stream, as_json=as_json)
-    wording = Wording(prompt_prefix, template or ("tokenizer" if chat or system else ""), system)
-    picked = generation_options.settings(given)
-    contents = _prompts((*texts, *prompts), prompt_file, output_file)
-    opened = generation_options.opener(model, given)()
-    run = PromptRun(opened, contents, settings_for(opened, wording, picked), wording, batch_size)
-    if output_file:
-        tuned = {name: str(given[name] or "") for name in ("adapter", "prefix_tuning")}
-        run.to_file(output_file, tuned, overwrite, _writer(stream, run))
-    else:
-        run.collect(_writer(stream and not as_json, run))
+    _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
+    contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
+    run = prepare(model, contents, **generation_options.settings(given))
+    printer = TextPrinter(run, null=null)
+    made = run.run(output_file, overwrite, printer.on_piece if stream and not as_json else None)
     if as_json:
-        options.print_json(run.as_dict())
+        options.print_json(made.as_dict())
     elif not stream:
-        click.echo("".join(f"{completion.text}\n" for completion in run.completions), nl=False)
-    for line in run.summary():
+        for index, completion in enumerate(made.completions):
+            printer.push(index, completion.text, done=True)
+    for line in made.summary():
         say(line)
+    _require_all(made)
 
 
 def _require_fitting(
@@ -118,6 +139,8 @@ def _require_fitting(
     if overwrite and not output:
         raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
     for text in texts:
+        if is_file(text) and text.endswith(".onnx"):
+            raise UsageProblem(f"the prompt `{text}` is a graph", hint=f"give the decode graph as `--decode {text}`")
         if is_file(text) or PROMPT_FILE.fullmatch(text):
             raise UsageProblem(
                 f"the prompt `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}",
@@ -141,38 +164,41 @@ def is_file(text: str) -> bool:
     return False
 
 
-def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Prompt]:
+def _prompts(
+    texts: tuple[str, ...], file: str | None, field: str | None, output: Path | None, images: tuple[str, ...]
+) -> list[Prompt]:
     """Prompts of the command line, of a file, or of standard input."""
-    from llmconv.generation.prompts import Prompt, read_prompts
+    from llmconv.generation.generate import require_other_file
+    from llmconv.generation.prompt_file import read_prompts
+    from llmconv.generation.prompts import Prompt
 
     if texts and file:
         raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
+    if texts and field:
+        raise UsageProblem("`--prompt-field` needs `--prompt-file` or standard input", hint="leave it out")
+    if len(texts) > 1 and images:
+        raise UsageProblem(
+            "`--image` goes with one prompt", hint="for several, give JSON lines with the fields `prompt` and `image`"
+        )
     if texts:
-        return [Prompt(text) for text in texts]
-    if file and output and Path(file).resolve() == output.resolve():
-        raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
+        return [Prompt(text, images=images) for text in texts]
+    if images:
+        raise UsageProblem(
+            "`--image` needs a prompt on the command line", hint="in a prompt file, give each line a field `image`"
+        )
     if file and file != "-":
-        return read_prompts(Path(file))
+        require_other_file(file, output)
+        return read_prompts(Path(file), field)
     if sys.stdin is None or (not file and sys.stdin.isatty()):
         raise UsageProblem("no prompt is given", hint="give one after the folder, or `--prompt-file`")
-    return read_prompts(sys.stdin)
+    return read_prompts(sys.stdin, field)
 
 
-def _writer(streaming: bool, run: PromptRun) -> Callable[[TextPiece], None] | None:
-    """Prints pieces as they come, keeping the texts in the order of the prompts; None without `--stream`."""
-    if not streaming:
-        return None
-    from llmconv.generation.streaming import OrderedWriter
-
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    writer: list[OrderedWriter] = []
-
-    def on_piece(piece: TextPiece) -> None:
-        if not writer:
-            writer.append(OrderedWriter(len(run.prompts), write, run.skipped))
-        writer[0].push(piece.index, piece.text, bool(piece.finish))
-
-    return on_piece
+def _require_all(made: Generation) -> None:
+    """Ends with exit code 3 if prompts were left out."""
+    if made.too_long:
+        verb = "prompt was" if made.too_long == 1 else "prompts were"
+        raise InputRefused(
+            f"{made.too_long} {verb} too long and got no text; the others are finished",
+            hint="shorten them, cut them with `--src-length`, or give `--max-new-tokens` in place of `--max-length`",
+        )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -14,12 +13,10 @@ from llmconv.errors import UsageProblem
 
 if TYPE_CHECKING:
     from llmconv.generation import TextModel
+    from llmconv.generation.running_options import RunningOptions
     from llmconv.runtime import SessionSettings
-    from llmconv.runtime.onnxruntime.session_settings import StageOptions
-    from llmconv.runtime.stages.staged_runner import StageAddresses
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Options = TypeVar("Options", "SessionSettings", "StageOptions")
 
 BACKENDS = ["onnx", "torch", "genai"]
 
@@ -47,7 +44,15 @@ PICKING = (
 )
 BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
-    click.option("--adapter", metavar="PATH", help="LoRA or other adapter, with `--backend torch`."),
+    click.option(
+        "--decode", type=click.Path(path_type=Path), metavar="FILE", help="Decode graph, for a prefill graph."
+    ),
+    click.option("--tokenizer", metavar="PATH", help="Folder of another tokenizer.  [default: the model's]"),
+    click.option(
+        "--adapter",
+        metavar="PATH",
+        help="LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`.",
+    ),
     click.option(
         "--prefix-tuning",
         metavar="PATH",
@@ -120,8 +125,8 @@ def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `GenerationSettings` from the options of `picking`; sampling options turn on `do_sample`."""
-    fields = {name: value for name, value in given.items() if name not in OF_RUNNING and value is not None}
+    """The given options without those that were left out; sampling options turn on `do_sample`."""
+    fields = {name: value for name, value in given.items() if value is not None}
     if {"max_new_tokens", "max_length"} <= fields.keys():
         raise UsageProblem(
             "`--max-new-tokens` and `--max-length` both set the length",
@@ -136,6 +141,11 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that `opener` does not use."""
+    return {name: value for name, value in given.items() if name not in OF_RUNNING}
+
+
 def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
     """A function that opens a model with the given options; the session options are read at once.
 
@@ -143,88 +153,25 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
         model: a folder, a graph, or a name in the Hub's cache.
         given: values of the options of `running` and `--trust-remote-code`; others are ignored.
     """
-    if given["backend"] == "torch":
-        _refuse_session(given)
-    if given["stage_timeout"] is not None and not given["stage_at"]:
-        raise UsageProblem("`--stage-timeout` needs `--stage-at`", hint="leave it out")
-    settings = session_settings(given)
+    from llmconv.generation.running_options import opener
 
-    def opened() -> TextModel:
-        from llmconv.generation import TextModel
-
-        same = {name: given[name] for name in OPENING}
-        return TextModel.open(model, settings=settings, stages=_stages(given), **same)
-
-    return opened
-
-
-def _stages(given: Mapping[str, Any]) -> StageAddresses | None:
-    from llmconv.runtime.stages.staged_runner import StageAddresses
-
-    if not given["stage_at"]:
-        return None
-    timeout = given["stage_timeout"]
-    return StageAddresses(given["stage_at"]) if timeout is None else StageAddresses(given["stage_at"], timeout)
+    return opener(model, running_options(given))
 
 
 def session_settings(given: Mapping[str, Any]) -> SessionSettings:
     """Session settings from the options of `session`; others are ignored."""
-    from llmconv.runtime.onnxruntime.packed_cache import default_folder
+    from llmconv.generation.running_options import session_settings
 
-    packed_cache = default_folder() if given["packed_cache"] else None
-    settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
-    return replace(settings, timeout=given["timeout"], packed_cache=packed_cache)
+    return session_settings(running_options(given))
 
 
-def _refuse_session(given: Mapping[str, Any]) -> None:
-    """Refuses options of onnxruntime, which the eager model does not use."""
-    odd = next((name for name in ("provider", "session_config", "prepack", "packed_cache") if given[name]), None)
-    if odd:
-        raise UsageProblem(
-            f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does not use",
-            hint="leave it out and give `--device`; or leave out `--backend torch`",
-        )
+def running_options(given: Mapping[str, Any]) -> RunningOptions:
+    """The options of `running` alone."""
+    return cast("RunningOptions", {name: value for name, value in given.items() if name in OF_RUNNING})
 
-
-OPENING = ("backend", "adapter", "prefix_tuning", "trust_remote_code", "device", "dtype")
-"""Options that are passed to `TextModel.open` unchanged."""
 
 OF_RUNNING = (
-    *OPENING,
-    "provider",
-    "threads",
-    "session_config",
-    "prepack",
-    "packed_cache",
-    "timeout",
-    "stage_at",
-    "stage_timeout",
+    *("backend", "decode", "tokenizer", "adapter", "prefix_tuning", "device", "dtype", "trust_remote_code"),
+    *("provider", "threads", "session_config", "timeout", "prepack", "packed_cache", "stage_at", "stage_timeout"),
 )
 """All options that `opener` uses."""
-
-
-def _session(
-    provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
-) -> SessionSettings:
-    """Session settings of onnxruntime; options override the file."""
-    from llmconv.runtime.onnxruntime.session_file import read_session_file
-    from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-
-    found = SessionSettings(prepack=prepack)
-    if session_config:
-        found = read_session_file(session_config, found)
-    stages = {number: _overridden(own, provider, threads) for number, own in found.stages.items()}
-    found = replace(_overridden(found, provider, threads), stages=stages)
-    return found if threads is None else replace(found, threads=threads)
-
-
-def _overridden(found: Options, provider: str | None, threads: int | None) -> Options:
-    """Session settings, or those of a stage, without what the options of the command line replace."""
-    from llmconv.runtime.onnxruntime.session_settings import provider_name
-
-    if threads is not None:
-        attributes = {name: value for name, value in found.attributes.items() if name != "intra_op_num_threads"}
-        found = replace(found, attributes=attributes)
-    if provider is not None and provider_name(provider) != found.provider:
-        found = replace(found, provider=provider_name(provider), provider_options={})
-    return found

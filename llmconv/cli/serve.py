@@ -49,8 +49,7 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     """
     from llmconv.serve import ServerSettings, serve
 
-    others = generation_options.OF_RUNNING
-    settings = ServerSettings(**{name: value for name, value in given.items() if name not in others})
+    settings = ServerSettings(**generation_options.without_running(given))
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"anyone who can reach {settings.host} can use the model: set an API key in {API_KEY}")
     opener = generation_options.opener(model, given)

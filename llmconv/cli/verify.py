@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
     from llmconv.verify import Report
 
-OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrate", "method", "layers", "record")
+OF_GRAPHS = ("input_map",)
+OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "record", "adapter")
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
@@ -113,6 +114,11 @@ OF_GRAPHS, OF_FOLDER = ("input_map",), ("low_memory", "allow_changed", "calibrat
     "--layers",
     metavar="CHOICE",
     help="With induction, the layers that also run by themselves: all, sampled:K or classes.  [default: all]",
+)
+@click.option(
+    "--adapter",
+    metavar="PATH",
+    help="Compare graphs of `export --lora-inputs` with the eager model and this LoRA adapter of PEFT.",
 )
 @click.option(
     "--allow-changed", is_flag=True, help="A graph that was changed after its export is a note instead of a failure."
@@ -223,6 +229,8 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
             "`--low-memory` excludes `--graph`, `--repeat`, `--bisect` and `--minimize`",
             hint="leave out `--low-memory` or the other options",
         )
+    if graphs and choices["adapter"] is not None:
+        raise UsageProblem("`--adapter` applies to FOLDER only", hint="leave out `--adapter`")
     if graphs and choices["calibrate"] is not None:
         raise UsageProblem("`--calibrate` applies to FOLDER only", hint="leave out `--calibrate`")
     if graphs and (choices["method"] not in ("auto", "whole") or choices["layers"] is not None):

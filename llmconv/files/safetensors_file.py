@@ -42,19 +42,29 @@ class FileTensor(LazyTensor):
         path: the file.
         offset: position of the first byte in the file.
         record: the record of the file that contains it; code that reads the file without `rows` must notify it.
+        location: of the file in the model's folder: its name, or `folder/name` for a module after the model.
     """
 
     path: Path
     offset: int
     record: ChecksummedRange | None
+    location: str
 
     def __init__(
-        self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...], record: ChecksummedRange | None = None
+        self,
+        path: Path,
+        offset: int,
+        dtype: DType,
+        shape: tuple[int, ...],
+        record: ChecksummedRange | None = None,
+        *,
+        location: str = "",
     ) -> None:
         super().__init__(dtype, shape, self._read_rows)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "offset", offset)
         object.__setattr__(self, "record", record)
+        object.__setattr__(self, "location", location or path.name)
 
     def _read_rows(self, start: int, stop: int) -> Array:
         row_bytes = self.nbytes // max(1, self.num_rows)

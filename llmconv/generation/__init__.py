@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from llmconv.generation.chat.reused_cache import Conversation, SharedPrefix
-from llmconv.generation.completions import Completion, Generation, GenerationCost
-from llmconv.generation.generate import Wording, generate
+from llmconv.generation.completions import Completion, Generation
+from llmconv.generation.cost import GenerationCost
+from llmconv.generation.generate import generate
 from llmconv.generation.model import TextModel
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.wording import Wording
 from llmconv.runtime.stages.staged_runner import StageAddresses
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "ModelFiles",
+    "Prompt",
     "TextPiece",
     "SharedPrefix",
     "StageAddresses",

@@ -32,6 +32,7 @@ class CompletionFile:
         prompts: all prompts, in order.
         options: everything that the text depends on.
         overwrite: start again; the first batch replaces the file.
+        added: further fields of `Completion` that every line has.
 
     Raises:
         InputRefused: the file is for other prompts or options, or is not a file of completions.
@@ -39,12 +40,19 @@ class CompletionFile:
     """
 
     def __init__(
-        self, path: Written, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
+        self,
+        path: Written,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        added: Sequence[str] = (),
     ) -> None:
         path = output_path(path, "--output-file")
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
+        self._added = added
         self._fields = [prompt.fields for prompt in prompts]
         if path.exists() and not path.is_file():
             raise InputRefused(
@@ -64,7 +72,7 @@ class CompletionFile:
             OutputFailed: it cannot be written.
         """
         given = self._fields[self.done : self.done + len(completions)]
-        made = [{**fields, **_as_dict(one)} for fields, one in zip(given, completions, strict=True)]
+        made = [{**fields, **_as_dict(one, self._added)} for fields, one in zip(given, completions, strict=True)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
         lines = text.encode("utf-8", errors="surrogatepass")
         try:
@@ -160,14 +168,14 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    contents = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
+    contents = [[one.content, dict(one.fields), *([repr(one.inputs)] if one.inputs else [])] for one in prompts]
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _as_dict(one: Completion) -> dict[str, Any]:
+def _as_dict(one: Completion, added: Sequence[str]) -> dict[str, Any]:
     kind = "prompt" if isinstance(one.prompt, str) else "messages"
     rest = {"text": one.text, "tokens": one.tokens, "prompt_tokens": one.prompt_tokens, "finish": one.finish}
-    return {kind: one.prompt, **rest}
+    return {kind: one.prompt, **rest, **{name: getattr(one, name) for name in added}}
 
 
 def _prompt_of(line: bytes) -> Any:

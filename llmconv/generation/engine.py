@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.generation.chat.reused_cache import PrefixCache
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
-from llmconv.generation.row import Row, TextPiece
+from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.runner import Runner
 
@@ -35,8 +36,7 @@ class LoopEngine:
 
     def grow(
         self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
+        starts: Sequence[RowStart],
         settings: GenerationSettings,
         decode: Decode,
         cache: PrefixCache | None = None,
@@ -45,15 +45,13 @@ class LoopEngine:
         """Continues a batch by greedy search or sampling.
 
         Args:
-            prompts: token ids of each prompt.
-            limits: maximum number of new tokens of each prompt.
+            starts: the prompts.
             settings: how tokens are picked.
             decode: tokens to text.
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
         """
-        given = enumerate(zip(prompts, limits, strict=True))
-        rows = [self._row(index, prompt, limit, settings, decode) for index, (prompt, limit) in given]
+        rows = [self._row(index, start, settings, decode) for index, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)
         if not batch.rows:
@@ -70,7 +68,14 @@ class LoopEngine:
             if cache and len(rows) == 1:
                 cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
 
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+    def beams(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        count: int,
+        inputs: GivenInputs | None = None,
+    ) -> Sequence[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
 
         Args:
@@ -78,6 +83,7 @@ class LoopEngine:
             limit: maximum number of new tokens.
             settings: include the number of beams.
             count: number of continuations.
+            inputs: values of extra inputs.
         """
         if not limit:
             return [[]] * count
@@ -87,12 +93,13 @@ class LoopEngine:
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
+        return search(GraphModel(self.runner, self.positions, vocabulary, inputs), prompt, limit, settings, count)
 
     @staticmethod
-    def _row(index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings, decode: Decode) -> Row:
+    def _row(index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:
         if not settings.needs_processors:
-            return Row(index, prompt, limit, settings, decode)
+            return Row(index, start, settings, decode)
         from llmconv.generation.sampling.logits_processors import processor  # noqa: PLC0415 - imports torch
 
-        return Row(index, prompt, limit, settings, decode, processor(settings, len(prompt), limit))
+        tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
+        return Row(index, start, settings, decode, processor(settings, tokens, start.limit))

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
-from llmconv.generation.row import Row, TextPiece
+from llmconv.generation.given_inputs import GivenInputs
+from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
 from llmconv.runtime.context_length import has_window
@@ -87,8 +88,7 @@ class GenaiEngine:
 
     def grow(
         self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
+        starts: Sequence[RowStart],
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         *_: Any,
@@ -96,7 +96,7 @@ class GenaiEngine:
         """See `LoopEngine.grow`; GenAI has its own cache and takes a prompt at once."""
         _require_known(settings)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
-        rows = [Row(at, *given, settings, decode) for at, given in enumerate(zip(prompts, limits, strict=True))]
+        rows = [Row(at, start, settings, decode) for at, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         going = [row for row in rows if not row.finish]
         groups = [going] if self._fit_together(going, settings) else [[row] for row in going]
@@ -106,7 +106,14 @@ class GenaiEngine:
                 yield from self._step(*search)
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+    def beams(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        count: int,
+        inputs: GivenInputs | None = None,
+    ) -> Sequence[list[int]]:
         """Raises UsageProblem: GenAI's beam search is not used."""
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 
@@ -128,6 +135,8 @@ class GenaiEngine:
         room = max(row.room for row in rows)
         length = longest + room if self.context_length is None else min(longest + room, self.context_length)
         options = {"max_length": length, "batch_size": len(rows), **search_options(settings, self.vocabulary)}
+        if rows[0].sample and not settings.is_greedy:
+            options["random_seed"] = int(settings.seed_of(rows[0].sample).generate_state(1)[0]) % SEEDS
         params = genai.GeneratorParams(self.model)
         params.set_search_options(**options)
         return genai.Generator(self.model, params), rows

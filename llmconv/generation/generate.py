@@ -2,88 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_type_hints
 
-from llmconv.argument_checks import OWN, checked, require_least
-from llmconv.generation.chat.reused_cache import SharedPrefix
-from llmconv.generation.chat.templates import TOKENIZER, find_template
-from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
-from llmconv.generation.model import TextModel, open_model
-from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
-from llmconv.generation.row import TextPiece
+from llmconv.argument_checks import OWN, checked, fitted, require_least
+from llmconv.errors import UsageProblem
+from llmconv.files.paths import Written
+from llmconv.generation.batches import OnPiece
+from llmconv.generation.completions import Generation
+from llmconv.generation.model import TextModel
+from llmconv.generation.prompt_file import read_prompts
+from llmconv.generation.prompt_run import BATCH_SIZE, NEW_TOKENS, PromptRun
+from llmconv.generation.prompts import Prompt, PromptContent, prompts_of
+from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.generation.streamers import require_streamer
+from llmconv.generation.wording import Wording
 
-BATCH_SIZE = 8
-NEW_TOKENS = 64
-"""Maximum number of new tokens, unless an option or `generation_config.json` gives another."""
-
-OnPiece = Callable[[TextPiece], object]
-Prompts = Annotated[str | Sequence[PromptContent], OWN]
-"""Validated by `contents_of`."""
-
-
-@dataclass(frozen=True)
-class Wording:
-    """How prompts become the texts that the model continues.
-
-    Attributes:
-        prompt_prefix: text before every prompt; the model runs it only once.
-        template: chat template, see `templates`. If this or `system` is given, a text becomes a chat of one message.
-        system: system message of chats that have none.
-    """
-
-    prompt_prefix: str = ""
-    template: str = ""
-    system: str = ""
-
-    def encode(self, model: TextModel, content: PromptContent) -> list[int]:
-        """Tokens of a prompt.
-
-        Raises:
-            InputRefused: the prompt has no tokens, or there is no chat template.
-        """
-        content = with_prefix(content, self.prompt_prefix)
-        if isinstance(content, str) and not self._chat_template:
-            return model.encode(content)
-        return model.encode_chat(as_chat(content, self.system), self._chat_template or TOKENIZER)
-
-    @property
-    def _chat_template(self) -> str:
-        """The template for texts; empty if they are not chats."""
-        return self.template or (TOKENIZER if self.system else "")
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings of the template."""
-        return find_template(self._chat_template).stops if self._chat_template else ()
-
-
-@dataclass
-class _GrowingText:
-    tokens: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    finish: str = ""
+Prompts = Annotated[str | Prompt | Sequence[PromptContent | Prompt] | None, OWN]
+"""Validated by `prompts_of`."""
 
 
 @checked
 def generate(  # noqa: PLR0913 - one parameter per option of the command
     model: Any,
-    prompts: Prompts,
+    prompts: Prompts = None,
     *,
-    backend: str = "onnx",
+    prompt_file: str | Path | None = None,
+    prompt_field: str | None = None,
+    output_file: Written | None = None,
+    overwrite: bool = False,
     batch_size: int = BATCH_SIZE,
-    wording: Wording | None = None,
-    session: SessionSettings | None = None,
+    num_return_sequences: int = 1,
     on_piece: OnPiece | None = None,
-    adapter: str | Path | None = None,
-    prefix_tuning: str | Path | None = None,
-    trust_remote_code: bool = False,
-    device: str | None = None,
-    dtype: str | None = None,
+    streamer: Any = None,
     **options: Any,
 ) -> Generation:
     """Continues every prompt; in a batch each prompt gives the same text as alone.
@@ -91,112 +45,117 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     Args:
         model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; anything else that
             `TextModel.open` accepts; or an open `TextModel`, whose backend is used.
-        prompts: texts, or chats as lists of messages; or a single text or chat.
-        backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
-        batch_size: number of prompts per batch.
-        wording: chat template and prefix of all prompts.
-        session: session settings of onnxruntime.
-        on_piece: called with every piece of text.
-        adapter: see `TextModel.open`.
-        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
-        trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
-        device: torch's name of the device, for `torch`; None for the CPU.
-        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
-        options: fields of `GenerationSettings`; they replace those of `generation_config.json`.
+        prompts: texts, chats as lists of messages, or `Prompt` objects, which may have embeddings; or a single one.
+        prompt_file: a file of prompts in place of `prompts`, see `read_prompts`.
+        prompt_field: field of its JSON objects that has the prompt.
+        output_file: append the completions to this file, and skip those that it has, see `CompletionFile`.
+        overwrite: begin the file again.
+        batch_size: number of texts per batch.
+        num_return_sequences: number of continuations per prompt: samples with different random numbers, or the best
+            beams.
+        on_piece: called with every piece of text; its index counts continuations.
+        streamer: of transformers, for one prompt, or for several one by one.
+        options: fields of `RunningOptions`, of `Wording` and of `GenerationSettings`; the last replace those of
+            `generation_config.json`.
 
     Raises:
-        InputRefused: no tokenizer, no graphs, or a prompt without tokens or longer than the context.
+        InputRefused: no tokenizer, no graphs, or a prompt without tokens; or all prompts are too long. If only some
+            are, their completions are empty and have `finish="too_long"`.
         UsageProblem: no prompt, an unknown backend, or an unknown or invalid option.
     """
-    contents = contents_of(prompts)
+    if streamer is not None:
+        require_streamer(streamer, num_return_sequences)
+    inputs = _prompts(prompts, prompt_file, prompt_field, output_file)
+    given = {"batch_size": batch_size, "num_return_sequences": num_return_sequences, **options}
+    return prepare(model, inputs, **given).run(cast(Path | None, output_file), overwrite, on_piece, streamer)
+
+
+def prepare(
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    batch_size: int = BATCH_SIZE,
+    num_return_sequences: int = 1,
+    **options: Any,
+) -> PromptRun:
+    """Opens the model and encodes the prompts; see `generate`.
+
+    Args:
+        model: what to open.
+        prompts: as read from a file.
+        batch_size: number of texts per batch.
+        num_return_sequences: number of continuations per prompt.
+        options: see `generate`.
+
+    Raises:
+        InputRefused: see `generate`.
+        UsageProblem: see `generate`; mistakes are reported before anything is loaded.
+    """
     require_least(batch_size, 1, "batch_size")
-    GenerationSettings().but(**options)  # reports mistakes before anything is loaded
-    tuned: dict[str, Any] = {"adapter": adapter, "prefix_tuning": prefix_tuning, "device": device, "dtype": dtype}
-    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, **tuned)
-    wording = wording or Wording()
-    settings = settings_for(opened, wording, options)
-    done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))
-    completions = [completion for batch, _ in done for completion in batch]
-    return Generation(completions, opened.backend, [cost for _, cost in done])
+    require_least(num_return_sequences, 1, "num_return_sequences")
+    running = options_of(RunningOptions, options)
+    wording = Wording(**options_of(Wording, options))
+    settings = {name: value for name, value in options.items() if name not in {*OF_RUNNING, *OF_WORDING}}
+    GenerationSettings().but(**settings)
+    opened = opener(model, cast(RunningOptions, running))()
+    chosen = settings_for(opened, wording, settings)
+    tuned = {name: str(running.get(name) or "") for name in ("adapter", "prefix_tuning")}
+    return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
 
 
-def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) -> GenerationSettings:
+OF_RUNNING = tuple(RunningOptions.__annotations__)
+OF_WORDING = tuple(field.name for field in fields(Wording))
+
+
+def options_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a class, checked and converted by their annotations.
+
+    Args:
+        kind: `RunningOptions` or `Wording`.
+        options: those and others.
+
+    Raises:
+        UsageProblem: one has another type.
+    """
+    hints = get_type_hints(kind)
+    return {name: fitted(value, hints[name], name) for name, value in options.items() if name in hints}
+
+
+def _prompts(prompts: Any, file: str | Path | None, field: str | None, output: str | Path | None) -> list[Prompt]:
+    """The prompts of a call: given as values, or in a file."""
+    if file is None:
+        if field is not None:
+            raise UsageProblem("`prompt_field` needs `prompt_file`", hint="give the file, or the texts alone")
+        return prompts_of(prompts)
+    if prompts is not None:
+        raise UsageProblem("prompts are given both as arguments and in a file", hint="give only one of them")
+    require_other_file(file, output)
+    return read_prompts(file, field)
+
+
+def require_other_file(file: str | Path, output: Any) -> None:
+    """Refuses to write completions over the prompts.
+
+    Args:
+        file: the prompts.
+        output: the completions; None for no file.
+
+    Raises:
+        UsageProblem: it is the same file.
+    """
+    if isinstance(output, str | Path) and Path(file).resolve() == Path(output).resolve():
+        raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
+
+
+def settings_for(model: TextModel, wording: Wording, options: Mapping[str, Any]) -> GenerationSettings:
     """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length.
 
     Args:
         model: its defaults are used.
-        wording: names the options in messages.
+        wording: names the template.
         options: fields of `GenerationSettings`.
     """
     settings = model.defaults.but(**options)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=NEW_TOKENS)
     return settings.but(stop_strings=tuple(dict.fromkeys((*settings.stop_strings, *wording.stops))))
-
-
-def run_batches(
-    model: TextModel,
-    prompts: Sequence[PromptContent],
-    settings: GenerationSettings,
-    *,
-    wording: Wording | None = None,
-    batch_size: int = BATCH_SIZE,
-    skip: int = 0,
-    on_piece: OnPiece | None = None,
-) -> Iterator[tuple[list[Completion], GenerationCost]]:
-    """Runs the prompts in batches; yields the completions and the cost of each batch.
-
-    Args:
-        model: continues the prompts.
-        prompts: texts and chats.
-        settings: how tokens are picked.
-        wording: chat template and prefix of all prompts.
-        batch_size: prompts per batch; fewer if the graphs are smaller.
-        skip: number of prompts at the start that are finished already.
-        on_piece: called with every piece of text.
-
-    Raises:
-        InputRefused: a prompt has no tokens or is longer than the context; raised before anything runs.
-    """
-    wording = wording or Wording()
-    ids = [wording.encode(model, prompt) for prompt in prompts]
-    model.limits(ids, settings)
-    shared = SharedPrefix(shared_start(ids), model.positions) if wording.prompt_prefix and len(ids) > 1 else None
-    size = min(batch_size, model.sequences or batch_size)
-    for start in range(skip, len(prompts), size):
-        part = slice(start, start + size)
-        yield _run_batch(model, prompts[part], ids[part], settings, shared, _numbered(on_piece, start))
-
-
-def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
-    """`on_piece`, with the index of the prompt among all prompts, not in its batch."""
-    if on_piece is None or start == 0:
-        return on_piece
-    return lambda piece: on_piece(TextPiece(start + piece.index, piece.text, piece.token, piece.finish))
-
-
-def _run_batch(
-    model: TextModel,
-    prompts: Sequence[PromptContent],
-    ids: Sequence[list[int]],
-    settings: GenerationSettings,
-    shared: SharedPrefix | None,
-    on_piece: OnPiece | None,
-) -> tuple[list[Completion], GenerationCost]:
-    meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
-    growing = [_GrowingText() for _ in prompts]
-    for piece in model.stream(ids, settings, shared):
-        one = growing[piece.index]
-        one.text.append(piece.text)
-        one.finish = piece.finish
-        if piece.token is not None:
-            meter.count()
-            one.tokens += [piece.token] * (piece.finish != "eos")
-        if on_piece:
-            on_piece(piece)
-    cost = meter.stop()
-    completions = [
-        Completion(prompt, "".join(one.text), one.tokens, len(tokens), one.finish)
-        for prompt, tokens, one in zip(prompts, ids, growing, strict=True)
-    ]
-    return completions, cost

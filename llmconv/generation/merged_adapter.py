@@ -6,23 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, open_checkpoint
+from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.wrong_base_check import warn_of_origin
-from llmconv.convert.formats import adapter_format
 from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.opening.adapters import is_plainly_peft, open_adapters
+from llmconv.convert.opening.adapters import open_adapters
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.progress import warn_all
 from llmconv.tensors import LazyTensor
 
 MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
-
-
-def is_for_peft(adapter: Path) -> bool:
-    """Whether PEFT itself loads an adapter: its own files, with safetensors weights."""
-    named = (adapter / ADAPTER_CONFIG).is_file() and (adapter / ADAPTER_WEIGHTS).is_file()
-    return named and (is_plainly_peft(adapter) or adapter_format(adapter) is None)
 
 
 def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,38 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.chat.templates import TOKENIZER, encode_chat
-from llmconv.generation.engine import LoopEngine
+from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
+from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
+from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Row, TextPiece
-from llmconv.generation.runners import load_genai, load_runner, refuse_prefix, refuse_stages
+from llmconv.generation.row import Row, RowStart, TextPiece
+from llmconv.generation.runners import (
+    is_model,
+    load_genai,
+    load_images,
+    load_object,
+    load_runner,
+    refuse_prefix,
+    refuse_stages,
+    with_lora,
+)
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
+from llmconv.generation.streamers import feed, require_streamer
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
 from llmconv.runtime.prefix.trained import open_prefix
-from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
-from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, find_tokenizer, require_text
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,8 @@ class TextModel:
         positions: the model's rule for position ids.
         folder: has the configuration.
         engine: picks the tokens; None for llmconv's own loop over `runner`.
+        images: prepares prompts with images; None for a model that takes none.
+        origin: the model that this one shares its graphs with, see `with_adapter`.
     """
 
     tokenizer: Any
@@ -54,35 +72,43 @@ class TextModel:
     positions: PositionRule = default_positions
     folder: Path = Path()
     engine: GenaiEngine | None = None
+    images: ImageEncoder | None = None
+    origin: TextModel | None = None
 
     @classmethod
     @checked
-    def open(  # noqa: PLR0913 - one parameter per option of the commands
+    def open(  # noqa: PLR0913 - one parameter per option
         cls,
         model: Any,
+        decode: str | Path | None = None,
         *,
+        tokenizer: Any = None,
         backend: str = "onnx",
         settings: SessionSettings | None = None,
         adapter: str | Path | None = None,
         prefix_tuning: str | Path | None = None,
         trust_remote_code: bool = False,
-        device: str | None = None,
-        dtype: str | None = None,
+        device: Any = None,
+        dtype: Any = None,
         stages: StageAddresses | None = None,
     ) -> TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
         Args:
-            model: what to open. Files behind a URI are downloaded, and removed when nothing holds the model any more.
+            model: what to open, or a model of transformers, which is run by torch. Files behind a URI are downloaded,
+                and removed when nothing holds the model any more.
+            decode: the decode graph, if `model` is the prefill graph.
+            tokenizer: a tokenizer of transformers, or the folder of one; None for that of the model.
             backend: `onnx` (the graphs), `torch` (the eager model, the only use of torch) or `genai` (the graphs in
                 ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
             adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
-                merged in memory as `merge-lora` would.
+                merged in memory as `merge-lora` would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file
+                of `llmconv onnx-adapter`.
             prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
                 where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
-            device: torch's name of the device, for `torch`; None for the CPU.
+            device: torch's device, for `torch`, or its name or number; None for the CPU.
             dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
             stages: where stages of `export --stages` run that do not run here.
 
@@ -93,11 +119,14 @@ class TextModel:
             UnsupportedInput: a prefix for a model that caches more than keys and values.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
-        options = TorchOptions(adapter, device, dtype)
+        options = TorchOptions.of(adapter, device, dtype)
+        if is_model(model):
+            unused = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
+            return cls._of_object(model, tokenizer, settings, options, **unused)
         with fetching() as fetched:
-            files = ModelFiles.find(model)
+            files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
-            tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
+            tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
             if backend == "genai":
                 options.refuse()
                 refuse_stages(stages, backend)
@@ -112,9 +141,44 @@ class TextModel:
                 length = _room(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
-            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
+            images = load_images(files, backend, runner, settings)
+            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
+
+    @classmethod
+    def _of_object(
+        cls, model: Any, tokenizer: Any, settings: SessionSettings | None, options: TorchOptions, **unused: Any
+    ) -> TextModel:
+        """A model of transformers that is in memory, on its device and in its dtype."""
+        own = {"device": str(getattr(model, "device", "")), "dtype": str(getattr(model, "dtype", ""))[6:]}
+        given = {name: value for name, value in vars(options).items() if value != own.get(name)}
+        given |= unused
+        if odd := next((name for name, value in given.items() if value is not None), None):
+            raise UsageProblem(f"`{odd}` has no effect on a model in memory", hint="load the model with it")
+        if tokenizer is None:
+            raise UsageProblem("a model in memory has no tokenizer", hint="give `tokenizer`, an object or a folder")
+        runner = load_object(model, settings)
+        tokenizer = find_tokenizer(tokenizer, Path(), False)
+        defaults = GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict())
+        return cls(tokenizer, runner, defaults, runner.context_length, "torch")
+
+    def with_adapter(self, adapter: str | Path) -> TextModel:
+        """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
+
+        Args:
+            adapter: see `open`; for graphs of `export --lora-inputs`, and none with `prefix_tuning`.
+
+        Raises:
+            InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+            UnsupportedInput: another kind of adapter.
+            UsageProblem: the graphs have no inputs for factors, or the model has a tuned prefix.
+        """
+        if isinstance(self.runner, PrefixedRunner):
+            raise UsageProblem(
+                "the model has a tuned prefix", hint="give `adapter` and `prefix_tuning` to `TextModel.open` together"
+            )
+        return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
     @property
     def decode(self) -> TokenDecoder:
@@ -139,8 +203,12 @@ class TextModel:
         context = f", context {self.context_length:,}" if self.context_length else ""
         return f"<{type(self).__name__} {self.folder}: {self.backend}{context}>"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, with the special tokens that the tokenizer adds; an empty text becomes the start token.
+
+        Args:
+            text: a text.
+            add_special_tokens: add the special tokens.
 
         Raises:
             InputRefused: the text has no tokens.
@@ -150,27 +218,79 @@ class TextModel:
             raise UsageProblem(
                 f"`text` is {kind_of(text)}, not a string", hint="give one `str`; for a chat use `encode_chat`"
             )
-        return encode_prompt(self.tokenizer, text, self.defaults.bos_token_id)
+        start = self.defaults.bos_token_id
+        return encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Tokens of a chat, up to where the answer begins; if the last message is the assistant's, it is continued.
 
         Args:
             messages: `role` and `content` each, in order.
             template: `tokenizer` for the tokenizer's own, or one of `templates.TEMPLATES`.
+            add_special_tokens: add a start token if the template does not write it.
 
         Raises:
             InputRefused: the tokenizer has no chat template, or the template fails on the messages.
             UsageProblem: an unknown template.
         """
-        return encode_chat(self.tokenizer, messages, template)
+        return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens)
 
-    def stream(
+    def require_images(self) -> ImageEncoder:
+        """What prepares prompts with images.
+
+        Raises:
+            UsageProblem: the model takes no images.
+        """
+        if self.images is None:
+            raise UsageProblem(
+                f"`{self.folder}` takes no images with the backend `{self.backend}`",
+                hint="docs/families.md lists the families whose vision tower is exported as vision.onnx",
+            )
+        return self.images
+
+    def encode_images(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Any],
+        template: str = TOKENIZER,
+        *,
+        add_special_tokens: bool = True,
+    ) -> EncodedPrompt:
+        """A chat with images; as `encode_chat`.
+
+        Args:
+            messages: see there; with a part of type `image` for each image, or none.
+            images: paths, bytes of files, or images of Pillow.
+            template: see there.
+            add_special_tokens: see there.
+
+        Raises:
+            InputRefused: see there, or an image is refused.
+            UsageProblem: the model takes no images, or an unknown template.
+        """
+        encoder = self.require_images()
+        if template == TOKENIZER:
+            text = render_chat(self.tokenizer, with_images(messages, len(images)), template)
+        else:  # these templates take texts only
+            text = render_chat(self.tokenizer, messages, template)
+        require_text(text)
+        starts = add_special_tokens and not has_start(self.tokenizer, text, template)
+        return encoder.encode(text, images, starts=starts)
+
+    def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
         cache: PrefixCache | None = None,
         most: int = 0,
+        embeddings: Sequence[PromptEmbeddings | None] = (),
+        *,
+        samples: Sequence[int] = (),
+        decode: Decode | None = None,
+        streamer: Any = None,
+        inputs: Sequence[RequestInputs] | None = None,
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -181,30 +301,89 @@ class TextModel:
                 the stream ends; or a `SharedPrefix`.
             most: maximum number of prompt tokens per step; 0 for all. Each step but the last then yields an empty
                 piece.
+            samples: number of each prompt's random generator, see `GenerationSettings.seed_of`; of a beam search, the
+                rank of the beam that continues it. Default: 0 for all.
+            decode: tokens to text; default: that of the model.
+            streamer: a `TextStreamer` or another streamer of transformers, for one prompt and without beams: it gets
+                the prompt and then each new token, as integer arrays of shape [1, tokens] and [1].
+            embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
+                `cache`.
+            inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
+                with values neither use nor change `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context.
+            InputRefused: a prompt is longer than the context, embeddings have another size, or a value does not fit an
+                extra input.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
         settings = self.defaults if settings is None else require_settings(settings)
-        limits = self.limits(prompts, settings)
+        samples = samples or [0] * len(prompts)
+        if len(samples) != len(prompts):
+            raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
         if len(prompts) > 1 == self.sequences and self.runner.virtual_tokens:
             raise UsageProblem(
                 "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
                 hint="give one prompt at a time",
             )
+        limits, rows = self.limits(prompts, settings), embeddings or [None] * len(prompts)
+        given = self.given_inputs(prompts, inputs)
+        starts = list(map(RowStart, prompts, limits, samples, rows, given))
+        decode = decode or self.decode
+        placed = [one for one in embeddings if one is not None]
+        cache = None if placed or any(given) else cache
+        if any(given):
+            if placed:
+                raise UsageProblem("a prompt has both embeddings and `inputs`", hint="give one of them")
+            require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
+        for one in placed:
+            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
+        if streamer is not None:
+            require_streamer(streamer, len(prompts), settings)
+            grown = self._engine.grow(starts, settings, decode, cache, most)
+            return feed(streamer, prompts[0], grown)
         if settings.num_beams > 1:
-            return self._search(prompts, limits, settings)
-        return self._engine.grow(prompts, limits, settings, self.decode, cache, most)
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
+            return self._search(starts, settings, decode)
+        return self._engine.grow(starts, settings, decode, cache, most)
 
-    def _search(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
-    ) -> Generator[TextPiece]:
-        """Beam search: the pieces of a text come when all of it is known."""
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            row = Row(index, prompt, limit, settings, self.decode)
-            yield from _pieces(row, self._engine.beams(prompt, limit, settings, 1)[0])
+    def given_inputs(
+        self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None
+    ) -> list[GivenInputs | None]:
+        """The values of extra inputs for each prompt, checked; None for a prompt without any.
+
+        Args:
+            prompts: token ids.
+            inputs: values by name, for each prompt.
+
+        Raises:
+            InputRefused: a value does not fit an extra input.
+            UsageProblem: there are more or fewer mappings than prompts.
+        """
+        if inputs is None:
+            return [None] * len(prompts)
+        if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
+            count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+        known = {} if self.engine else self.runner.extra_inputs
+        several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
+        found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+        return [one if one.values else None for one in found]
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that prompts may contain; None if they consist of tokens only."""
+        return None if self.engine else self.runner.embedding_size
+
+    def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
+        """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""
+        for _, group in groupby(enumerate(starts), key=lambda each: (each[1].prompt, repr(each[1].inputs))):
+            rows = [Row(index, start, settings, decode) for index, start in group]
+            count = max(row.sample for row in rows) + 1
+            found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count, rows[0].inputs)
+            for row in rows:
+                yield from _pieces(row, found[row.sample])
 
     def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first.
@@ -219,7 +398,7 @@ class TextModel:
             UsageProblem: there are fewer beams, or transformers does not accept the settings.
         """
         limit = self.limits([prompt], settings)[0]
-        rows = (Row(0, prompt, limit, settings, self.decode) for _ in range(count))
+        rows = (Row(0, RowStart(prompt, limit), settings, self.decode) for _ in range(count))
         found = zip(rows, self._engine.beams(prompt, limit, settings, count), strict=True)
         return [[piece.token for piece in _pieces(*one) if piece.token is not None] for one in found]
 
@@ -229,10 +408,20 @@ class TextModel:
         Raises:
             InputRefused: a prompt is empty, or too long for the context.
         """
-        names = ["the prompt"] if len(prompts) == 1 else [f"prompt {at}" for at in range(1, len(prompts) + 1)]
-        return [self._limit(name, len(prompt), settings) for name, prompt in zip(names, prompts, strict=True)]
+        named = zip(prompt_names(len(prompts)), prompts, strict=True)
+        return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
-    def _limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
+    def limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
+        """Maximum number of new tokens of a prompt, see `limits`.
+
+        Args:
+            name: of the prompt, for messages.
+            prompt_tokens: its number of tokens.
+            settings: limit the length.
+
+        Raises:
+            InputRefused: it is empty, or too long for the context.
+        """
         wanted = settings.new_tokens(prompt_tokens)
         if prompt_tokens == 0:
             raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
@@ -249,6 +438,11 @@ class TextModel:
                 hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
             )
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
+
+
+def prompt_names(count: int) -> list[str]:
+    """The names of prompts in messages."""
+    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]
 
 
 def _room(context: int | None, runner: Runner) -> int | None:
@@ -273,45 +467,3 @@ def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
     if not row.finish or not tokens:
         row.finish = "length"
         yield TextPiece(row.index, row.rest(), None, row.finish)
-
-
-def open_model(
-    model: Any,
-    backend: str,
-    session: SessionSettings | None,
-    *,
-    trust_remote_code: bool,
-    prefix_tuning: str | Path | None = None,
-    **options: Any,
-) -> TextModel:
-    """An open model as it is, or what `TextModel.open` opens.
-
-    Args:
-        model: an open `TextModel`, or what `TextModel.open` accepts.
-        backend: `onnx`, `torch` or `genai`, unless the model is open.
-        session: session settings of onnxruntime.
-        trust_remote_code: run the code in the folder.
-        prefix_tuning: tuned prefix before every prompt.
-        options: fields of `TorchOptions`.
-
-    Raises:
-        InputRefused: the folder has no tokenizer, or neither graphs nor weights.
-        UsageProblem: an unknown backend or option, or settings or options for a model that is open.
-    """
-    if not isinstance(model, TextModel):
-        return TextModel.open(
-            model,
-            backend=backend,
-            settings=session,
-            prefix_tuning=prefix_tuning,
-            trust_remote_code=trust_remote_code,
-            **options,
-        )
-    if model.backend != "torch":
-        TorchOptions(**options).refuse()
-    for name, value in {"session": session, "prefix_tuning": prefix_tuning, **options}.items():
-        if value is not None:
-            raise UsageProblem(
-                f"`{name}` has no effect on an open model", hint="give it to `TextModel.open`, or give the folder"
-            )
-    return model

@@ -68,6 +68,11 @@ class ModelFiles:
     def _of_graphs(cls, paths: list[Any]) -> ModelFiles:
         """Graphs by their paths; all other files are next to the first graph."""
         graphs = [path_of(path, "model") for path in paths]
+        if len(graphs) == 2 and graphs[0].is_dir():
+            raise UsageProblem(
+                f"`{graphs[0]}` is a folder, which has its own decode graph",
+                hint="give the folder alone, or the paths of two .onnx files",
+            )
         if not 1 <= len(graphs) <= 2:
             raise UsageProblem(
                 f"{len(graphs)} graphs are not a model", hint="give the prefill graph and the decode graph"

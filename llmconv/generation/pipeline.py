@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llmconv.argument_checks import checked, fitted, require_least
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
+from llmconv.generation.batches import Batches
 from llmconv.generation.chat.templates import TOKENIZER
-from llmconv.generation.generate import BATCH_SIZE
-from llmconv.generation.model import TextModel, open_model
+from llmconv.generation.generate import options_of
+from llmconv.generation.graph_placement import placed, require_dtype
+from llmconv.generation.model import TextModel
+from llmconv.generation.prompt_run import BATCH_SIZE, require_count
+from llmconv.generation.row import TextPiece
+from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.tokenizer import token_ids
+from llmconv.generation.streamers import is_streamer, require_streamer
+from llmconv.generation.wording import several
 
 TASK = "text-generation"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
@@ -23,46 +26,50 @@ DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperatu
 
 
 @checked
-def pipeline(  # noqa: PLR0913 - one parameter per option of the command
+def pipeline(
     task: str = TASK,
     model: Any = None,
     *,
-    backend: str = "onnx",
-    adapter: str | Path | None = None,
-    prefix_tuning: str | Path | None = None,
-    session: SessionSettings | None = None,
-    trust_remote_code: bool = False,
-    device: str | None = None,
-    dtype: str | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    backend: str | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    torch_dtype: Any = None,
     **options: Any,
 ) -> TextGeneration:
     """Opens a model, to be called like transformers' pipeline.
 
     Args:
-        task: `text-generation`.
-        model: a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache, `ModelFiles`, or an open
-            `TextModel`.
-        backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
-        adapter: an adapter, see `TextModel.open`.
-        prefix_tuning: tuned prefix before every prompt, see `TextModel.open`.
-        session: session settings of onnxruntime.
-        trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
-        device: torch's name of the device, for `torch`; None for the CPU.
-        dtype: `float32`, `float16` or `bfloat16`, for `torch`; None for that of the weights.
-        options: default options of every call, see `TextGeneration.__call__`.
+        task: `text-generation`, or `text_generation`.
+        model: a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache, `ModelFiles`, an open
+            `TextModel`, or a model of transformers, which is run by torch.
+        tokenizer: a tokenizer of transformers, or the folder of one; None for that of the model.
+        streamer: of transformers; gets the tokens of every call, see `TextModel.stream`.
+        backend: `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
+        device: name, number or torch's object of a device; of graphs, the CPU or CUDA.
+        dtype: `float32`, `float16` or `bfloat16`, for `torch`; of graphs, the type that they compute in.
+        torch_dtype: another name of `dtype`.
+        options: fields of `RunningOptions`, and default options of every call, see `TextGeneration.__call__`.
 
     Raises:
         InputRefused: there is no tokenizer, or nothing to run.
         UsageProblem: another task, no model, or an unknown or invalid option.
     """
-    if task != TASK:
+    if task.replace("_", "-") != TASK:
         raise UsageProblem(f"unsupported pipeline task `{task}`", hint=f'`pipeline("{TASK}", model=…)`')
     if model is None:
         raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
-    require_options(options)
-    tuned: dict[str, Any] = {"adapter": adapter, "prefix_tuning": prefix_tuning, "device": device, "dtype": dtype}
-    opened = open_model(model, backend, session, trust_remote_code=trust_remote_code, **tuned)
-    return TextGeneration(opened, **options)
+    if dtype is not None and torch_dtype is not None:
+        raise UsageProblem("`dtype` and `torch_dtype` are the same option", hint="give one of them")
+    of_calls = {name: value for name, value in options.items() if name not in RunningOptions.__annotations__}
+    require_options({**of_calls, "streamer": streamer})
+    dtype = torch_dtype if dtype is None else dtype
+    running = {**options_of(RunningOptions, options), "backend": backend, "tokenizer": tokenizer}
+    running = placed(model, backend, device, dtype, running)
+    opened = opener(model, cast(RunningOptions, running))()
+    require_dtype(opened, dtype)
+    return TextGeneration(opened, **of_calls, **({} if streamer is None else {"streamer": streamer}))
 
 
 class TextGeneration:
@@ -90,14 +97,23 @@ class TextGeneration:
             inputs: a text, a chat (messages with `role` and `content`), or a list of either.
             options: `return_full_text` (default True: `generated_text` begins with the prompt; for a chat it is the
                 messages with the answer), `return_tensors` (`generated_token_ids`, prompt included, in place of text),
-                `num_return_sequences`, `prefix`, `stop_sequence`, `template`, `add_special_tokens`, `batch_size`; all
-                others are fields of `GenerationSettings`.
+                `num_return_sequences`, `prefix`, `stop_sequence`, `template`, `add_special_tokens`, `batch_size`,
+                `streamer` (inputs then run one by one); all others are fields of `GenerationSettings`.
 
         Raises:
             InputRefused: an input has no tokens, is too long, or is a chat without a template.
             UsageProblem: an unknown or invalid option, or an input that is neither a text nor a chat.
         """
         given = {**self._options, **options}
+        streamer = given.get("streamer")
+        try:
+            return self._answers(inputs, given)
+        except BaseException:
+            if is_streamer(streamer):
+                streamer.end()  # a thread may wait for it
+            raise
+
+    def _answers(self, inputs: Any, given: dict[str, Any]) -> list[Any]:
         require_options(given)
         shape = {name: given.pop(name) for name in SHAPES if name in given}
         many = not (isinstance(inputs, str) or _is_chat(inputs))
@@ -124,36 +140,31 @@ class TextGeneration:
         if _is_chat(content):
             return self.model.encode_chat(content, shape.get("template", TOKENIZER))
         text = (shape.get("prefix") or "") + content
-        if shape.get("add_special_tokens") is False and text:
-            return token_ids(self.tokenizer, text, add_special_tokens=False)
-        return self.model.encode(text)
+        return self.model.encode(text, add_special_tokens=shape.get("add_special_tokens") is not False)
 
     def _continued(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
     ) -> list[list[list[int]]]:
         """For every prompt, the new tokens of each returned sequence; each sampled sequence has its own seed."""
-        count = _count(shape, "num_return_sequences", 1)
-        if count > 1 and settings.num_beams > 1:
-            return [self.model.search(prompt, settings, count) for prompt in ids]
-        if count > 1 and settings.is_greedy:
-            raise UsageProblem(
-                f"{count} greedy sequences of a prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
-            )
-        several = [self._batches(ids, replace(settings, seed=settings.seed + n), shape) for n in range(count)]
-        return [list(tokens) for tokens in zip(*several, strict=True)]
+        count, streamer = _count(shape, "num_return_sequences", 1), shape.get("streamer")
+        require_count(count, settings)
+        if streamer is not None:
+            require_streamer(streamer, count, settings)
+        names = [f"prompt {number}" if len(ids) > 1 else "the prompt" for number in range(1, len(ids) + 1)]
+        for name, tokens in zip(names, ids, strict=True):
+            self.model.limit(name, len(tokens), settings)
+        texts = several(ids, count, settings)
+        together = count if settings.num_beams > 1 else 1
+        batches = Batches(self.model, settings, _count(shape, "batch_size", BATCH_SIZE), False, together, streamer)
+        tokens_of: list[list[int]] = [[] for _ in texts]
 
-    def _batches(
-        self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
-    ) -> list[list[int]]:
-        size = _count(shape, "batch_size", BATCH_SIZE)
-        size = min(size, self.model.sequences or size)
-        tokens: list[list[int]] = [[] for _ in ids]
-        self.model.limits(ids, settings)
-        for start in range(0, len(ids), size):
-            for piece in self.model.stream(ids[start : start + size], settings):
-                if piece.token is not None:
-                    tokens[start + piece.index].append(piece.token)
-        return tokens
+        def keep(piece: TextPiece) -> None:
+            if piece.token is not None:
+                tokens_of[piece.index].append(piece.token)
+
+        for _ in batches.run(texts, on_piece=keep):
+            pass
+        return [tokens_of[start : start + count] for start in range(0, len(texts), count)]
 
     def _record(self, content: Any, prompt: list[int], tokens: list[int], shape: Mapping[str, Any]) -> dict[str, Any]:
         if shape.get("return_tensors"):
@@ -178,6 +189,7 @@ KINDS: dict[str, Any] = {
     "add_special_tokens": bool,
     "skip_special_tokens": bool,
     "batch_size": int,
+    "streamer": Any,
 }
 """Options that are not generation settings, and their types; None is the default."""
 
@@ -190,8 +202,10 @@ def require_options(given: Mapping[str, Any]) -> None:
     Raises:
         UsageProblem: an option is unknown or invalid.
     """
-    of_settings = {name: value for name, value in given.items() if name not in (*SHAPES, "stop_sequence")}
-    GenerationSettings().but(**of_settings)
+    others = (*SHAPES, "stop_sequence")
+    GenerationSettings().but(**{name: value for name, value in given.items() if name not in others})
+    if (streamer := given.get("streamer")) is not None:
+        require_streamer(streamer, 1)
     for name in SHAPES:
         if given.get(name) is not None:
             value = fitted(given[name], KINDS[name], name)

@@ -1,19 +1,28 @@
-"""PromptRun: many prompts in batches, collected or appended to a file, with what each batch cost."""
+"""PromptRun: all prompts of a call, encoded, and run in batches; completions are collected or appended to a file."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmconv.errors import UsageProblem
+from llmconv.generation.batches import Batches, OnPiece
 from llmconv.generation.completion_file import CompletionFile
-from llmconv.generation.completions import Completion, GenerationCost
-from llmconv.generation.generate import OnPiece, Wording, run_batches
+from llmconv.generation.completions import Completion, Generation
+from llmconv.generation.cost import GenerationCost
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt
+from llmconv.generation.sampling.description import settings_fields, settings_line
 from llmconv.generation.sampling.settings import GenerationSettings
-from llmconv.progress import say
+from llmconv.generation.wording import PlannedText, Wording, encode_all
+from llmconv.progress import say, warn
+
+BATCH_SIZE = 8
+NEW_TOKENS = 64
+"""Maximum number of new tokens, unless an option or `generation_config.json` gives another."""
 
 MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 """Files whose size and time show whether a model is still the one that an output file was begun with."""
@@ -21,79 +30,151 @@ MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
 
 @dataclass
 class PromptRun:
-    """One call of `llmconv generate`: its prompts, and their completions and costs so far.
+    """The prompts of one call, and their completions and costs so far.
 
     Attributes:
         model: continues the prompts.
         prompts: all of them, in order.
         settings: how tokens are picked.
         wording: how prompts become texts.
-        batch_size: prompts per batch.
-        completions: of the prompts, if they are not written to a file.
+        batch_size: texts per batch.
+        count: continuations per prompt.
+        tuned: paths of `adapter` and `prefix_tuning`, or empty; a file of completions is only continued with the same.
+        encoded: the texts to generate: `count` per prompt.
+        encode_seconds: the time that encoding them took.
+        completions: if they are not written to a file.
         costs: of the batches so far.
-        skipped: number of prompts that the file had before.
+        skipped: number of texts that the file had before.
         output: the file; None where completions are collected.
+
+    Raises:
+        InputRefused: a prompt has no tokens, or all of them are too long.
+        UsageProblem: several greedy continuations of a prompt, which would be equal, or more than there are beams.
     """
 
     model: TextModel
     prompts: Sequence[Prompt]
     settings: GenerationSettings
-    wording: Wording
-    batch_size: int
+    wording: Wording = field(default_factory=Wording)
+    batch_size: int = BATCH_SIZE
+    count: int = 1
+    tuned: Mapping[str, str] = field(default_factory=dict)
+    encoded: list[PlannedText] = field(init=False)
+    encode_seconds: float = field(init=False)
     completions: list[Completion] = field(default_factory=list)
     costs: list[GenerationCost] = field(default_factory=list)
     skipped: int = 0
     output: Path | None = None
 
-    def collect(self, on_piece: OnPiece | None = None) -> None:
-        """Runs all prompts and keeps their completions."""
-        self._run(self.completions.extend, on_piece)
+    def __post_init__(self) -> None:
+        require_count(self.count, self.settings)
+        started = time.perf_counter()
+        self.encoded = encode_all(self.model, self.prompts, self.wording, self.settings, self.count)
+        self.encode_seconds = time.perf_counter() - started
 
-    def to_file(self, path: Path, tuned: Mapping[str, str], overwrite: bool, on_piece: OnPiece | None = None) -> None:
-        """Runs the prompts that the file does not have yet.
+    @property
+    def too_long(self) -> list[PlannedText]:
+        """The prompts that are left out."""
+        return [one for one in self.encoded if one.problem and one.sequence == 0]
+
+    def run(
+        self,
+        output: Path | None = None,
+        overwrite: bool = False,
+        on_piece: OnPiece | None = None,
+        streamer: Any = None,
+    ) -> Generation:
+        """Runs all prompts, or those that a file does not have yet.
 
         Args:
-            path: the file, see `CompletionFile`.
-            tuned: paths of `adapter` and `prefix_tuning`, or empty; the file is only continued with the same ones.
+            output: file of completions, see `CompletionFile`; None to return them.
             overwrite: begin the file again.
             on_piece: called with every piece of text.
+            streamer: of transformers, for texts one by one.
+
+        Raises:
+            InputRefused: the file is for other prompts or options.
+            OutputFailed: it cannot be written.
+            UsageProblem: `overwrite` without a file.
         """
+        if output is None and overwrite:
+            raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
+        self._announce()
+        if output is None:
+            self._run(self.completions.extend, on_piece, streamer)
+        else:
+            self._to_file(output, overwrite, on_piece, streamer)
+        return self._result()
+
+    def _announce(self) -> None:
+        """Prints the settings, and which prompts are cut or left out."""
+        say(f"{settings_line(self.settings)}; {self.model.backend}, batches of {self.batch_size}")
+        cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
+        if cut:
+            say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
+        if self.too_long:
+            first = str(self.too_long[0].problem)
+            warn(f"{len(self.too_long)} of {len(self.prompts)} prompts are too long and left out: {first}")
+
+    def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
+        """Runs the prompts that the file does not have yet."""
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
         state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-        model = {"model": str(folder), "files": state, "backend": self.model.backend, **tuned}
-        made_with = {**asdict(self.settings), **asdict(self.wording), **model}
+        model = {"model": str(folder), "files": state, "backend": self.model.backend, **self.tuned}
+        made_with = {**asdict(self.settings), **asdict(self.wording), "num_return_sequences": self.count, **model}
+        added = ["sequence"] * (self.count > 1) + ["cut_tokens"] * (self.wording.src_length is not None)
+        texts = [prompt for prompt in self.prompts for _ in range(self.count)]
         self.output = path
-        with CompletionFile(path, self.prompts, made_with, overwrite=overwrite) as file:
+        with CompletionFile(path, texts, made_with, overwrite=overwrite, added=added) as file:
             self.skipped = file.done
-            self._run(file.write, on_piece)
+            self._run(file.write, on_piece, streamer)
 
-    def _run(self, take: Callable[[list[Completion]], object], on_piece: OnPiece | None) -> None:
-        for completions, cost in run_batches(
-            self.model,
-            [prompt.content for prompt in self.prompts],
-            self.settings,
-            wording=self.wording,
-            batch_size=self.batch_size,
-            skip=self.skipped,
-            on_piece=on_piece,
-        ):
+    def _run(self, take: Callable[[list[Completion]], object], on_piece: OnPiece | None, streamer: Any) -> None:
+        together = self.count if self.settings.num_beams > 1 else 1
+        shares = bool(self.wording.prompt_prefix)
+        batches = Batches(self.model, self.settings, self.batch_size, shares, together, streamer)
+        for completions, cost in batches.run(self.encoded, self.skipped, on_piece):
             take(completions)
+            if not cost.prompts:
+                continue
             self.costs.append(cost)
-            if len(self.prompts) > self.batch_size:
+            if len(self.encoded) > self.batch_size:
                 say(f"batch {len(self.costs)}: {cost.summary()}")
 
-    def as_dict(self) -> dict[str, Any]:
-        """The run for JSON."""
-        made: dict[str, Any] = {"completions": [asdict(completion) for completion in self.completions]}
-        if self.output:
-            made = {"output_file": str(self.output), "kept": self.skipped}
-        costs, total = [cost.as_dict() for cost in self.costs], GenerationCost.sum(self.costs).as_dict()
-        if costs:
-            total["time_to_first_token"] = costs[0]["time_to_first_token"]
-        return {"backend": self.model.backend, **made, "batches": costs, **total}
+    def _result(self) -> Generation:
+        """The completions, costs and settings so far."""
+        counts = {"num_return_sequences": self.count, "batch_size": self.batch_size}
+        return Generation(
+            self.completions,
+            self.model.backend,
+            self.costs,
+            self.encode_seconds,
+            {**settings_fields(self.settings), **asdict(self.wording), **counts},
+            len(self.too_long),
+            self.output,
+            self.skipped,
+        )
 
-    def summary(self) -> list[str]:
-        """Lines for a person: prompts that were finished before, and the total cost."""
-        lines = [f"{self.skipped} of {len(self.prompts)} prompts were finished before"] if self.skipped else []
-        return lines + ([GenerationCost.sum(self.costs).summary(len(self.costs))] if self.costs else [])
+
+def require_count(count: int, settings: GenerationSettings) -> None:
+    """Requires that several continuations of a prompt differ.
+
+    Args:
+        count: continuations per prompt.
+        settings: how tokens are picked.
+
+    Raises:
+        UsageProblem: they are greedy, or there are fewer beams.
+    """
+    if count < 1:
+        raise UsageProblem(f"`num_return_sequences` is {count}", hint="give at least 1")
+    if 1 < settings.num_beams < count:
+        raise UsageProblem(
+            f"a search with {settings.num_beams} beams has no {count} sequences", hint=f"give `num_beams` {count}"
+        )
+    if count > 1 and settings.num_beams == 1 and settings.is_greedy:
+        raise UsageProblem(
+            f"{count} greedy sequences of a prompt would be the same",
+            hint="sample, for example with `--temperature 1` (`do_sample=True`), or give `--num-beams`",
+        )

@@ -1,25 +1,19 @@
-"""Prompts, which are texts or chats: read from files and standard input, and validated."""
+"""Prompts, which are texts or chats, as Python values; `prompt_file` reads them from files."""
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.files.paths import kind_of, path_of
-from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
+from llmconv.errors import UsageProblem
+from llmconv.files.paths import kind_of
 from llmconv.generation.chat.messages import is_message, require_contents
 
 PromptContent = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
-
-PROMPT_FIELDS = ("prompt", "messages", "input")
-"""Fields of a JSON line that make up the prompt; all others are copied to the completion."""
 
 
 @dataclass(frozen=True)
@@ -29,158 +23,43 @@ class Prompt:
     Attributes:
         content: a text or a chat.
         fields: other fields of its line, such as an `id`; they are copied to the line of the completion.
+        embeddings: embeddings in the prompt, floats [tokens, hidden]: an array, a torch tensor, or the path of a `.npy`
+            or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
+        placeholder: text of the token whose places they take; empty to place them before the prompt.
+        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
+        inputs: values of the model's extra inputs by name, without the axis of the batch; others have their defaults.
     """
 
     content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
-    """Prompts of a file: one text per line, one JSON value per line, or one JSON array.
-
-    An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file is JSON if its name
-    ends in `.jsonl` or `.json`, if its first line is an object or an array, or if it is one JSON value as a whole.
-    Empty lines are skipped.
-
-    Raises:
-        InputRefused: the file cannot be read, or has no prompt.
-        MalformedInput: an object has neither `prompt` nor `messages`, or both; or a file is not valid JSON.
-    """
-    text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
-    document = _document(text)
-    is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
-    if document is not None or (is_named and not _is_json(text.strip().partition("\n")[0])):
-        return _of_document(document, text)
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    found = [Prompt(line) for _, line in lines]
-    if is_json or (lines and _is_json(lines[0][1])):
-        found = [_of_json(number, line) for number, line in lines]
-    if not found:
-        raise InputRefused(
-            "no prompts",
-            hint="write one prompt per line; on the command line give it as an argument, or `--prompt-file FILE`",
-        )
-    return found
-
-
-def _text(source: Path | TextIO) -> tuple[str, bool]:
-    """The content, and whether the file is JSON by its name."""
-    try:
-        if isinstance(source, Path):
-            return source.read_text(encoding="utf-8-sig"), source.suffix in (".jsonl", ".ndjson")
-        return source.read(), False
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
-        raise InputRefused(f"the prompts in `{source}` cannot be read: {reason}", hint="give a text file") from error
-
-
-def _is_json(line: str) -> bool:
-    """Whether a line is an object or an array."""
-    try:
-        return line.lstrip().startswith(("{", "[")) and isinstance(json.loads(line), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _document(text: str) -> list[Any] | dict[str, Any] | None:
-    """A text that is one JSON array, or an object over several lines; None for a prompt per line.
-
-    Raises:
-        MalformedInput: the first line opens an array or object that is not valid JSON.
-    """
-    content = text.strip()
-    first = content.partition("\n")[0].strip()
-    if not content.startswith(("[", "{")) or (content != first and _is_json(first)):
-        return None
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        if first in ("[", "{", "[{"):
-            raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
-        return None
-    return value if isinstance(value, list) or (isinstance(value, dict) and content != first) else None
-
-
-FORMS = "give one text per line, an object with `prompt` or `messages` per line, or an array of these"
-
-
-def _of_document(document: Any, text: str) -> list[Prompt]:
-    """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
-    try:
-        document = json.loads(text) if document is None else document
-        found_slip = first_strict_error(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
-    if found_slip:
-        line, slip = found_slip
-        raise _slipped(f"the value that begins in line {line} of the prompts", slip)
-    if isinstance(document, list) and document and all(map(is_message, document)):
-        require_contents(document, "the prompts")
-        return [Prompt(document)]
-    if isinstance(document, dict) and not {"prompt", "messages"} & document.keys():
-        raise MalformedInput("the prompts are one JSON object without `prompt` or `messages`", hint=FORMS)
-    items = document if isinstance(document, list) else [document]
-    found = [_of_item(f"item {number}", item) for number, item in enumerate(items, start=1)]
-    if not found:
-        raise InputRefused("no prompts", hint="the array is empty")
-    return found
-
-
-def _of_item(name: str, item: Any) -> Prompt:
-    if isinstance(item, str):
-        return Prompt(item)
-    if isinstance(item, list) and item and all(map(is_message, item)):
-        require_contents(item, f"{name} of the prompts")
-        return Prompt(item)
-    return _of_object(name, item)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at line {error.lineno}, column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _of_json(number: int, line: str) -> Prompt:
-    try:
-        value = parse_strictly(line)
-    except StrictJsonError as slip:
-        raise _slipped(f"line {number} of the prompts", slip) from slip
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise MalformedInput(
-            f"line {number} of the prompts is not valid JSON: {reason}", hint="one object per line"
-        ) from error
-    return _of_item(f"line {number}", value)
-
-
-def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
-    return MalformedInput(f"in {where}: {slip}", hint=slip.hint)
-
-
-def _of_object(name: str, value: Any) -> Prompt:
-    """The prompt of a JSON object; `name` is its line or item, for messages."""
-    given = value if isinstance(value, dict) else {}
-    return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in PROMPT_FIELDS})
-
-
-def _content(name: str, given: Mapping[str, Any]) -> PromptContent:
-    prompt, messages = given.get("prompt"), given.get("messages")
-    if isinstance(messages, list) and prompt is None and all(is_message(message) for message in messages) and messages:
-        require_contents(messages, f"{name} of the prompts")
-        return messages
-    if not isinstance(prompt, str) or messages is not None:
-        raise MalformedInput(
-            f"{name} of the prompts has neither a text `prompt` nor a chat in `messages`",
-            hint='write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}',
-        )
-    if isinstance(given.get("input"), str):  # Alpaca's field
-        return [{"role": "user", "content": prompt, "input": given["input"]}]
-    return prompt
+    embeddings: Any = None
+    placeholder: str = ""
+    images: tuple[Any, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
 NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
+
+
+def prompts_of(prompts: Any) -> list[Prompt]:
+    """Texts, chats and `Prompt` objects as a list of `Prompt`; a single one becomes a list of one.
+
+    Raises:
+        UsageProblem: `prompts` is neither, or empty.
+    """
+    if isinstance(prompts, Prompt):
+        prompts = [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping):
+        prompts = list(prompts)
+        if any(isinstance(one, Prompt) for one in prompts):
+            return [
+                replace(one, content=contents_of([one.content])[0])
+                if isinstance(one, Prompt)
+                else Prompt(contents_of([one])[0])
+                for one in prompts
+            ]
+    return [Prompt(content) for content in contents_of(prompts)]
 
 
 def contents_of(prompts: Any) -> list[PromptContent]:

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from llmconv.errors import UsageProblem
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
+
+
+class RowStart(NamedTuple):
+    """What a row begins with.
+
+    Attributes:
+        prompt: token ids.
+        limit: maximum number of new tokens.
+        sample: number of the random generator; of a beam search, the rank of the beam.
+        embeddings: embeddings in place of those of some tokens of the prompt; None for none.
+        inputs: values of the model's extra inputs; None for their defaults.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    sample: int = 0
+    embeddings: PromptEmbeddings | None = None
+    inputs: GivenInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -23,7 +44,7 @@ class TextPiece:
         index: index of the prompt.
         text: new text that is final; empty while a character or a stop string may be incomplete.
         token: the new token, or the end token; None if no token was generated.
-        finish: why this is the last piece: `eos`, `length` or `stop`; empty if it is not.
+        finish: why this is the last piece: `eos`, `length` or `stop`; or `too_long`; empty if it is not.
     """
 
     index: int
@@ -37,8 +58,7 @@ class Row:
 
     Args:
         index: index of the prompt.
-        prompt: its token ids.
-        limit: maximum number of new tokens.
+        start: its token ids, and the room for new ones.
         settings: how new tokens are picked.
         decode: tokens to text.
         processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
@@ -47,26 +67,27 @@ class Row:
     def __init__(
         self,
         index: int,
-        prompt: Sequence[int],
-        limit: int,
+        start: RowStart,
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         processor: Callable[[Array, Array], Array] | None = None,
     ) -> None:
-        self.index, self.prompt, self.settings = index, list(prompt), settings
-        self.room = limit
-        self._processor = processor
-        self._generator = np.random.default_rng(settings.seed)
+        self.index, self.prompt, self.settings = index, list(start.prompt), settings
+        self.room, self.sample = start.limit, start.sample
+        self._processor, self.embeddings = processor, start.embeddings
+        self._before = self.embeddings.before if self.embeddings else 0
+        self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
-        self._ids = np.empty(len(prompt) + min(limit, 1024), dtype=np.int64)
-        self._ids[: len(prompt)] = prompt
-        self.length = len(prompt)
-        self.finish = "" if limit else "length"
+        self.inputs = start.inputs or GivenInputs(len(self.prompt))
+        self.length = len(self.prompt)
+        self._ids = np.empty(self.length + min(self.room, 1024), dtype=np.int64)
+        self._ids[: self.length] = self.prompt
+        self.finish = "" if self.room else "length"
 
     @property
     def ids(self) -> Array:
-        """Tokens of the prompt and new tokens, int64 [length]."""
-        return self._ids[: self.length]
+        """Tokens of the prompt and new tokens, int64 [length], without embeddings that stand for no token."""
+        return self._ids[self._before : self.length]
 
     @property
     def last(self) -> int:

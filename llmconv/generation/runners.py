@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.images import ImageEncoder
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph, has_vision
 from llmconv.runtime.onnxruntime.weight_memory import WeightMemory
 from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
+
+if TYPE_CHECKING:
+    from llmconv.runtime.eager.given_model import GivenModel
 
 
 def load_runner(
@@ -36,7 +45,7 @@ def load_runner(
         files: where the graphs and the configuration are.
         backend: `onnx` or `torch`.
         settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-        options: of the eager model, for `torch`.
+        options: of the eager model, for `torch`; the adapter also for `onnx`.
         stages: where stages run that do not run here, for `onnx`.
         trust_remote_code: run the model code in the folder, for `torch`.
 
@@ -47,13 +56,16 @@ def load_runner(
     """
     options = options or TorchOptions()
     if backend == "onnx":
-        options.refuse()
+        (options if stages else replace(options, adapter=None)).refuse()
         if stages:
             return StagedRunner.open(_stages_folder(files), stages, settings)
-        WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
+        settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
+        WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
-            return OrtRunner.from_files(files.prefill, files.decode, settings)
-        return OrtRunner.from_folder(files.folder, settings)
+            runner = OrtRunner.from_files(files.prefill, files.decode, settings)
+        else:
+            runner = OrtRunner.from_folder(files.folder, settings)
+        return runner if options.adapter is None else with_lora(runner, files.folder, options.adapter)
     refuse_stages(stages, backend)
     if backend != "torch":
         raise UsageProblem(f"unknown backend `{backend}`", hint="give `onnx`, `torch` or `genai`")
@@ -68,17 +80,103 @@ def load_runner(
         **_tuned(files.folder, options.adapter),
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
+        extra_inputs=_extra_inputs(files.folder),
     )
+
+
+def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:
+    """The extra inputs of the model in a folder, from the registry that the exporter also uses."""
+    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - imports torch
+
+    return extra_inputs_of(folder)
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a torch module; torch is not imported."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+
+
+def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
+    """A model of transformers that is in memory.
+
+    Args:
+        model: the model; it is set to evaluation.
+        settings: the number of threads.
+
+    Raises:
+        UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
+    """
+    _refuse_session(settings)
+    from llmconv.runtime.eager.given_model import GivenModel  # noqa: PLC0415 - imports torch
+
+    return GivenModel(model, threads=settings.threads if settings else 0)
+
+
+def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
+    """Graphs with the factors of a LoRA adapter; they share sessions and memory with those without.
+
+    Args:
+        runner: graphs of `export --lora-inputs`.
+        folder: has the weights of the base, which readers of adapters compare.
+        adapter: a file of `llmconv onnx-adapter`, or a LoRA adapter that `merge-lora` reads.
+
+    Raises:
+        InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+        UnsupportedInput: another kind of adapter.
+        UsageProblem: the graphs have no inputs for factors.
+    """
+    if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
+        raise UsageProblem(
+            "the graphs have no inputs for LoRA factors",
+            hint="export them with `--lora-inputs all-linear`, give `--backend torch`, or merge the adapter: "
+            "`llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+    path = local_path(adapter)
+    if path.is_file() and path.suffix == SUFFIX:
+        factors = read_adapter(path)
+    else:
+        from llmconv.convert.lora_factors import lora_factors  # noqa: PLC0415 - imports every format
+
+        factors = lora_factors(folder, path)
+    if not factors:
+        raise InputRefused(f"`{path}` has no LoRA factors", hint="write it again: `llmconv onnx-adapter`")
+    return runner.with_factors(factors)
 
 
 def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
     """What an adapter adds to the eager model: PEFT's layers around its own, or merged weights."""
     if adapter is None:
         return {}
-    from llmconv.generation.merged_adapter import is_for_peft, merged_weights  # noqa: PLC0415 - imports every format
+    from llmconv.convert.opening.adapters import is_for_peft  # noqa: PLC0415 - imports every format
+    from llmconv.generation.merged_adapter import merged_weights  # noqa: PLC0415 - the same
 
     path = local_path(adapter)
     return {"adapter": path} if is_for_peft(path) else {"tensors": merged_weights(folder, path)}
+
+
+def load_images(
+    files: ModelFiles, backend: str, runner: Runner, settings: SessionSettings | None = None
+) -> ImageEncoder | None:
+    """What prepares prompts with images, opened when it is needed; None for a model that takes none.
+
+    Args:
+        files: found from a folder, not from single graphs.
+        backend: `onnx` (the vision graph), or `torch` (the eager model's tower).
+        runner: the eager model, for `torch`.
+        settings: session settings of onnxruntime.
+    """
+    if files.prefill or backend not in ("onnx", "torch"):
+        return None
+    if backend == "onnx":
+        if not has_vision(files.folder):
+            return None
+        return ImageEncoder(files.folder, lambda: VisionGraph(files.folder / VISION, settings).run)
+    from llmconv.runtime.eager.images import image_features, takes_images  # noqa: PLC0415 - imports torch
+    from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
+
+    if not isinstance(runner, EagerRunner) or not takes_images(runner):
+        return None
+    return ImageEncoder(files.folder, lambda: partial(image_features, runner))
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:

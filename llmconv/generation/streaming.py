@@ -81,22 +81,34 @@ class OrderedWriter:
     """Writes texts in order: the first unfinished one as it grows, the others after it.
 
     Args:
-        count: number of texts.
         write: called with each piece of output.
         start: index of the first text to write.
+        end: written after each text.
+        heading: index to what is written before that text.
     """
 
-    def __init__(self, count: int, write: Callable[[str], object], start: int = 0) -> None:
-        self._write = write
-        self._waiting = [""] * count
-        self._done = [False] * count
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        start: int = 0,
+        end: str = "\n",
+        heading: Callable[[int], str] = lambda index: "",
+    ) -> None:
+        self._write, self._end, self._heading = write, end, heading
+        self._waiting: dict[int, str] = {}
+        self._done: set[int] = set()
         self._current = start
 
     def push(self, index: int, piece: str, done: bool) -> None:
-        """Adds a piece to text `index`; if it is the last (`done`), a line break follows."""
-        self._waiting[index] += piece + ("\n" if done else "")
-        self._done[index] = done
-        while self._current < len(self._waiting) and self._waiting[self._current]:
-            self._write(self._waiting[self._current])
+        """Adds a piece to text `index`; if it is the last (`done`), the end follows."""
+        begun = self._waiting.get(index)
+        self._waiting[index] = (self._heading(index) if begun is None else begun) + piece + self._end * done
+        if done:
+            self._done.add(index)
+        while text := self._waiting.get(self._current):
+            self._write(text)
             self._waiting[self._current] = ""
-            self._current += self._done[self._current]
+            if self._current not in self._done:
+                return
+            del self._waiting[self._current]
+            self._current += 1

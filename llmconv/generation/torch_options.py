@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmconv.errors import UsageProblem
+from llmconv.files.paths import kind_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Dtypes of the eager model."""
@@ -24,6 +26,27 @@ class TorchOptions:
     adapter: str | Path | None = None
     device: str | None = None
     dtype: str | None = None
+
+    @classmethod
+    def of(cls, adapter: str | Path | None, device: Any, dtype: Any) -> TorchOptions:
+        """The options from values that transformers' pipeline accepts, too.
+
+        Args:
+            adapter: PEFT adapter folder.
+            device: a name, torch's object, or the number of a GPU; -1 for the CPU.
+            dtype: a name, torch's object, or `auto` for that of the weights.
+
+        Raises:
+            UsageProblem: `device` or `dtype` is something else.
+        """
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = "cpu" if device < 0 else f"cuda:{device}"
+        for name, value in (("device", device), ("dtype", dtype)):
+            is_torch = type(value).__module__ == "torch"
+            if value is not None and not isinstance(value, str) and not is_torch:
+                raise UsageProblem(f"`{name}` is {kind_of(value)}", hint=f"give the name of a {name}")
+        dtype = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+        return cls(adapter, None if device is None else str(device), dtype)
 
     def require_dtype(self) -> None:
         """Refuses other dtypes.
@@ -46,7 +69,10 @@ class TorchOptions:
 
 
 REFUSALS = {
-    "adapter": ("graphs take no adapter", "give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"),
+    "adapter": (
+        "GenAI and stages in other processes take no adapter",
+        "leave out `--backend genai` or `--stage-at`; or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
+    ),
     "device": (
         "`device` is for `--backend torch`",
         'for graphs give `--provider cuda`, in Python `SessionSettings(provider="cuda")`',

@@ -33,12 +33,14 @@ class Shard:
         tensors: in order.
         container: the format of the file.
         copy_of: an existing file with exactly these tensors, which is copied instead.
+        prefix: of the names of its tensors outside of the file, such as `2_Dense.` for a module after the model.
     """
 
     name: str
     tensors: Mapping[str, LazyTensor]
     container: Container = safetensors_pieces
     copy_of: Path | None = None
+    prefix: str = ""
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {len(self.tensors)} tensors, {self.nbytes:,} bytes>"
@@ -106,19 +108,29 @@ def plan_checkpoint(
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
         _check_name(checkpoint.path, name)
+    modules = {name: home for name, home in checkpoint.files.items() if "/" in home and name in checkpoint}
     groups = []
-    for part in _divided(checkpoint, parts or {}):
+    for part in _divided({n: t for n, t in checkpoint.items() if n not in modules}, parts or {}):
         groups += by_source(part, checkpoint.files, limit) if kept else by_size(part, limit)
     shards = tuple(
         Shard(_shard_name(stem, number, len(groups)), group, copy_of=file_of(group))
         for number, group in enumerate(groups, 1)
     )
     small_files = _small_files(checkpoint, shards, stem)
+    shards += tuple(_module(checkpoint, home) for home in dict.fromkeys(modules.values()))
     if checkpoint.adapter:
         place = f"{ADAPTER_FOLDER}/" if shards else ""
         shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
         small_files[place + ADAPTER_CONFIG] = json_bytes(checkpoint.adapter.config)
     return Plan(checkpoint, shards, small_files)
+
+
+def _module(checkpoint: Checkpoint, home: str) -> Shard:
+    """The file of a module after the model, such as `2_Dense/model.safetensors`, with names as in the source."""
+    prefix = f"{home.rpartition('/')[0]}."
+    names = [name for name, place in checkpoint.files.items() if place == home]
+    tensors = {name.removeprefix(prefix): checkpoint[name] for name in names}
+    return Shard(home, tensors, copy_of=file_of(tensors), prefix=prefix)
 
 
 def _divided(tensors: Mapping[str, LazyTensor], parts: Mapping[str, int]) -> list[Group]:

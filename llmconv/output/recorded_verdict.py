@@ -139,7 +139,8 @@ def _map(entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: 
     found = _object(entry.get(name), name)
     if not all(_is_text(key) and fits(value) for key, value in found.items()):
         _refuse(name)
-    if suffix and not all(_is_plain(key) and key.endswith(suffix) for key in found):
+    may_nest = suffix == ".safetensors"  # `2_Dense/model.safetensors`, a module after the model
+    if suffix and not all(_is_plain(key, may_nest) and key.endswith(suffix) for key in found):
         _refuse(name)
     return found
 
@@ -172,8 +173,8 @@ def _is_sha256(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and SHA256.fullmatch(value) is not None
 
 
-def _is_plain(name: str) -> bool:
-    return is_inner(name) and "/" not in name and name.isprintable()
+def _is_plain(name: str, may_nest: bool) -> bool:
+    return is_inner(name) and (may_nest or "/" not in name) and name.isprintable()
 
 
 def _refuse(name: str) -> NoReturn:

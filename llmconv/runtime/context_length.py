@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ def language_config(folder: Path) -> dict[str, Any]:
 
 def context_length(folder: Path) -> int | None:
     """Maximum number of tokens from a folder's `config.json`; None if it declares none."""
-    config = language_config(folder)
+    return length_of(language_config(folder))
+
+
+def length_of(config: Mapping[str, Any]) -> int | None:
+    """Maximum number of tokens that the config of a language model declares; None if it declares none."""
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
     return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
 
@@ -43,7 +48,7 @@ def has_window(folder: Path) -> bool:
     return any(sizes)
 
 
-def _stretch(config: dict[str, Any]) -> float:
+def _stretch(config: Mapping[str, Any]) -> float:
     """Factor of the length: with dynamic rotary frequencies the config declares the original length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem, first_line
+from llmconv.files.paths import kind_of
 from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.sources import local_path
 from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
@@ -59,6 +62,30 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
+def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that a caller gives, as an object or by its folder, or that of a model.
+
+    Args:
+        given: from the caller; None for that of the model.
+        folder: of the model.
+        trust_remote_code: run the tokenizer's own code.
+
+    Raises:
+        InputRefused: there is no tokenizer in the folder, or transformers cannot read it.
+        UsageProblem: `given` is neither a tokenizer nor a path.
+    """
+    if given is None:
+        return load_tokenizer(folder, trust_remote_code)
+    if isinstance(given, str | os.PathLike):
+        return load_tokenizer(local_path(os.fspath(given)), trust_remote_code)
+    if isinstance(given, type) or not callable(given) or not callable(getattr(given, "decode", None)):
+        raise UsageProblem(
+            f"`tokenizer` is {kind_of(given)}, not a tokenizer of transformers",
+            hint="give `AutoTokenizer.from_pretrained(FOLDER)`, or FOLDER",
+        )
+    return given
+
+
 def _class_of(folder: Path) -> Any:
     """The class that `AutoTokenizer` would choose if that is known, else `AutoTokenizer`."""
     transformers = importlib.import_module("transformers")
@@ -72,19 +99,22 @@ def _class_of(folder: Path) -> Any:
     return transformers.AutoTokenizer
 
 
-def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, prompt: str, start: int | None = None, *, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer adds; the start token for an empty prompt.
 
     Args:
         tokenizer: a transformers tokenizer.
         prompt: a text.
         start: start token if the tokenizer declares no `bos_token`.
+        add_special_tokens: add the special tokens.
 
     Raises:
         InputRefused: the prompt has no tokens, or is not valid text.
     """
     require_text(prompt)
-    ids = token_ids(tokenizer, prompt)
+    ids = token_ids(tokenizer, prompt, add_special_tokens=add_special_tokens)
     if ids:
         return ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start

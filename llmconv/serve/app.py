@@ -53,7 +53,8 @@ class Endpoints:
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are accepted."""
-        status = {"status": "ok", "model": self.served.name, "chat": self.served.chats, **self.scheduler.load()}
+        kinds = {"chat": self.served.chats, "images": self.served.sees}
+        status = {"status": "ok", "model": self.served.name, **kinds, **self.scheduler.load()}
         return JSONResponse(status)
 
     async def models(self, request: HttpRequest) -> Response:

@@ -6,14 +6,16 @@ Source of the fields: OpenAI's API reference, "Create chat completion" and "Crea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmconv.files.strict_json import StrictJsonError, parse_strictly
 from llmconv.serve.api_errors import ApiError
+from llmconv.serve.image_parts import image_of
 from llmconv.serve.json_fields import Fields
 
 MAX_CHOICES = 4
+MAX_IMAGES = 8
 MAX_PROMPTS = 16
 MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
@@ -71,20 +73,23 @@ class CompletionRequest:
 
     Attributes:
         model: model name; None if the request has none.
-        messages: role and content of a chat; empty for a completion.
+        messages: role and content of a chat; empty for a completion. Content is a text, or a list of parts if it has
+            images: `{"type": "image"}` stands for the next of `images`.
         prompts: texts or token ids of a completion; empty for a chat.
         stream: send the answer in pieces.
         include_usage: end the stream with token counts.
         echo: begin a completion with its prompt.
+        images: image files of the chat, in order.
     """
 
     model: str | None
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     prompts: tuple[str | tuple[int, ...], ...]
     sampling: SamplingOptions
     stream: bool
     include_usage: bool
     echo: bool = False
+    images: tuple[bytes, ...] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -123,11 +128,10 @@ def chat_request(content: Any) -> CompletionRequest:
             raise ApiError(f"log probabilities are not supported: leave `{name}` out", parameter=name)
     most = fields.number("max_completion_tokens", int, 1, MAX_TOKENS)
     deprecated = fields.number("max_tokens", int, 1, MAX_TOKENS)
-    return _request(
-        fields,
-        most if most is not None else deprecated,
-        messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(messages)),
-    )
+    images: list[bytes] = []
+    found = tuple(_message(message, f"messages[{at}]", images) for at, message in enumerate(messages))
+    request = _request(fields, most if most is not None else deprecated, messages=found)
+    return replace(request, images=tuple(images))
 
 
 def completion_request(content: Any) -> CompletionRequest:
@@ -151,7 +155,7 @@ def completion_request(content: Any) -> CompletionRequest:
 def _request(
     fields: Fields,
     max_tokens: int | None,
-    messages: tuple[Mapping[str, str], ...] = (),
+    messages: tuple[Mapping[str, Any], ...] = (),
     prompts: tuple[str | tuple[int, ...], ...] = (),
     echo: bool = False,
 ) -> CompletionRequest:
@@ -206,7 +210,8 @@ def _refuse_tools(fields: Fields) -> None:
             raise ApiError(f"`{name}` is not supported", parameter=name)
 
 
-def _message(message: Any, where: str) -> Mapping[str, str]:
+def _message(message: Any, where: str, images: list[bytes]) -> Mapping[str, Any]:
+    """A checked message; its images are added to `images`."""
     if not isinstance(message, dict):
         raise ApiError(f"`{where}` must be an object with role and content", parameter=where)
     role = message.get("role")
@@ -219,18 +224,28 @@ def _message(message: Any, where: str) -> Mapping[str, str]:
         found = "is null" if "content" in message else "is missing"
         problem = f"`{where}.content` {found} but must be a text: tool calls, which need none, are not supported"
         raise ApiError(problem, parameter=f"{where}.content")
-    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content")}
+    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content", images)}
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, images: list[bytes]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return _text(content, where)
     if not isinstance(content, list) or not content:
         raise ApiError(f"`{where}` must be a text or a list of parts of text", parameter=where)
-    for at, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(f"`{where}[{at}]` must be a part of type 'text'", parameter=f"{where}[{at}]")
-    return _text("".join(part["text"] for part in content), where)
+    before = len(images)
+    parts = [_part(part, f"{where}[{at}]", images) for at, part in enumerate(content)]
+    return parts if len(images) > before else "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str, images: list[bytes]) -> dict[str, str]:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        if len(images) == MAX_IMAGES:
+            raise ApiError(f"a chat has at most {MAX_IMAGES} images", parameter=where)
+        images.append(image_of(part, where))
+        return {"type": "image"}
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ApiError(f"`{where}` must be a part of type 'text' or 'image_url'", parameter=where)
+    return {"type": "text", "text": _text(part["text"], where)}
 
 
 def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...]:

@@ -4,6 +4,8 @@ const CONTINUED = 64; /* default number of tokens of a continuation; the API's o
 const SAMPLING = [["temperature", "temperature"], ["top-p", "top_p"], ["top-k", "top_k"], ["seed", "seed"], ["limit", "max_tokens"]];
 let messages = [];
 let running = null;
+let images = []; /* data URLs of the images of the next message */
+const SIDE = 1024; /* the longer side of an image that is sent, in pixels */
 
 function headers() {
   const key = at("key").value.trim();
@@ -35,10 +37,59 @@ function article(role, title) {
   return made;
 }
 
-function showUser(content) {
+function showUser(content, pictures) {
   const made = article("user", "You");
   made.shown = made.lastChild.textContent = content;
+  for (const url of pictures) made.append(picture(url));
   return made;
+}
+
+function picture(url) {
+  const made = element("img", "");
+  made.src = url;
+  made.alt = "image";
+  return made;
+}
+
+/* A smaller copy of an image: no processor of a model uses more pixels, and requests have a limit. */
+async function shrunk(file) {
+  const image = await createImageBitmap(file);
+  const scale = Math.min(1, SIDE / Math.max(image.width, image.height));
+  const canvas = element("canvas", "");
+  canvas.width = Math.max(1, Math.round(image.width * scale));
+  canvas.height = Math.max(1, Math.round(image.height * scale));
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.92);
+}
+
+async function attach() {
+  for (const file of at("file").files) {
+    try {
+      images.push(await shrunk(file));
+    } catch {
+      log.append(element("div", "error", file.name + " is not an image that this browser shows"));
+    }
+  }
+  at("file").value = "";
+  showImages();
+}
+
+/* The images of the next message; a click removes one. */
+function showImages() {
+  at("images").replaceChildren(...images.map(url => {
+    const made = element("button", "");
+    made.type = "button";
+    made.title = "Remove this image";
+    made.append(picture(url));
+    made.addEventListener("click", () => { images = images.filter(one => one !== url); showImages(); });
+    return made;
+  }));
+}
+
+/* The content of a message in OpenAI's form. */
+function withImages(content, pictures) {
+  if (!pictures.length) return content;
+  return [...pictures.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text: content}];
 }
 
 /* An answer, as Markdown or as plain text. A continued text keeps its spaces and lines. */
@@ -142,11 +193,14 @@ function busy(controller) {
 }
 
 async function ask(content) {
-  const mine = showUser(content);
+  const pictures = images;
+  images = [];
+  showImages();
+  const mine = showUser(content, pictures);
   const made = article("assistant", "Model");
-  messages.push({role: "user", content});
+  messages.push({role: "user", content: withImages(content, pictures)});
   const chat = messages;
-  const undo = () => { chat.pop(); mine.remove(); };
+  const undo = () => { chat.pop(); mine.remove(); images = pictures; showImages(); };
   const keep = () => chat.push({role: "assistant", content: made.shown});
   await run(made, "v1/chat/completions", chatRequest(), content, undo, keep, () => chat === messages);
 }
@@ -232,6 +286,8 @@ function stop() {
 
 function reset() {
   messages = [];
+  images = [];
+  showImages();
   stop();
   log.querySelectorAll("article, .error").forEach(old => old.remove());
   at("empty").hidden = false;
@@ -254,6 +310,7 @@ function setMode() {
 
 function meet(state) {
   at("model").textContent = document.title = state.model;
+  at("attach").hidden = !state.images;
   if (state.chat) return;
   at("mode").value = "text";
   at("mode").disabled = true;
@@ -264,6 +321,8 @@ function meet(state) {
 
 at("form").addEventListener("submit", event => { event.preventDefault(); submit(); });
 at("stop").addEventListener("click", stop);
+at("attach").addEventListener("click", () => at("file").click());
+at("file").addEventListener("change", attach);
 at("reset").addEventListener("click", reset);
 at("mode").addEventListener("change", setMode);
 at("markdown").addEventListener("change", () => log.querySelectorAll("article.assistant").forEach(paint));

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.chat_session import ANSWER_TOKENS
+from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.cache_pool import ConversationPool
 from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions
@@ -29,11 +31,13 @@ class CompletionChoice:
         ids: tokens of the prompt.
         settings: how tokens are picked.
         echo: text at the start of the answer.
+        embeddings: computes the features of the images in the prompt; None without images.
     """
 
     ids: tuple[int, ...]
     settings: GenerationSettings
     echo: str = ""
+    embeddings: Callable[[], PromptEmbeddings] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class ServedModel:
         """Whether there is a chat template; without one the model only continues texts."""
         return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
 
+    @property
+    def sees(self) -> bool:
+        """Whether chats may contain images: the tokenizer's own template writes their placeholders."""
+        return self.model.images is not None and self._template == TOKENIZER and self.chats
+
     def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """The answers to generate: for every prompt, as many as the request asks for.
 
@@ -107,18 +116,25 @@ class ServedModel:
             )
         prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
         return [
-            CompletionChoice(tuple(ids), self._settings(request, len(ids), number), self._echo(request, ids))
-            for ids in prompts
+            CompletionChoice(
+                tuple(prompt.ids),
+                self._settings(request, len(prompt.ids), number),
+                self._echo(request, prompt.ids),
+                prompt.embeddings,
+            )
+            for prompt in prompts
             for number in range(request.sampling.choices)
         ]
 
     def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
         """Generates the answers in sequence, so that a request uses one cache at a time."""
         for index, choice in enumerate(choices):
-            conversation = self._conversations.take(choice.ids)
+            # tokens do not tell images apart, so prompts with images keep no cache
+            conversation = Conversation() if choice.embeddings else self._conversations.take(choice.ids)
             past = conversation.past([choice.ids], self.model.runner)
             cached = past.tokens if past else 0
-            pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP)
+            placed = [choice.embeddings()] if choice.embeddings else []
+            pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP, placed)
             try:
                 if choice.echo:
                     yield ChoiceDelta(index, choice.echo, 0, "")
@@ -130,18 +146,23 @@ class ServedModel:
                 pieces.close()  # keeps its cache
                 self._conversations.give_back(conversation)
 
-    def _chat(self, request: CompletionRequest) -> list[int]:
+    def _chat(self, request: CompletionRequest) -> EncodedPrompt:
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
-        return self.model.encode_chat([*system, *request.messages], self._template)
+        messages = [*system, *request.messages]
+        if not request.images:
+            return EncodedPrompt(self.model.encode_chat(messages, self._template))
+        if not self.sees:
+            raise ApiError("this server takes no images", parameter="messages")
+        return self.model.encode_images(messages, request.images, self._template)
 
-    def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
+    def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return self.model.encode(prompt)
+            return EncodedPrompt(self.model.encode(prompt))
         most = len(self.model.tokenizer)
         if any(not 0 <= token < most for token in prompt):
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
-        return list(prompt)
+        return EncodedPrompt(list(prompt))
 
     def _echo(self, request: CompletionRequest, ids: Sequence[int]) -> str:
         return self.model.decode(ids) if request.echo else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,14 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 def composer() -> Path:
     """The folder of genuine Composer checkpoints."""
     return FIXTURES / "composer"
+
+
+@pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where transformers itself copies the code that it imports: one folder, since it remembers the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
 
 
 @pytest.fixture(scope="session")

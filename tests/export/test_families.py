@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.cli import main
+from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, export
+from llmconv.export.families import find_input_map
+from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.export.tracing.trace import trace
 from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny, tiny_config
@@ -55,6 +62,25 @@ def test_every_expert_is_mapped_in_place(tmp_path: Path) -> None:
 def test_every_row_of_the_registry_has_passed() -> None:
     listed = set(re.findall(r"^\| `([^`]+)` \| \d", PAGE.read_text(), re.MULTILINE))
     assert set(INPUT_MAPS) <= listed
+
+
+def test_every_type_of_transformers_is_exported_or_has_a_reason() -> None:
+    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert types <= INPUT_MAPS.keys() | NOT_EXPORTED.keys()
+    assert not INPUT_MAPS.keys() & NOT_EXPORTED.keys()
+
+
+def test_a_type_that_is_not_exported_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedInput, match=r"`jetmoe` are not exported: its code for experts loops") as caught:
+        find_input_map("jetmoe")
+    assert "docs/families.md" in caught.value.hint
+
+
+def test_the_page_and_the_command_list_the_reasons() -> None:
+    listed = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE))
+    printed = json.loads(CliRunner().invoke(main, ["families", "--json"]).stdout)
+    for name, reason in NOT_EXPORTED.items():
+        assert listed[name] == reason and printed[name] == {"not_exported": reason}
 
 
 @pytest.mark.slow

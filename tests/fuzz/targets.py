@@ -23,6 +23,7 @@ from safetensors.numpy import save
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.deltas.exact import open_exact
+from llmconv.convert.formats import formats
 from llmconv.convert.formats.mindformers.mindspore.ckpt_file import read_ckpt
 from llmconv.convert.formats.mindformers.mindspore.strategy import read_strategy
 from llmconv.convert.formats.paddle.pdparams import open_pdparams
@@ -39,6 +40,7 @@ from llmconv.files.packing.tar_archive import RECORD, is_tar
 from llmconv.files.pickles.reader import read_pickle
 from llmconv.files.safetensors_file import read_header
 from llmconv.files.sources import reading_safely
+from llmconv.model_code import collect_code
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
@@ -122,6 +124,20 @@ def hugging_face(folder: Path) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(honest.CONFIG))
     return folder
+
+
+def megatron(folder: Path) -> Path:
+    """The file of the only rank of a Megatron run."""
+    from tests.builders.megatron_saves import Shape, hugging_face_state, save_megatron  # noqa: PLC0415 - only here
+
+    shape = Shape(layers=1)
+    run = save_megatron(folder / "run", shape, hugging_face_state(shape))
+    return (run / "iter_0000007/mp_rank_00/model_optim_rng.pt").rename(folder / "model_optim_rng.pt")
+
+
+def read_megatron(path: Path) -> None:
+    """The model in the file of a rank, with the size of its vocabulary."""
+    formats()["megatron"].open(path, {"vocab_size": 30}, None)
 
 
 def pickles() -> list[bytes]:
@@ -308,6 +324,12 @@ TARGETS: dict[str, Target] = {
         lambda: others(folder_of, ".metadata"),
         OPCODES,
     ),
+    "megatron": Target(
+        "model_optim_rng.pt",
+        lambda: [built(megatron, "model_optim_rng.pt")],
+        read_megatron,
+        words=(*OPCODES, b"num_layers", b"kv_channels", b"num_experts", b"swiglu", b"window_size", b"linear_qkv"),
+    ),
     "mindspore": Target("x.ckpt", lambda: [built(honest.mindspore, "x.ckpt")], read_ckpt),
     "paddle": Target(
         "model_state.pdparams",
@@ -350,6 +372,12 @@ TARGETS: dict[str, Target] = {
         lambda: [built(delta, "delta.json")],
         lambda path: open_exact(path.parent),
         lambda: others(delta, "delta.json"),
+    ),
+    "model-code": Target(
+        "own.py",
+        lambda: [b"import re\nfrom . import own\nfrom .own import *\n\nclass Model(own.Base):\n    x = f'{1}', [2]\n"],
+        lambda path: collect_code(path.parent, ["own.Model"]),
+        words=(b"from .", b"import ", b"..", b"(", b"lambda: ", b"\n    ", b"# coding: utf-7\n", b"\\N{", b"0x"),
     ),
     "request": Target(
         "request.json",

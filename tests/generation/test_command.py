@@ -46,7 +46,7 @@ def test_prompts_come_as_arguments_from_a_file_and_from_standard_input(talking: 
         run(talking, "--max-new-tokens", 4, "--prompt-file", "-", stdin='{"prompt": "ab"}\n{"prompt": "hello"}\n'),
     ]
     assert {way.exit_code for way in ways} == {0}
-    assert len({way.stdout for way in ways}) == 1 and len(ways[0].stdout.splitlines()) == 2
+    assert len({way.stdout for way in ways}) == 1 and len(ways[0].stdout.splitlines()) == 4
 
 
 def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_killed_run_continues_and_gives_the_same_file(talking: Path, prompts: 
     content = cut.read_bytes().splitlines(keepends=True)
     cut.write_bytes(b"".join(content[:4]) + content[4][:20])
     result = run(talking, *options, "--output-file", cut)
-    assert result.exit_code == 0 and "4 of 11 prompts were finished before" in result.stderr
+    assert result.exit_code == 0 and "4 of the texts were finished before" in result.stderr
     assert [{**line, "tokens": None} for line in lines(cut)] == [{**line, "tokens": None} for line in lines(whole)]
     assert cut.read_bytes() == whole.read_bytes()
 
@@ -234,7 +234,7 @@ def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
         (["--prompt-file", "p.txt", "x"], "given both"),
         (["x", "--provider", "tpu"], "has no provider `tpu`"),
         (["x", "--template", "zephyr"], "unknown chat template `zephyr`"),
-        (["x", "--adapter", "there"], "take no adapter"),
+        (["x", "--adapter", "there"], "no inputs for LoRA factors"),
     ],
 )
 def test_invalid_options_give_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:

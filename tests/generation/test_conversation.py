@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmconv.export.exporter import export
-from llmconv.generation import Conversation, SharedPrefix, TextModel, Wording, generate
+from llmconv.generation import Conversation, SharedPrefix, TextModel, generate
 from llmconv.runtime.runner import Step
 from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
@@ -119,7 +119,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(
 
 
 def test_a_prefix_of_generate_is_part_of_the_prompts(talking: Path) -> None:
-    found = generate(talking, ["ab", "c"], max_new_tokens=6, wording=Wording(prompt_prefix="Once upon "))
+    found = generate(talking, ["ab", "c"], max_new_tokens=6, prompt_prefix="Once upon ")
     whole = generate(talking, ["Once upon ab", "Once upon c"], max_new_tokens=6)
     assert [one.text for one in found.completions] == [one.text for one in whole.completions]
 

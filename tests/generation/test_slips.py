@@ -14,9 +14,10 @@ from click.testing import CliRunner
 import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.generation import GenerationSettings, ModelFiles, TextModel, Wording, generate
+from llmconv.generation import GenerationSettings, ModelFiles, TextModel, generate
 from llmconv.generation.chat_session import Chat
-from llmconv.generation.prompts import contents_of, read_prompts, token_lists
+from llmconv.generation.prompt_file import read_prompts
+from llmconv.generation.prompts import contents_of, token_lists
 from llmconv.runtime import SessionSettings
 
 CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
@@ -83,9 +84,8 @@ NAMED: dict[str, Callable[[TextModel, dict[str, Any]], Any]] = {
         ({"temprature": 2}, "`temperature`"),
         ({"max_tokens": 2}, "`max_new_tokens`"),
         ({"stop": "a"}, "`stop_strings`"),
-        ({"device": "cuda"}, "SessionSettings"),
-        ({"tokenizer": len}, "ModelFiles"),
-        ({"streamer": len}, "on_piece"),
+        ({"device": "cuda"}, "TextModel.open"),
+        ({"tokenizer": len}, "TextModel.open"),
         ({"output_scores": True}, "leave it out"),
     ],
     ids=str,
@@ -127,9 +127,9 @@ def test_a_stop_string_is_not_a_list_of_letters() -> None:
     assert GenerationSettings(eos_token_id=2).eos_token_id == {2}  # type: ignore[arg-type]
 
 
-def test_outputs_that_generate_does_not_return_are_refused(model: TextModel) -> None:
-    with pytest.raises(UsageProblem, match="num_return_sequences") as caught:
-        generate(model, "a", num_return_sequences=2)
+def test_several_sequences_are_no_setting_of_one_text(model: TextModel) -> None:
+    with pytest.raises(UsageProblem, match="`num_return_sequences` is not a field") as caught:
+        model.defaults.but(num_return_sequences=2)
     assert "pipeline" in caught.value.hint
 
 
@@ -146,7 +146,7 @@ def test_settings_must_be_generation_settings(model: TextModel, settings: Any) -
 
 
 def test_a_system_message_turns_a_text_into_a_chat(model: TextModel) -> None:
-    plain, briefed = (generate(model, "a", max_new_tokens=1, wording=Wording(system=text)) for text in ("", "Be brief"))
+    plain, briefed = (generate(model, "a", max_new_tokens=1, system=text) for text in ("", "Be brief"))
     assert briefed.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
 
 
@@ -157,10 +157,10 @@ def test_a_system_message_turns_a_text_into_a_chat(model: TextModel) -> None:
         lambda model: Chat("folder"),  # type: ignore[arg-type]
         lambda model: Chat(model, {"seed": 1}),  # type: ignore[arg-type]
         lambda model: next(iter(Chat(model).ask(["a"]))),  # type: ignore[arg-type]
-        lambda model: generate(model, "a", wording={"system": "b"}),  # type: ignore[arg-type]
-        lambda model: generate(model, "a", session={"threads": 1}),  # type: ignore[arg-type]
+        lambda model: generate(model, "a", system=["b"]),
+        lambda model: generate(model, "a", session={"threads": 1}),
         lambda model: generate(model, "a", batch_size=0),
-        lambda model: generate(model, "a", trust_remote_code="no"),  # type: ignore[arg-type]
+        lambda model: generate(model, "a", trust_remote_code="no"),
         lambda model: ModelFiles(3),  # type: ignore[arg-type]
         lambda model: llmconv.pipeline(model=model)({"role": "user", "content": "a"}),
         lambda model: llmconv.pipeline(model=model)({"a", "b"}),
@@ -316,7 +316,7 @@ def test_a_null_content_is_refused_with_its_position(tmp_path: Path, text: str, 
 def test_a_content_of_none_never_becomes_text(model: TextModel, prefix: str) -> None:
     chat: Any = [{"role": "user", "content": None}]
     with pytest.raises(InputRefused, match="`content` of message 1 in the chat is null"):
-        generate(model, [chat], wording=Wording(prompt_prefix=prefix))
+        generate(model, [chat], prompt_prefix=prefix)
 
 
 def test_the_largest_numbers_and_equal_keys_of_different_objects_are_kept(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_second_close_returns_nothing() -> None:
 
 def test_texts_of_a_batch_come_one_after_another() -> None:
     written: list[str] = []
-    writer = OrderedWriter(3, written.append)
+    writer = OrderedWriter(written.append)
     for index, piece, done in [(0, "a", False), (1, "b", False), (2, "", True), (0, "A", True), (1, "B", True)]:
         writer.push(index, piece, done)
     assert written == ["a", "A\n", "b", "B\n", "\n"]

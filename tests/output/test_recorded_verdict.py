@@ -63,7 +63,7 @@ def test_keys_of_later_versions_are_ignored() -> None:
         {"graphs": {"config.json": HASH}},
         {"graphs": {"a\n.onnx": HASH}},
         {"weights": {"model.safetensors": HASH}},
-        {"weights": {"a/model.safetensors": {"bytes": 9, "header_sha256": HASH}}},
+        {"weights": {"a/b/model.safetensors": {"bytes": 9, "header_sha256": HASH}}},
         {"weights": {"model.safetensors": {"bytes": "9", "header_sha256": HASH}}},
         {"weights": {"model.safetensors": {"bytes": 9}}},
         {"weights": {"model.safetensors": {"bytes": 9, "header_sha256": HASH, "sha256": 5}}},

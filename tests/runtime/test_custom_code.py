@@ -16,7 +16,9 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate
+from llmconv.model_code import model_class
 from llmconv.runtime.custom_code import custom_classes, uses_custom_code
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text(__name__)\n"
@@ -146,6 +148,26 @@ def test_changed_code_is_read_again(with_code: Callable[..., Path]) -> None:
     assert first is same is not custom_classes(folder, fields)[1]
 
 
+def test_folders_of_one_name_do_not_share_their_classes(with_code: Callable[..., Path], tmp_path: Path) -> None:
+    folder = with_code("llama", NATIVE)
+    fields = json.loads((folder / "config.json").read_text())
+    other = Path(shutil.copytree(folder, tmp_path / "other" / folder.name))
+    classes = [custom_classes(one, fields)[1] for one in (folder, other)]
+    assert classes[0] is not classes[1] and [executed(one) for one in (folder, other)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "named"),
+    [
+        ({"AutoModel": "own.Own"}, ""),
+        ({"AutoModel": "own.OwnForConditionalGeneration"}, "own.OwnForConditionalGeneration"),
+        ({"AutoModel": "own.Inner", "AutoModelForCausalLM": "own.Own"}, "own.Own"),
+    ],
+)
+def test_a_class_without_a_head_is_not_the_language_model(auto_map: dict[str, str], named: str) -> None:
+    assert model_class({"auto_map": auto_map}) == named
+
+
 @pytest.mark.slow
 def test_a_new_folder_contains_the_code(with_code: Callable[..., Path], tmp_path: Path) -> None:
     folder = with_code("llama", NATIVE)
@@ -185,6 +207,25 @@ def test_failing_code_gives_one_line(with_code: Callable[..., Path], own_row: No
     result = run(command, with_code("own", OWN, code), "--trust-remote-code")
     assert result.exit_code == 3 and re.search(r"the code in `|`own\.py` is not valid Python: line 1", result.stderr)
     assert "Traceback" not in result.stderr
+
+
+COMPUTED = MODEL.replace(
+    "class Own(OwnLlama):",
+    """class Own(OwnLlama):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("kept", torch.full((2,), 3.0), persistent=False)
+        self.plain = torch.full((2,), 5.0)
+""",
+).replace("from transformers import LlamaConfig", "import torch\nfrom transformers import LlamaConfig")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_values_that_the_code_computes_are_not_lost(with_code: Callable[..., Path], dtype: str) -> None:
+    folder = with_code("own", OWN, COMPUTED)
+    model = EagerRunner(folder, dtype, code=folder).model
+    assert model.kept.tolist() == [3.0, 3.0] and model.plain.tolist() == [5.0, 5.0]
+    assert model.lm_head.weight.device.type == "cpu"
 
 
 @pytest.mark.parametrize("code", ["x = 1", "Own = OwnConfig = None"])

@@ -15,7 +15,8 @@ import torch
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
-from llmconv.runtime.eager.runner import EagerRunner, Float64Casts
+from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.tensors import Array
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7))

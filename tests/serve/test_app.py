@@ -171,7 +171,8 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
     assert client.get("/v1/models/tiny-chat").json() == found
     assert client.get("/v1/models/other").status_code == 404
     health = client.get("/health").json()
-    assert health == {"status": "ok", "model": "tiny-chat", "chat": True, "active": 0, "waiting": 0}
+    kinds = {"chat": True, "images": False}
+    assert health == {"status": "ok", "model": "tiny-chat", **kinds, "active": 0, "waiting": 0}
 
 
 def test_the_model_may_be_omitted(client: TestClient) -> None:

@@ -11,7 +11,8 @@ import onnx
 
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.results.report import Check
 
 NAME = "graph file"
@@ -37,9 +38,10 @@ def audit_graph_files(
         A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
         allowed changes and on files without a sha256.
     """
-    table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
+    table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
-    listed = {path.name for paths in files.values() for path in paths}
+    others = single_pass_entries(folder)  # which have checks of their own
+    listed = {path.name for paths in (*files.values(), *(entry.paths(folder) for entry in others)) for path in paths}
     unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
     skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
     if not (folder / MANIFEST).is_file():

@@ -23,6 +23,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
+from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
@@ -85,7 +86,7 @@ class WeightSource:
 
 def span_of(tensor: FileTensor) -> ByteSpan:
     """The span of a tensor."""
-    return tensor.path.name, tensor.offset, tensor.nbytes
+    return tensor.location, tensor.offset, tensor.nbytes
 
 
 def audit_files(folder: Path) -> list[Check]:
@@ -134,9 +135,13 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> t
 
 
 def hidden_weights(model: onnx.ModelProto) -> list[str]:
-    """Errors for weights outside the graph's initializers, and for initializers that callers may replace as inputs."""
+    """Errors for weights outside the graph's initializers, and for initializers that callers may replace as inputs.
+
+    Those of `export --lora-inputs` are empty: without an adapter they change nothing.
+    """
     names = {tensor.name for tensor in model.graph.initializer}
-    replaceable = [port.name for port in model.graph.input if port.name in names]
+    defaults = {tensor.name for tensor in model.graph.initializer if is_factor(tensor.name) and 0 in tensor.dims}
+    replaceable = [port.name for port in model.graph.input if port.name in names - defaults]
     return [*misplaced_weights(model), *(f"`{name}` is both an initializer and an input" for name in replaceable)]
 
 
@@ -246,7 +251,7 @@ def _differ(source: WeightSource, named: str, bound: str) -> bool:
     if source.in_place:
         mine, other = source.reference[bound], source.reference[named]
     else:
-        mine = open_weights(source.folder)[bound]
+        mine = source.stored[bound]
         found = reference_name(named, source.reference)
         if not found:
             return False

@@ -12,11 +12,14 @@ from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify.audit.structure import check_structure, name_problems
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
+from llmconv.verify.comparison.images import FEATURES, ImageChecks
 from llmconv.verify.comparison.layer_by_layer import precompute
+from llmconv.verify.comparison.own_embeddings import check_own_embeddings
 from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
@@ -86,13 +89,36 @@ class FolderComparison:
             yield [check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)]
         shapes = self.eager.cache_shapes()
         heeds = any(not graph.takes_positions for graph in opened) and self.eager.heeds_positions()
-        yield [check_structure(graph, self.models[graph.name], shapes, heeds_positions=heeds) for graph in opened]
-        graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
+        extras = self.eager.extra_inputs
+        yield [
+            check_structure(graph, self.models[graph.name], shapes, extras, heeds_positions=heeds) for graph in opened
+        ]
+        graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes, extras)])
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         yield from with_copies(self._of_distinct(graphs), copies)
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
         yield from self._compare(graphs)
+        if EMBEDDINGS in self.models and not self.eager.is_layered:
+            gates = replace(GATES[self.eager.dtype], calmest=self.routed)
+            yield from (check_own_embeddings(graph, self.eager, gates) for graph in graphs)
+        if VISION in self.models:
+            yield from self._compare_images(graphs)
+
+    def _compare_images(self, graphs: list[OrtGraph]) -> Checks:
+        """Features of images, and prompts with images on all graphs."""
+        if self.eager.is_layered:
+            yield [Check(FEATURES, VISION, "", verdict="skip", detail=LAYERED)]
+            self.report.unseen.append("prompts with images")
+            return
+        try:
+            vision = VisionGraph(self.folder / VISION, self.settings)
+        except LlmconvError as error:
+            yield [Check(FEATURES, VISION, "", verdict="fail", detail=error.message)]
+            return
+        checks = ImageChecks(vision, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
+        yield [checks.features()]
+        yield from (checks.answers(graph) for graph in graphs)
         if self.varied:
             yield from self._compare_scaled(graphs)
             yield from self._compare_settings(graphs)
@@ -103,8 +129,8 @@ class FolderComparison:
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             pair = PrefillDecodeAgreement(gates)  # a graph after a prefix agrees with none without it
             truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
-            planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
+            planned = self.selection.calls(truth.facts())
             precompute(of_prefix, self.selection.chosen(planned))
             yield skipped(self.selection, truth, [graph.name for graph in of_prefix])
             rows = self.selection.paced(planned)

@@ -124,10 +124,12 @@ class LayerSources:
 
     def _outer(self, number: int, name: str) -> Form:
         """The form of an input or an initializer, for a layer of some number."""
-        if name in self._index.inputs:
+        if name in self._index.inputs.keys() - self._index.initializers.keys():
             return self._input(number, name)
         tensor = self._index.initializers[name]
         kind = f"{onnx.TensorProto.DataType.Name(tensor.data_type)}{list(tensor.dims)}"
+        if name in self._index.inputs:  # a default, see `runtime.onnxruntime.lora_names`
+            return f"default {self._role(number, name)} {tensor_form(tensor)}"
         if bound := self._index.tensors.get(name, name if tensor.external_data else ""):
             return f"weight {self._role(number, name)} as {self._role(number, bound)} {kind}"
         return f"constant {tensor_form(tensor)}"

@@ -36,9 +36,12 @@ def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[
 
 
 def drop_unused(model: onnx.ModelProto) -> None:
-    """Removes the initializers and declared shapes of values that no node reads or computes."""
+    """Removes the initializers and declared shapes of values that no node reads or computes, and inputs of defaults."""
+    defaults = {tensor.name for tensor in model.graph.initializer}
     used = {name for node in model.graph.node for name in (*node.input, *node.output)} | _inner_names(model)
     _replace(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name in used])
+    ports = [port for port in model.graph.input if port.name in used or port.name not in defaults]
+    _replace(model.graph.input, ports)
     _replace(model.graph.value_info, [info for info in model.graph.value_info if info.name in used])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,7 +38,7 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
         runner: runs calls with it.
         calls: the calls up to the one whose outputs are wanted.
     """
-    order, new = another_order(calls), calls[-1].input_ids.shape[1]
+    order, new = another_order(calls, runner.extra_inputs), calls[-1].input_ids.shape[1]
 
     @cache
     def in_another_order() -> Rows:
@@ -60,8 +60,18 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
     return [partial(rows, run) for run in runs]
 
 
+class TorchModel(Protocol):
+    """A module that computes in one dtype."""
+
+    dtype: str
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+
+
 @contextmanager
-def nudged(model: EagerRunner, seed: int) -> Iterator[None]:
+def nudged(model: TorchModel, seed: int) -> Iterator[None]:
     """Context in which embeddings and products are moved by a few units in the last place before they are rounded.
 
     Products of another library differ by as much, since it sums in another order. Nudged embeddings alone change no

@@ -52,6 +52,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "retro_add_retriever": OFF,
     "rope_type": ("rope", *OFF),
     "rotary_scaling_factor": (1, *OFF),
+    "rotary_seq_len_interpolation_factor": (1, *OFF),
     "softmax_scale": OFF,
     "softmax_type": ("vanilla", *OFF),
     "spec": OFF,
@@ -59,7 +60,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mup": OFF,
     "window_attn_skip_freq": OFF,
 }
-"""Arguments that change the model, and the values with which they do not."""
+"""Arguments that change the model, and the values with which they do not.
+
+`rotary_seq_len_interpolation_factor` is here since Megatron-LM's own models ignore it from core 0.6 to 0.18 only.
+"""
+
+OLD_MODEL: dict[str, tuple[Any, ...]] = {"rotary_base": (None, 10000), "rotary_interleaved": OFF}
+"""Arguments that the model of before Megatron core ignores, and the values with which that makes no difference."""
 
 _IGNORED_WORDS = """
     account_for_embedding_in_pipeline_split activation_func activation_func_fp8_input_store
@@ -76,10 +83,10 @@ _IGNORED_WORDS = """
     group_query_attention gtp_expert_remat_nccl_ub hybrid_context_parallel kitchen_attention_backend
     layernorm_epsilon layernorm_zero_centered_gamma log_l2_norm_grad_to_tensorboard log_max_attention_logit
     log_params_norm logit_dtype loss_scale_window masked_softmax_fusion max_position_embeddings
-    memory_efficient_layer_norm moe_aux_loss_coeff moe_enable_deepep moe_enable_routing_replay
-    moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_ffn_hidden_size moe_grad_scale_func
-    moe_grouped_gemm moe_input_jitter_eps moe_layer_freq moe_layer_recompute moe_per_layer_logging
-    moe_permute_fusion moe_router_bias_update_rate moe_router_dtype moe_router_fusion
+    memory_efficient_layer_norm model_rope_scaling_factor moe_aux_loss_coeff moe_enable_deepep
+    moe_enable_routing_replay moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_ffn_hidden_size
+    moe_grad_scale_func moe_grouped_gemm moe_input_jitter_eps moe_layer_freq moe_layer_recompute
+    moe_per_layer_logging moe_permute_fusion moe_router_bias_update_rate moe_router_dtype moe_router_fusion
     moe_router_load_balancing_type moe_router_pre_softmax moe_router_topk moe_shared_expert_gate
     moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_single_grouped_bias
     moe_single_grouped_weight moe_upcycling_granularity moe_use_grouped_tensor moe_use_legacy_grouped_gemm
@@ -88,7 +95,7 @@ _IGNORED_WORDS = """
     output_bert_embeddings output_logit_dtype overlap_dispatch_backward_with_experts_wgrad
     overlap_moe_expert_parallel_comm persist_layer_norm position_embedding_type qk_layernorm
     recompute_activations reset_attention_mask reset_position_ids rope_scaling_factor rotary_base
-    rotary_interleaved rotary_percent rotary_seq_len_interpolation_factor save_activations_interval
+    rotary_interleaved rotary_percent model_interpolation_factor save_activations_interval
     save_tokens_per_expert_interval standalone_embedding_stage swiglu throughput_window_size
     untie_embeddings_and_output_weights use_flash_attn use_grouped_gemm_for_shared_expert use_kitchen_attention
     use_mamba_mem_eff_path use_rope_scaling use_rotary_position_embeddings use_te_activation_func window_size

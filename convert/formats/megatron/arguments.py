@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.convert.formats.megatron.argument_tables import IGNORED, IGNORED_PREFIXES, NEUTRAL, OFF, SENSITIVE
+from llmconv.convert.formats.megatron.argument_tables import (
+    IGNORED,
+    IGNORED_PREFIXES,
+    NEUTRAL,
+    OFF,
+    OLD_MODEL,
+    SENSITIVE,
+)
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 COUNT_LIMIT = 1 << 31
@@ -90,12 +97,13 @@ class Arguments:
         )
 
 
-def check_arguments(arguments: Arguments, *, described: bool) -> list[str]:
+def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list[str]:
     """Refuses arguments that change the model in a way that no supported family has.
 
     Args:
         arguments: of the run.
         described: whether the user gives the model's `config.json`; then unknown arguments are only reported.
+        old: whether the model is that of before Megatron core.
 
     Returns:
         Warnings.
@@ -103,7 +111,7 @@ def check_arguments(arguments: Arguments, *, described: bool) -> list[str]:
     Raises:
         UnsupportedInput: names the argument.
     """
-    for name, allowed in NEUTRAL.items():
+    for name, allowed in (NEUTRAL | (OLD_MODEL if old else {})).items():
         if not _is_one_of(arguments.values.get(name), allowed):
             raise arguments.unsupported(name)
     unknown = list(_unknown(arguments))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmconv.convert.algebra.operations import HEAD_LIMIT
 from llmconv.convert.formats.megatron.arguments import Arguments
 from llmconv.convert.formats.megatron.families import Family, window_of
 from llmconv.errors import MalformedInput
@@ -15,6 +16,13 @@ from llmconv.errors import MalformedInput
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of `RotaryEmbedding._apply_scaling`."""
 
+OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
+"""The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8."""
+
+INTERPOLATION = "model_interpolation_factor"
+"""The number that NeMo and Megatron Bridge divide positions by."""
+
+LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 """Names of the argument: until core 0.4 and since 0.16, and in between."""
 
@@ -128,6 +136,8 @@ def dense_layers(arguments: Arguments) -> list[int]:
     layers, frequency = arguments.count("num_layers"), arguments.values.get("moe_layer_freq", 1)
     if not arguments.values.get("num_experts") or frequency is None:
         return []
+    if layers > LAYER_LIMIT:
+        raise arguments.invalid("num_layers", layers, f"at most {LAYER_LIMIT}")
     if type(frequency) is int and frequency > 0:
         return [layer for layer in range(layers) if layer % frequency]
     if not isinstance(frequency, list) or len(frequency) != layers or any(one not in (0, 1) for one in frequency):
@@ -150,12 +160,23 @@ def query_groups(arguments: Arguments) -> int:
 def head_dim(arguments: Arguments) -> int:
     """Rows of one head."""
     width, heads = arguments.count("hidden_size"), arguments.count("num_attention_heads")
-    return arguments.count("kv_channels", max(1, width // heads))
+    dim = arguments.count("kv_channels", max(1, width // heads))
+    if dim > HEAD_LIMIT:
+        raise arguments.invalid("kv_channels", dim, f"at most {HEAD_LIMIT}")
+    return dim
 
 
 def rotary_percent(arguments: Arguments) -> float:
-    """The part of each head that is rotated."""
-    return float(arguments.number("rotary_percent", 1.0))
+    """The part of each head that is rotated, at most 1.
+
+    Raises:
+        UnsupportedInput: an odd number of rows would be rotated, or none.
+    """
+    part = float(arguments.number("rotary_percent", 1.0))
+    rows = int(head_dim(arguments) * part)
+    if part > 1 or rows % 2 or not rows:
+        raise arguments.unsupported("rotary_percent" if part != 1 else "kv_channels")
+    return part
 
 
 def epsilon(arguments: Arguments) -> float:
@@ -188,16 +209,27 @@ def _positions(arguments: Arguments) -> int:
 
 def _rope_scaling(arguments: Arguments) -> dict[str, Any]:
     """Llama 3.1's formula, or positions divided by a number."""
-    ratio = arguments.values.get("rotary_seq_len_interpolation_factor")
+    ratio = arguments.values.get(INTERPOLATION)
     if arguments.flag("use_rope_scaling"):
         if ratio not in (None, 1):
-            raise arguments.unsupported("rotary_seq_len_interpolation_factor")
-        factor = float(arguments.number("rope_scaling_factor", 8.0))
+            raise arguments.unsupported(INTERPOLATION)
+        factor = float(arguments.number(OWN_FACTOR, MEGATRON_FACTOR))
         return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA_3}}
     if ratio is None:
         return {}
-    factor = float(arguments.number("rotary_seq_len_interpolation_factor", 1))
+    factor = float(arguments.number(INTERPOLATION, 1))
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
+
+
+def ignored_factor(arguments: Arguments) -> list[str]:
+    """A warning where Megatron-LM ignored an argument."""
+    factor = arguments.values.get("rope_scaling_factor")
+    if not arguments.flag("use_rope_scaling") or factor in (None, MEGATRON_FACTOR):
+        return []
+    return [
+        f"Megatron-LM ignores `rope_scaling_factor` {str(factor)[:40]} and computes with {MEGATRON_FACTOR:g}; so does "
+        "the converted model"
+    ]
 
 
 def _refuse_groups(arguments: Arguments) -> None:

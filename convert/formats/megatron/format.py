@@ -13,7 +13,14 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_side_files
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.megatron.arguments import Arguments, check_arguments
-from llmconv.convert.formats.megatron.config import head_dim, is_tied, query_groups, rotary_percent, to_config
+from llmconv.convert.formats.megatron.config import (
+    head_dim,
+    ignored_factor,
+    is_tied,
+    query_groups,
+    rotary_percent,
+    to_config,
+)
 from llmconv.convert.formats.megatron.convert_tensors import Layout, norm_dtypes, to_hugging_face
 from llmconv.convert.formats.megatron.distributed import open_distributed, read_common
 from llmconv.convert.formats.megatron.families import family_of
@@ -69,7 +76,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     has_own = run.stored.get("num_layers") is not None
     arguments = Arguments(run.source, run.stored) if has_own else arguments_of(config, run.source)
     given = {} if arguments.values is config else config
-    warnings = check_arguments(arguments, described="model_type" in given)
+    old = run.save.nemo is None and any(rank.old for rank in run.ranks)
+    warnings = check_arguments(arguments, described="model_type" in given, old=old)
+    warnings += ignored_factor(arguments)
     family = family_of(arguments, given.get("model_type"))
     computed = to_config(arguments, family)
     state = run.state(arguments)

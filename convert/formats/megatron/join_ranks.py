@@ -16,6 +16,7 @@ from llmconv.convert.algebra.operations import concat, first_missing, permute_ro
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.megatron.arguments import Arguments
 from llmconv.convert.formats.megatron.config import head_dim, query_groups
+from llmconv.convert.formats.megatron.grouped_experts import grouped_matrix, separate_experts
 from llmconv.convert.formats.megatron.names import EMBEDDING, EXPERT, EXTRA_HEADS, FC1, HEAD
 from llmconv.convert.formats.megatron.rank_files import Rank, require_complete, whole_numbers
 from llmconv.convert.formats.megatron.run_state import RunState
@@ -148,7 +149,7 @@ def _globally(grid: Grid, parts: Parts, arguments: Arguments) -> Parts:
     """The parts with global numbers of experts; those of expert rank `e` follow those of `e - 1`."""
     whole: Parts = {}
     local = arguments.count("num_experts", 1) // grid.expert if arguments.values.get("num_experts") else 0
-    for name, places in parts.items():
+    for name, places in _separated(grid, parts, local, arguments).items():
         match = EXPERT.fullmatch(name)
         if not match:
             whole[name] = places
@@ -159,6 +160,22 @@ def _globally(grid: Grid, parts: Parts, arguments: Arguments) -> Parts:
             own = {place: tensors for place, tensors in places.items() if place[1] == expert}
             whole[f"{match[1]}.{int(match[2]) + expert * local}.{match[3]}"] = own
     return whole
+
+
+def _separated(grid: Grid, parts: Parts, local: int, arguments: Arguments) -> Parts:
+    """The parts, with one matrix for each expert."""
+    separate: Parts = defaultdict(lambda: defaultdict(list))
+    for name, places in parts.items():
+        if not grouped_matrix(name):
+            separate[name] = places
+            continue
+        for place, tensor in ((place, tensor) for place, tensors in places.items() for tensor in tensors):
+            try:
+                for own, matrix in separate_experts(name, tensor, local, arguments.count("hidden_size")):
+                    separate[own][place].append(matrix)
+            except ValueError as error:
+                raise _mixed(grid, f"`{name}` {error}") from error
+    return separate
 
 
 def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], *, gated: bool) -> LazyTensor:

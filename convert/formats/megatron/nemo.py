@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.formats.megatron.argument_tables import OFF
+from llmconv.convert.formats.megatron.config import INTERPOLATION, OWN_FACTOR
 from llmconv.convert.formats.megatron.save_folder import NEMO2_CONTEXT, NEMO_CONFIG
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -24,9 +25,10 @@ RENAMED = {
     "qkv_bias": "add_qkv_bias",
     "rotary_percentage": "rotary_percent",
     "rope_scaling": "use_rope_scaling",
-    "scale_factor": "rope_scaling_factor",
+    "rope_scaling_factor": OWN_FACTOR,
+    "scale_factor": OWN_FACTOR,
     "scale_positional_embedding": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "seq_len_interpolation_factor": INTERPOLATION,
     "seq_length": "max_position_embeddings",
 }
 ONLY_VALUE: dict[str, tuple[Any, ...]] = {

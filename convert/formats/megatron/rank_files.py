@@ -26,6 +26,23 @@ from llmconv.tensors import LazyTensor
 CHUNK = re.compile(r"model(\d{0,3})")
 STATE_DICT = "state_dict"
 DEPTH_LIMIT = 8
+NEMO_VERSION = 3.0
+"""NeMo writes no version, and always had the order of rows of the newest one (but with `megatron_legacy`)."""
+
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_experts",
+    "swiglu",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Arguments that all ranks of a run have in common."""
+
 PARTS = {
     "optimizer": "the optimizer's state",
     "optimizer_states": "the optimizer's state",
@@ -69,25 +86,34 @@ def open_ranks(save: Save) -> list[Rank]:
         MalformedInput: a file is damaged, or the ranks are of different saves.
         UnsupportedInput: there are objects in place of tensors.
     """
-    ranks = [_open_rank(numbers, path) for numbers, path in sorted(save.rank_files.items())]
-    for what in ("version", "iteration"):
-        found = {getattr(rank, what) for rank in ranks}
-        if len(found) > 1:
-            raise MalformedInput(
-                f"the ranks of `{save.path.name}` are of different saves: `{what}` {listing(sorted(map(str, found)))}",
-                hint="copy the files of all ranks of one save",
-            )
+    ranks = [_open_rank(numbers, path, save) for numbers, path in sorted(save.rank_files.items())]
+    _require_one_save(save.path.name, ranks)
     return ranks
 
 
-def _open_rank(numbers: tuple[int, ...], path: Path) -> Rank:
+def _require_one_save(source: str, ranks: Sequence[Rank]) -> None:
+    values: dict[str, list[Any]] = {
+        "checkpoint_version": [rank.version for rank in ranks],
+        "iteration": [rank.iteration for rank in ranks],
+        **{name: [rank.arguments.get(name) for rank in ranks] for name in SAME},
+    }
+    for name, found in values.items():
+        if len(words := {str(value)[:40] for value in found}) > 1:
+            raise MalformedInput(
+                f"the ranks of `{source}` are of different saves: `{name}` {listing(sorted(words))}",
+                hint="copy the files of all ranks of one save",
+            )
+
+
+def _open_rank(numbers: tuple[int, ...], path: Path, save: Save) -> Rank:
     file = open_torch_file(path)
     content = file.content
     if not isinstance(content, dict):
         raise MalformedInput(f"`{_shown(path)}` does not contain a dict", hint="copy it again from where it was saved")
     states, old = _stages(path, content), set[str]()
     stages = [_tensors(file, state, old) for state in states]
-    version, iteration = content.get("checkpoint_version", 0), content.get("iteration")
+    version = content.get("checkpoint_version", NEMO_VERSION if save.nemo else 0)
+    iteration = content.get("iteration")
     if not isinstance(version, int | float) or not 0 <= version <= 3:
         raise UnsupportedInput(
             f"`{_shown(path)}` has the unknown `checkpoint_version` {str(version)[:40]}",

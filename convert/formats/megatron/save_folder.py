@@ -130,7 +130,8 @@ def find_save(path: Path) -> Save:
         return Save(path.parent, {_numbers(path.parent) or (0,): path})
     folder = path if _is_place(path) else _chosen(path)
     weights = _nemo_weights(folder)
-    if weights and is_folder(weights):
+    if weights and weights != folder:
+        _refuse_other_backends(weights)
         return Save(folder, {}, weights, folder)
     if is_megatron_distributed(folder):
         _refuse_other_backends(folder)

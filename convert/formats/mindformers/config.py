@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.models.trusted_code import OPTION
 from llmconv.errors import InputRefused, MalformedInput
 
-OPTIONS = ("qkv_layout", "strategy")
+OPTIONS = ("qkv_layout", "strategy", OPTION)
 LAYER_LIMIT = 10_000
 """More layers than any model has; a loop over them must end."""
 

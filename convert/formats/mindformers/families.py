@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from llmconv.convert.formats.mindformers.chatglm_6b import build_chatglm_6b
 from llmconv.convert.formats.mindformers.converted_model import MindFormersFamily
 from llmconv.convert.formats.mindformers.glm import build_glm, store_glm
 from llmconv.convert.formats.mindformers.gpt import build_bloom, build_gpt2, store_bloom, store_gpt2
@@ -25,6 +26,7 @@ FAMILIES = (
         re.compile(r"^(?:transformer\.)?blocks\.\d+\.attention\.dense1\."), build_bloom, {"bloom": store_bloom}
     ),
     MindFormersFamily(re.compile(r"^transformer\.encoder\."), build_glm, {"glm": store_glm}),
+    MindFormersFamily(re.compile(r"^transformer\.layers\.\d+\.attention\.query_key_value\."), build_chatglm_6b),
 )
 
 

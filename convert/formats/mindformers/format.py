@@ -20,6 +20,7 @@ from llmconv.convert.formats.mindformers.write import save
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, listing
+from llmconv.model_code import AUTO_MAP
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
@@ -40,7 +41,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         path,
         FORMAT.name,
         model.tensors,
-        with_architecture(model.config),
+        model.config if AUTO_MAP in model.config else with_architecture(model.config),
         side_files,
         tuple(warnings),
         version=f"mindformers {release}" if isinstance(release, str) else "",
@@ -82,8 +83,9 @@ GENERATION_CONFIG = "generation_config.json"
 FORMAT = Format(
     name="mindformers",
     title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
-    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy (`--strategy` "
-    "if it lies elsewhere), LoRA merged; the run's YAML gives the configuration",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; with their own code (`--code`) Baichuan 1 and 2 "
+    "13B and ChatGLM-6B; ranks joined by their strategy (`--strategy` if it lies elsewhere), LoRA merged; the run's "
+    "YAML gives the configuration",
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,

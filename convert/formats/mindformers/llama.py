@@ -28,6 +28,8 @@ from llmconv.convert.formats.mindformers.converted_model import (
 from llmconv.convert.formats.mindformers.fused_weights import fuse, unfuse
 from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN
 from llmconv.convert.models.model_config import ModelSettings
+from llmconv.convert.models.own_families import baichuan, needs_code
+from llmconv.convert.models.trusted_code import trusted_code
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import InputRefused
 from llmconv.tensors import Array, LazyTensor
@@ -52,11 +54,14 @@ def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     """A model in Llama's names; its biases and the class of the run decide which one.
 
     Raises:
-        UnsupportedInput: Baichuan 13B: no native model has its ALiBi.
+        UnsupportedInput: Baichuan 13B without its own code: no native model has its ALiBi.
         MalformedInput: names, shapes and configuration contradict each other.
     """
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
-        raise refuse_model(run, f"a {run.arch or 'Llama'} with ALiBi", "its Llama has no ALiBi")
+        reason = "the Llama of transformers has no ALiBi"
+        code = needs_code(trusted_code(run.fields), run.source, f"a {run.arch or 'Llama'} with ALiBi", reason)
+        model = _build(run, tensors, LLAMA, "llama")  # its code normalizes the head of a Baichuan 2
+        return ConvertedModel(*baichuan(model.tensors, model.config, code, run.source), model.warnings)
     if embedding := tensors.get("model.tok_embeddings.embedding_weight"):
         tensors = _baichuan2(run, tensors, embedding.num_rows)
     return _build(run, tensors, LLAMA, "llama")

@@ -114,3 +114,22 @@ BLOOM = _linear_names(
         "ln_f": "transformer.ln_f",
     },
 ) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
+
+
+CHATGLM_6B: dict[str, str | None] = {
+    "transformer.word_embeddings.embedding_table": "transformer.word_embeddings.weight",
+    "transformer.word_embeddings.weight": "transformer.word_embeddings.weight",
+    "lm_head.weight": HEAD,
+    **{
+        f"transformer.{norm}.{old}": f"transformer.{norm}.{new}"
+        for norm in ("layers.{}.input_layernorm", "layers.{}.post_attention_layernorm", "final_layernorm")
+        for old, new in (("gamma", "weight"), ("beta", "bias"))
+    },
+    **{
+        name: name
+        for part in ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        for name in (f"transformer.layers.{{}}.{part}.weight", f"transformer.layers.{{}}.{part}.bias")
+    },
+    "transformer.layers.{}.attention.rotary_emb.inv_freq": None,
+}
+"""ChatGLM-6B (`models/glm/convert_reversed.py`); the rotary frequencies are computed."""

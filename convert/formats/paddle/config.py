@@ -17,6 +17,9 @@ WITHOUT_EQUAL = {
 }
 """Families that cannot be converted exactly, with the reason."""
 
+ALIBI = "a Llama with ALiBi (such as Baichuan-13B)", "transformers has no such model"
+TWO_POSITIONS = "a ChatGLM-6B", WITHOUT_EQUAL["chatglm"]
+
 
 def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """The Hugging Face config of a PaddleNLP one.
@@ -33,6 +36,8 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_EQUAL:
         raise UnsupportedInput(f"`{source}` is a `{kind}`: {WITHOUT_EQUAL[kind]}", hint="only its own code computes it")
+    if config.get("alibi"):
+        raise UnsupportedInput(f"`{source}` is {ALIBI[0]}: {ALIBI[1]}", hint="only its own code computes it")
     if not isinstance(kind, str) or kind not in CONVERTERS:
         raise UnsupportedInput(
             f"`{source}` is a PaddleNLP model of the unsupported type `{str(kind)[:80]}`",
@@ -40,6 +45,52 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
         )
     _refuse(source, config, {"use_long_sequence_strategies": False})
     return {**{name: config[name] for name in KEPT if name in config}, **CONVERTERS[kind](config, source, warnings)}
+
+
+def own_kind(config: Mapping[str, Any]) -> str:
+    """The type of the published code that alone computes a model: `baichuan` or `chatglm`; empty for other models.
+
+    Args:
+        config: the fields of Paddle's `config.json`.
+    """
+    if config.get("alibi") and config.get("model_type") in ("llama", "baichuan"):
+        return "baichuan"
+    return "chatglm" if config.get("model_type") == "chatglm" else ""
+
+
+def to_own_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The config of a model that only its own code computes: Llama's fields for a Baichuan, else those of its code.
+
+    Args:
+        config: the fields of Paddle's `config.json`.
+        source: name of the file or folder, for error messages.
+
+    Raises:
+        UnsupportedInput: an option that the code does not have.
+        MalformedInput: a field is missing or is not a positive number.
+    """
+    if own_kind(config) == "chatglm":
+        return _chatglm_6b(config, source)
+    return _decoder({**config, "model_type": "llama"}, source, [])
+
+
+def _chatglm_6b(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Source: paddlenlp `transformers/chatglm/{configuration,modeling}.py`; the fields of THUDM's own code."""
+    fixed = {"position_encoding_2d": True, "pre_seq_len": None, "attention_scale": True, "activation": "gelu"}
+    _refuse(source, config, {**fixed, "quantization_bit": 0})
+    hidden, heads = number(config, "hidden_size", source, 4096), number(config, "num_attention_heads", source, 32)
+    _divides(source, 4 * heads, hidden, "hidden sizes for four times the heads")
+    sizes = {
+        "vocab_size": number(config, "vocab_size", source, 130528),
+        "hidden_size": hidden,
+        "num_layers": number(config, "num_hidden_layers", source, config.get("num_layers", 28)),
+        "num_attention_heads": heads,
+        "inner_hidden_size": number(config, "inner_hidden_size", source, 16384),
+        "max_sequence_length": number(config, "max_sequence_length", source, 2048),
+        "layernorm_epsilon": real(config, "layernorm_epsilon", source, 1e-5),
+    }
+    tokens = (*TOKENS, "mask_token_id", "gmask_token_id")
+    return {**{name: config[name] for name in tokens if name in config}, **sizes, "position_encoding_2d": True}
 
 
 def number(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
@@ -112,11 +163,6 @@ def _decoder(config: Mapping[str, Any], source: str, warnings: list[str]) -> dic
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     kv_heads = number(config, "num_key_value_heads", source, heads)
     length = number(config, "max_position_embeddings", source, number(config, "seq_length", source, 2048))
-    if config.get("alibi"):
-        raise UnsupportedInput(
-            f"`{source}` is a Llama with ALiBi (such as Baichuan-13B), which transformers does not have",
-            hint="models with rotary positions can be converted",
-        )
     _divides(source, kv_heads, heads, "query heads for key/value heads")
     given = config.get("head_dim")
     head_dim = (

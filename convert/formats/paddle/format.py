@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.paddle.config import number, to_config
+from llmconv.convert.formats.paddle.config import ALIBI, TWO_POSITIONS, number, own_kind, to_config, to_own_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
 from llmconv.convert.formats.paddle.join_ranks import apply_rules
 from llmconv.convert.formats.paddle.names import FAMILIES
@@ -28,6 +28,8 @@ from llmconv.convert.formats.paddle.read import (
 from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.config_file import with_architecture, without_code
+from llmconv.convert.models.own_families import baichuan, chatglm, needs_code
+from llmconv.convert.models.trusted_code import OPTION, trusted_code
 from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
@@ -47,13 +49,17 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     _refuse_adapter(path)
     folder = path if path.is_dir() else path.parent
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    paddle, dropped = without_code({**stored, **config})
+    fields = {name: value for name, value in config.items() if name != OPTION}
+    paddle, dropped = without_code({**stored, **fields})
     if not paddle:
         raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     warnings: list[str] = []
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
-    settings = to_config(paddle, path.name, warnings)
+    own, code = own_kind(paddle), trusted_code(config)
+    if own:
+        code = needs_code(code, path.name, *(ALIBI if own == "baichuan" else TWO_POSITIONS))
+    settings = to_own_config(paddle, path.name) if own else to_config(paddle, path.name, warnings)
     family = FAMILIES[paddle["model_type"]]
     ranks = open_ranks(path, paddle)
     if len(ranks) > 1 and not family.tensor_parallel:
@@ -64,14 +70,19 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     _refuse_quantized(path, ranks[0])
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
     tensors = apply_rules(family.rules(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
-    _tie(tensors, settings, path)
+    if own and code:
+        build = baichuan if own == "baichuan" else chatglm
+        tensors, settings = build(tensors, settings, code, path.name)
+    else:
+        _tie(tensors, settings, path)
+        settings = with_architecture(settings)
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
     return Checkpoint(
         path,
         FORMAT.name,
         tensors,
-        with_architecture(settings),
+        settings,
         side_files,
         tuple(warnings),
         version=f"paddlenlp {release}" if isinstance(release, str) else "",
@@ -129,10 +140,12 @@ def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list
 FORMAT = Format(
     name="paddle",
     title="PaddleNLP: a folder of `config.json` and `model_state*.pdparams`, or its safetensors",
-    covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; whole, sharded, or one file per "
+    covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; with their own code "
+    "(`--code`) Baichuan-13B and ChatGLM-6B; whole, sharded, or one file per "
     "tensor- and pipeline-parallel rank",
     detect=_detect,
     open=_open,
     peek=peek,
+    options=(OPTION,),
     save=save,
 )

@@ -261,6 +261,28 @@ def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
     ]
 
 
+def _chatglm_6b(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+    """The names of its published code, but for the prefix; query, key and value alternate by head in both."""
+    hidden, inner, vocabulary = config["hidden_size"], config["inner_hidden_size"], config["vocab_size"]
+    old, new = "chatglm.transformer.layers.{}.", "transformer.layers.{}."
+    qkv, dense, up, down = "attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+    return [
+        _embedding("chatglm.transformer.word_embeddings", "transformer.word_embeddings", vocabulary, hidden),
+        *_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden),
+        _column(old + qkv, new + qkv, hidden, 3 * hidden),
+        _vector(f"{old}{qkv}.bias", f"{new}{qkv}.bias", 3 * hidden, 0),
+        _row(old + dense, new + dense, hidden, hidden),
+        _vector(f"{old}{dense}.bias", f"{new}{dense}.bias", hidden),
+        *_norm(f"{old}post_attention_layernorm", f"{new}post_attention_layernorm", hidden),
+        _column(old + up, new + up, hidden, inner),
+        _vector(f"{old}{up}.bias", f"{new}{up}.bias", inner, 0),
+        _row(old + down, new + down, inner, hidden),
+        _vector(f"{old}{down}.bias", f"{new}{down}.bias", hidden),
+        *_norm("chatglm.transformer.final_layernorm", "transformer.final_layernorm", hidden),
+        *_head("lm_head.weight", {"tie_word_embeddings": True}, shapes, vocabulary, hidden),
+    ]
+
+
 EMBEDDING = "model.embed_tokens.weight"
 
 FAMILIES: dict[str, PaddleFamily] = {
@@ -271,6 +293,7 @@ FAMILIES: dict[str, PaddleFamily] = {
     "qwen": PaddleFamily("qwen.", _qwen, "num_hidden_layers", EMBEDDING),
     "bloom": PaddleFamily("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
     "gpt": PaddleFamily("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
+    "chatglm": PaddleFamily("chatglm.", _chatglm_6b, "num_layers", "transformer.word_embeddings.weight"),
     "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", EMBEDDING, tensor_parallel=False),
 }
 """By Paddle's `model_type`."""

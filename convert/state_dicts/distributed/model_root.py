@@ -19,14 +19,27 @@ BASE = re.compile(
 """Names of the embedding in Hugging Face models; the first group is the prefix that a trainer's module added."""
 
 
-def roots(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Mapping[Any, Any]]:
-    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are skipped."""
-    found = {above: tree} if any(map(_is_embedding, tree.items())) else {}
+def roots(
+    tree: Mapping[Any, Any], above: tuple[str, ...] = (), *, own_names: bool = False
+) -> dict[tuple[str, ...], Mapping[Any, Any]]:
+    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are skipped.
+
+    Args:
+        tree: nested dict.
+        above: keys that lead to it.
+        own_names: any state dict, since the model's own code has its own names.
+    """
+    is_part = _is_tensor if own_names else _is_embedding
+    found = {above: tree} if any(map(is_part, tree.items())) else {}
     if len(above) < DEPTH_LIMIT:
         for key, inner in tree.items():
             if isinstance(inner, dict) and key not in PARTS:
-                found |= roots(inner, (*above, str(key)))
+                found |= roots(inner, (*above, str(key)), own_names=own_names)
     return found
+
+
+def _is_tensor(entry: tuple[Any, Any]) -> bool:
+    return isinstance(entry[1], TensorItem)
 
 
 def _is_embedding(entry: tuple[Any, Any]) -> bool:

@@ -157,6 +157,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     require_contents(messages)
+    _require_input(messages, found.text or tokenizer.chat_template)
     goes_on = messages[-1]["role"] == "assistant"
     render = partial(
         tokenizer.apply_chat_template,
@@ -179,6 +180,15 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         ) from error
 
 
+def _require_input(messages: Sequence[Mapping[str, Any]], template: Any) -> None:
+    """Refuses an `input`, as in Alpaca's data, that the template would leave out."""
+    if "input" not in str(template) and any(str(message.get("input") or "").strip() for message in messages):
+        raise InputRefused(
+            "a prompt has an `input`, which the chat template does not use",
+            hint="give `--template alpaca`, or a Jinja file that uses `message.input`",
+        )
+
+
 def _rendered(render: Callable[[], str]) -> str:
     """Calls `render`.
 
@@ -195,13 +205,27 @@ def _rendered(render: Callable[[], str]) -> str:
         raise ValueError(f"fails on the messages: {first_line(error)}") from error
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
+def has_start(tokenizer: Any, text: str, template: str) -> bool:
+    """Whether the text of a chat contains the start token already.
+
+    Args:
+        tokenizer: of transformers.
+        text: of `render_chat`.
+        template: name of the chat template.
+    """
+    return template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER, *, add_special_tokens: bool = True
+) -> list[int]:
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
     Args:
         tokenizer: of transformers.
         messages: objects with `role` and `content`.
         template: name of a chat template.
+        add_special_tokens: add a start token if the template does not write it.
 
     Raises:
         InputRefused: see `render_chat`; or the chat has no tokens.
@@ -209,8 +233,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)
-    starts = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-    ids = token_ids(tokenizer, text, add_special_tokens=not starts)
+    starts = add_special_tokens and not has_start(tokenizer, text, template)
+    ids = token_ids(tokenizer, text, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids

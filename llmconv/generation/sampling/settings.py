@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
@@ -80,7 +82,7 @@ class GenerationSettings:
         eos_token_id: tokens that end a sequence.
         pad_token_id: has no influence on the text; None for 0.
         bos_token_id: the token that an empty prompt becomes.
-        seed: random seed for sampling; every prompt has its own generator that starts from it.
+        seed: random seed for sampling; every text has a generator of its own, see `seed_of`.
         extra: other fields of `GenerationConfig` that change the text; transformers computes them.
         explicit: names of the fields that were set and are not defaults.
 
@@ -123,6 +125,14 @@ class GenerationSettings:
         """Whether a field is set that needs transformers' logits processors."""
         return bool(self.extra.keys() - BEAMS_ONLY)
 
+    def seed_of(self, sample: int) -> np.random.SeedSequence:
+        """The seed of one of several samples of a prompt: of the first it is `seed`, of others numpy derives it.
+
+        Source: numpy's `SeedSequence(seed, spawn_key=(sample,))`, whose streams are independent of those of other
+        seeds.
+        """
+        return np.random.SeedSequence(self.seed, spawn_key=(sample,) if sample else ())
+
     def new_tokens(self, prompt_tokens: int) -> int:
         """Maximum number of new tokens after a prompt; 0 if `max_length` leaves no room."""
         if self.max_new_tokens is not None:
@@ -144,12 +154,24 @@ class GenerationSettings:
             UsageProblem: an override is invalid.
         """
         folder = path_of(folder, "folder")
-        fields = {**_special_tokens(folder), **_read(folder / GENERATION_CONFIG)}
+        return cls.of_config(_read(folder / GENERATION_CONFIG), language_config(folder)).but(**overrides)
+
+    @classmethod
+    def of_config(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
+        """The settings of a `GenerationConfig`.
+
+        Args:
+            fields: of `GenerationConfig`; None means not set.
+            config: the model's config, which may have the end tokens instead.
+
+        Raises:
+            MalformedInput: a field has an invalid value.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
         try:
-            settings = cls()._changed(fields)
+            return cls()._changed({**{name: config.get(name) for name in SPECIAL_TOKENS}, **given})
         except UsageProblem as error:
             raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="fix or remove the file") from error
-        return settings.but(**overrides)
 
     def but(self, **changes: Any) -> GenerationSettings:
         """A copy of these settings with the given fields replaced; None means not given.
@@ -214,8 +236,8 @@ def require_effect(changes: Mapping[str, Any]) -> None:
     """
     if (changes.get("num_return_sequences") or 1) != 1:
         raise UsageProblem(
-            "`num_return_sequences` has no effect here: each prompt gets one continuation",
-            hint='`llmconv.pipeline("text-generation", …)` returns several, or repeat the prompt with another `seed`',
+            "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text",
+            hint="give it to `generate` or to the pipeline",
         )
     for name in RETURNED:
         if changes.get(name):
@@ -236,15 +258,19 @@ RANGES = (
 """Field, minimum and maximum; NaN is outside every range."""
 
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of `config.json` that are used if `generation_config.json` has none."""
+
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 
 ELSEWHERE = {
-    "tokenizer": "the tokenizer is the model folder's; `model=ModelFiles(FOLDER, tokenizer=OTHER)` selects another one",
-    "device": 'give `session=SessionSettings(provider="cuda")`; with `backend="torch"` open the model with `device`',
+    "tokenizer": "give it to `generate`, `pipeline` or `TextModel.open`",
+    "device": "give it to `generate`, `pipeline` or `TextModel.open`",
     "device_map": "one process runs the whole model; `llmconv export --stages` splits its graphs",
     "torch_dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
     "dtype": "graphs compute in float32; `llmconv export --dtype` sets how weights are stored",
-    "streamer": "`TextModel.stream` yields pieces as they come; `generate` has `on_piece`",
+    "streamer": "give it to `generate`, to `TextModel.stream` or to the pipeline",
+    "is_sample_acceleration": "graphs of `llmconv export --postprocess` choose tokens by themselves; leave it out",
     "model_kwargs": "pass its fields as keyword arguments",
     "prompt": "did you mean `prompts`?",
     "stop": "did you mean `stop_strings`?",
@@ -334,12 +360,6 @@ def changes_text(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that change the text and that llmconv's own loop does not implement."""
     found = {name: fields[name] for name, neutral in NEUTRAL.items() if fields.get(name) not in (None, neutral)}
     return found | {name: fields[name] for name in sorted(NO_NEUTRAL) if fields.get(name) is not None}
-
-
-def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Start, end and padding tokens of `config.json`, used if `generation_config.json` has none."""
-    config = language_config(folder)
-    return {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _read(path: Path) -> dict[str, Any]:

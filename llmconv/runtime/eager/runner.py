@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,47 +34,28 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.eager.computed_values import restore_computed_values
+from llmconv.runtime.eager.device import require_device
+from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.limit_margins import LimitMargins
+from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import (
-    TorchDispatchMode,
     continues_recurrent_state,
     reset_dynamic_rope,
     silence_kernel_hints,
     use_eager_experts,
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
 SMALL_MODEL = 10_000_000
 """Maximum number of parameters at which one thread is faster than several."""
-
-LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
-
-
-class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces casts to lower floats with casts to float64.
-
-    `model.double()` alone does not compute in float64: norms, rotary tables and softmax cast to float32.
-
-    Args:
-        margins: observes every operator.
-    """
-
-    def __init__(self, margins: LimitMargins | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._margins = margins or LimitMargins()
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("dtype") in LOW_FLOATS:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        self._margins.see(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 class EagerRunner(Runner):
@@ -92,16 +73,19 @@ class EagerRunner(Runner):
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
         skipped: names of layers that are left out, see `skipped_layers`.
+        extra_inputs: extra inputs of the family.
+        adapter: folder of a PEFT adapter, which PEFT applies without merging.
 
     Raises:
         InputRefused: transformers cannot load the folder.
         OutOfMemory: the device has too little memory.
+        UnsupportedInput: the model's `forward` has no parameter of an extra input.
         UsageProblem: torch does not have the device.
     """
 
     attention: str | None = "eager"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,
         folder: Path,
         dtype: str = "float32",
@@ -111,7 +95,10 @@ class EagerRunner(Runner):
         like: EagerRunner | None = None,
         device: str = "cpu",
         skipped: Collection[str] = (),
+        extra_inputs: Sequence[ExtraInput] = (),
+        adapter: Path | None = None,
     ) -> None:
+        self._adapter = adapter
         self._device, self._skipped = require_device(device), frozenset(skipped)
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
@@ -123,9 +110,12 @@ class EagerRunner(Runner):
         self._factors, self.dtype, self.limit_margins = factors, dtype, LimitMargins()
         self._folder, self._fields = folder, fields
         self._model: Any = self._ready(copy.deepcopy(like.model)) if like else self._loaded()
-        model = self._model
+        model = without_adapter(self._model)
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self._extra_inputs = resolved_inputs(extra_inputs, self.config)
+        require_parameters(model.forward, self._extra_inputs)
+        self._takes_embeddings = "inputs_embeds" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
@@ -138,6 +128,8 @@ class EagerRunner(Runner):
         try:
             with custom_code_errors(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
+                if self._code:
+                    restore_computed_values(model)
         except LlmconvError:
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
@@ -146,12 +138,12 @@ class EagerRunner(Runner):
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
-        return self._ready(model)
+        return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 
     def _ready(self, model: Any) -> Any:
         """The model converted to its precision."""
         if self.attention == "eager":
-            use_eager_experts(model)
+            use_eager_experts(without_adapter(model))
         skip_layers(layer_modules(model), self._skipped)
         if self.dtype == "float64":
             for name, layer in layer_modules(model).items():
@@ -240,17 +232,41 @@ class EagerRunner(Runner):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
-    def embedding_width(self) -> int:
-        """Numbers per token in the embedding."""
-        return int(self.model.get_input_embeddings().weight.shape[1])
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """See `Runner.extra_inputs`."""
+        return self._extra_inputs
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
         Raises:
-            UsageProblem: a token is not in the vocabulary.
+            UnsupportedInput: the hook of an extra input returns another shape or dtype.
+            UsageProblem: a token is not in the vocabulary, or a given value is of no extra input or does not fit.
         """
-        return self._run(input_ids, attention_mask, position_ids, past)
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Number of columns of the embedding table; None if the model takes tokens only."""
+        return int(self.model.get_input_embeddings().weight.shape[1]) if self._takes_embeddings else None
+
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """Runs the prompt; arguments as in `Runner.prefill_placed`."""
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, None, placed)
 
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
@@ -259,22 +275,26 @@ class EagerRunner(Runner):
                 hint="the prompt was encoded by the tokenizer of another model",
             )
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
-        self._require_tokens(input_ids)
-        new_tokens = input_ids.shape[1]
-        all_ids, all_positions = input_ids, position_ids
+    def _run(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
+        self._require_tokens(call.input_ids)
+        new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
+        whole, all_values = call, values
         if isinstance(past, EagerCache):
-            all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
-            all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
+            whole, all_values = past.continued(call, values, self._extra_inputs)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
-                past, input_ids, position_ids = None, all_ids, all_positions
+                if placed:
+                    raise UsageProblem("this model cannot place embeddings after a past", hint="give the whole prompt")
+                past, call, values = None, whole, all_values
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = self._cache(past)
-        logits = self._forward(input_ids, attention_mask, position_ids, cache)
-        return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
+        cache = self.cache_of(past)
+        logits = self._forward(call, cache, values, placed)
+        present = EagerCache(cache, whole.input_ids, whole.position_ids, all_values)
+        return Step(to_numpy(logits)[:, -new_tokens:], present)
 
-    def _cache(self, past: Cache | None) -> Any:
+    def cache_of(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
         if isinstance(past, EagerCache):
             return copy.deepcopy(past.cache)
@@ -283,14 +303,18 @@ class EagerRunner(Runner):
             restore(cache, name, torch.from_numpy(array).to(self._device, self.model.dtype))
         return cache
 
-    def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
+    def _forward(
+        self, call: ModelCall, cache: Any, values: Extras, placed: PlacedEmbeddings | None = None
+    ) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
+        input_ids, attention_mask = call.input_ids, call.attention_mask
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
+        inputs = {**tokens, "attention_mask": attention_mask, **values}
         if self.takes_positions:
-            inputs["position_ids"] = position_ids
-        return self._call(inputs, cache)
+            inputs["position_ids"] = call.position_ids
+        return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
@@ -298,46 +322,36 @@ class EagerRunner(Runner):
         inputs = {"inputs_embeds": inputs_embeds, "attention_mask": np.ones((batch, length), dtype=np.int64)}
         if self.takes_positions:
             inputs["position_ids"] = np.arange(length)[None].repeat(batch, axis=0)
-        cache = self._cache(None)
-        self._call(inputs, cache)
+        cache = self.cache_of(None)
+        self.call(inputs, cache)
         no_ids = np.zeros((batch, 0), dtype=np.int64)
         return EagerCache(cache, no_ids, no_ids)
 
-    def _call(self, inputs: dict[str, Array], cache: Any) -> torch.Tensor:
-        """Casts floats to the model's precision, runs it and returns the logits."""
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()
-        }
-        tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        with single_torch_thread() if self._is_small else nullcontext(), self._compute_mode():
+    def tensors(self, inputs: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Arrays as tensors on the model's device, floats in its precision."""
+        found = {name: torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for name, array in inputs.items()}
+        return {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in found.items()}
+
+    def call(self, inputs: Mapping[str, Array], cache: Any) -> torch.Tensor:
+        """Runs the model, extends a cache and returns the logits.
+
+        Args:
+            inputs: by name; floats are cast to the model's precision.
+            cache: of transformers.
+        """
+        tensors = self.tensors(inputs)
+        with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode():
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager
-    def _compute_mode(self) -> Iterator[None]:
+    def compute_mode(self) -> Iterator[None]:
         """Context in which the model runs: no gradients, and float64 throughout if that is the dtype."""
         float64: Any = Float64Casts(self.limit_margins) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), float64, custom_code_errors(self._code):
             yield
-
-
-def require_device(name: str) -> torch.device:
-    """A device of this machine by torch's name.
-
-    Raises:
-        UsageProblem: torch does not have it.
-    """
-    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
-        probe = torch.zeros(1, device=name)
-        probe.item()  # the device `meta` has no numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageProblem(
-            f"torch cannot use the device `{name}`: {first_line(error)}",
-            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
-        ) from error
-    return probe.device
 
 
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:

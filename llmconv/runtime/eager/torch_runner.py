@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.computed_tensors import ComputedTensor
+from llmconv.runtime.eager.peft_adapter import without_adapter
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import reset_dynamic_rope
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
 
@@ -60,6 +61,7 @@ class TorchRunner(EagerRunner):
         tensors: the weights in place of those in the folder, by the same names.
         threads: number of torch threads in this process; 0 for no change.
         device: torch's name of the device.
+        extra_inputs: extra inputs of the family.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -77,15 +79,14 @@ class TorchRunner(EagerRunner):
         tensors: Mapping[str, LazyTensor] | None = None,
         threads: int = 0,
         device: str = "cpu",
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
         self._tensors = tensors
-        super().__init__(folder, dtype, code=code, device=device)
+        super().__init__(folder, dtype, code=code, device=device, adapter=adapter, extra_inputs=extra_inputs)
         if threads:
             torch.set_num_threads(threads)
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if "logits_to_keep" in inspect.signature(without_adapter(self.model).forward).parameters:
             self._fixed = {"logits_to_keep": 1}
-        if adapter is not None:
-            self.model = _with_adapter(self.model, adapter)
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         if self._tensors is None:
@@ -95,20 +96,26 @@ class TorchRunner(EagerRunner):
         tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
         return self._built(folder, fields, dtype, tensors)
 
-    def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = past.cache if isinstance(past, TorchCache) else self._cache(past)
-        new, done = input_ids.shape[1], past.length if past else 0
+        cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
+        values = ExtraValues(self.extra_inputs, extras or {})
+        new, done = call.input_ids.shape[1], past.length if past else 0
         width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
         for start in range(0, new, width):
             at = slice(start, start + width)
-            logits = self._forward(input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at], cache)
+            seen = call.attention_mask[:, : done + min(at.stop, new)]
+            piece = ModelCall(call.input_ids[:, at], seen, call.position_ids[:, at])
+            own = placed.columns(start, start + width) if placed else None
+            logits = self._forward(piece, cache, values.of(piece, call, start), own)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
 
     def _needs_single_tokens(self, past: Cache) -> bool:
         """Whether the model continues a recurrent state correctly by one token at a time only."""
-        named = past if isinstance(past, TorchCache) else TorchCache(self._cache(past), past.length)
+        named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
         return not self._continues and named.has_recurrent_state
 
 
@@ -118,27 +125,3 @@ def _dtype_of(fields: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> t
     first = next((tensor.dtype.name for tensor in tensors.values() if tensor.dtype.name in FLOATS), "float32")
     found: torch.dtype = getattr(torch, named if named in FLOATS else first)
     return found
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter around its layers."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise UsageProblem(
-            "an adapter that is not merged needs the library peft",
-            hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
-        ) from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
-            tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
-    except Exception as error:  # each kind of adapter raises its own exceptions
-        raise InputRefused(
-            f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}", hint="is it an adapter of this model?"
-        ) from error
-    if tuned.active_peft_config.is_prompt_learning:
-        raise InputRefused(
-            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="give it with `--prefix-tuning`"
-        )
-    return tuned

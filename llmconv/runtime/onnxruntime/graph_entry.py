@@ -11,8 +11,19 @@ from llmconv.errors import MalformedInput
 from llmconv.output.manifest import read_manifest
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
+SINGLE_PASS_FILES = {
+    "scoring": "scoring.onnx",
+    "embed": "model.onnx",
+    "classify": "model.onnx",
+    "rerank": "model.onnx",
+}
+"""Files of graphs without a cache, by role."""
+
 EMBEDDINGS_ROLE = "embeddings"
 """The role in a manifest of a separate embedding graph, see `embeddings`."""
+
+VISION_ROLE = "vision"
+"""The role in a manifest of the graph of a vision tower, see `vision`."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class GraphEntry:
         last_logits: whether it returns logits of the last position only; None without a manifest.
         postprocess: `argmax` or `topk:K` if it returns tokens and scores; empty if it returns logits.
         prefix: its tuned prefix, if any.
+        fixed_inputs: extra inputs of the family that it does not have, because they always have their default.
     """
 
     role: str
@@ -49,6 +61,7 @@ class GraphEntry:
     last_logits: bool | None = None
     postprocess: str = ""
     prefix: PrefixEntry | None = None
+    fixed_inputs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,18 +79,32 @@ class GraphEntry:
 
 
 def graph_entries(folder: Path) -> list[GraphEntry]:
-    """The decoder graphs of a folder: from the manifest, else by their usual file names.
+    """The decoder graphs of a folder that keep a cache: from the manifest, else by their usual file names.
 
     Raises:
         MalformedInput: an entry of the manifest is invalid.
     """
+    if not (listed := _listed(folder)):
+        found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
+        return [GraphEntry(role, (name,)) for role, name in found.items()]
+    others = {EMBEDDINGS_ROLE, VISION_ROLE, *SINGLE_PASS_FILES}
+    return [_read(role, content) for role, content in listed.items() if role not in others]
+
+
+def single_pass_entries(folder: Path) -> list[GraphEntry]:
+    """The graphs of a folder without a cache, as its manifest lists them.
+
+    Raises:
+        MalformedInput: an entry of the manifest is invalid.
+    """
+    return [_read(role, content) for role, content in _listed(folder).items() if role in SINGLE_PASS_FILES]
+
+
+def _listed(folder: Path) -> dict[str, Any]:
     listed = read_manifest(folder).graphs
     if not isinstance(listed, dict):
         raise MalformedInput("the manifest's `graphs` is not an object", hint="run `llmconv export` again")
-    if not listed:
-        found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
-        return [GraphEntry(role, (name,)) for role, name in found.items()]
-    return [_read(role, content) for role, content in listed.items() if role != EMBEDDINGS_ROLE]
+    return listed
 
 
 def _read(role: str, content: Any) -> GraphEntry:
@@ -87,7 +114,10 @@ def _read(role: str, content: Any) -> GraphEntry:
     postprocess = content.get("postprocess", "")
     if not isinstance(postprocess, str):
         _refuse(role, postprocess)
-    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content))
+    fixed = content.get("fixed_inputs", [])
+    if not isinstance(fixed, list) or not all(isinstance(name, str) for name in fixed):
+        _refuse(role, fixed)
+    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content), tuple(fixed))
 
 
 def _files(role: str, content: dict[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Checks an ONNX file before onnxruntime opens it: external data, operators, names, size.
 
 An ONNX file names other files and byte ranges (`external_data`), which onnxruntime maps. The rules follow the ONNX
-project's ExternalDataSecurity notes: plain names of files in the folder of the graph, known keys, ranges in the file.
+project's ExternalDataSecurity notes: plain names of files in the folder of the graph, or in a folder in it for a module
+after the model (`2_Dense/model.safetensors`), known keys, ranges in the file.
 """
 
 from __future__ import annotations
@@ -175,8 +176,12 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
     if len(fields) != len(tensor.external_data) or not set(fields) <= KEYS:
         _refuse(path, f"has unknown or duplicate keys in the external data of `{tensor.name[:80]}`")
     location = fields.get("location", "")
-    if not _is_plain(location):
-        _refuse(path, f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name")
+    folder, _, name = location.rpartition("/")
+    if not _is_plain(name) or (folder and not (_is_plain(folder) and name.endswith(".safetensors"))):
+        _refuse(
+            path,
+            f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name",
+        )
     if location not in sizes:
         sizes[location] = _size_of(path, location)
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
@@ -196,7 +201,7 @@ def _size_of(path: Path, location: str) -> int:
         raise MalformedInput(
             f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again, next to the graph"
         )
-    if not data.is_file() or not _may_follow(path, data):
+    if not data.is_file() or not _may_follow(path, data) or ("/" in location and data.parent.is_symlink()):
         _refuse(path, f"needs `{location}`, which is a link or not a file")
     return data.stat().st_size
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class BoundSession:
         self._device = device
         self._inputs: dict[str, Array] = {}
         self._cache: dict[str, ort.OrtValue] = {}
+        self._factors: Mapping[str, ort.OrtValue] = {}
         self._bind_results()  # before the cache: outputs have the order of their binding
 
     def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
@@ -42,13 +43,25 @@ class BoundSession:
             self._binding.bind_ortvalue_input(past_name, value)
             self._binding.bind_ortvalue_output(present_name, value)
 
-    def feed(self, name: str, array: Array) -> None:
-        """Sets an input; reuses the memory of the previous value if the shape is the same."""
+    def bind_factors(self, factors: Mapping[str, ort.OrtValue]) -> None:
+        """Binds LoRA factors by input name; they stay the same in all runs."""
+        self._factors = factors
+        for name, value in factors.items():
+            self._binding.bind_ortvalue_input(name, value)
+
+    def feed(self, name: str, array: Array, dtype: Any = None) -> None:
+        """Sets an input; reuses the memory of the previous value if the shape is the same.
+
+        Args:
+            name: of the input.
+            array: its value.
+            dtype: of the input; None for that of `input_dtype`.
+        """
         held = self._inputs.get(name)
         if held is not None and held.shape == array.shape:
             held[...] = array
         else:
-            self._inputs[name] = np.array(array, dtype=input_dtype(array), order="C")
+            self._inputs[name] = np.array(array, dtype=dtype or input_dtype(array), order="C")
             self._binding.bind_ortvalue_input(name, host_value(self._inputs[name]))
 
     def run(self) -> list[Array]:
@@ -73,9 +86,9 @@ class BoundSession:
             self._binding.bind_output(name)
 
 
-def as_input(array: Array) -> ort.OrtValue:
-    """A graph input: tokens, mask and positions as int64, embeddings unchanged."""
-    return host_value(np.ascontiguousarray(array, dtype=input_dtype(array)))
+def as_input(array: Array, dtype: Any = None) -> ort.OrtValue:
+    """A graph input: tokens, mask and positions as int64, embeddings unchanged; anything else with its `dtype`."""
+    return host_value(np.ascontiguousarray(array, dtype=dtype or input_dtype(array)))
 
 
 def input_dtype(array: Array) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -16,10 +16,14 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_lin
 from llmconv.files.hub import snapshot_home
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
+from llmconv.runtime.onnxruntime.extra_feeds import declared_extras, require_known
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
+from llmconv.runtime.onnxruntime.lora_names import require_factors
 from llmconv.runtime.onnxruntime.session_settings import (
     SessionSettings as SessionSettings,  # part of this module's interface
 )
@@ -27,7 +31,8 @@ from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSiz
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
-from llmconv.runtime.runner import Cache, Choices, Runner, Step, default_positions
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step
 from llmconv.tensors import Array
 
 
@@ -65,7 +70,9 @@ class OrtGraph:
         past_names, present_names: the inputs and outputs of the cache.
         result_names: the other outputs: `logits`, or `tokens` and `scores`.
         takes_positions: whether it has the input `position_ids`.
+        extra_inputs: its extra inputs by name, as the input map declares them.
         dtype: float type that it computes in, that of its cache unless that contains integer codes.
+        lora_inputs: declared shapes of the optional inputs for LoRA factors, by name.
         sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
 
     Args:
@@ -87,11 +94,15 @@ class OrtGraph:
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
+        self.lora_inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_factors()}
+        self._factors: dict[str, ort.OrtValue] = {}
         self.past_names = [arg.name for arg in declared if is_past(arg.name)]
         self.present_names = [arg.name for arg in results if is_present(arg.name)]
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
+        self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
+        self._dtypes = {name: INPUT_DTYPES.get(self.types[name]) for name in self.inputs}
         self.dtype = _computing_dtype(self.types.values())
         self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
@@ -109,7 +120,7 @@ class OrtGraph:
         if self.sizes:
             names = self.result_names
             self._buffered = BufferedSession(
-                self._session.last, self.sizes, names, self.embed, self._garbage, self._device
+                self._session.last, self.sizes, names, self.embed, self._garbage, self._device, self._factors
             )
 
     def under(self, entry: GraphEntry) -> OrtGraph:
@@ -118,43 +129,68 @@ class OrtGraph:
         other._set_entry(entry)
         return other
 
+    def with_factors(self, factors: Mapping[str, Array]) -> OrtGraph:
+        """The same sessions, and so the same memory, with LoRA factors; names and shapes are checked by the runner."""
+        other = copy(self)
+        other._factors = {name: self._device.place(array) for name, array in factors.items()}
+        other._set_entry(self.entry)
+        return other
+
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """Opens the sessions."""
         return SessionChain(paths, settings)
 
-    def embed(self, input_ids: Array) -> dict[str, Array]:
-        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those."""
-        return {"input_ids": input_ids} if self._table is None else {INPUTS_EMBEDS: self._table.run(input_ids)}
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of `inputs_embeds`; None if the graph takes `input_ids`."""
+        return int(self.inputs[INPUTS_EMBEDS][-1]) if self._table else None
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
+    def embed(self, input_ids: Array, placed: PlacedEmbeddings | None = None) -> dict[str, Array]:
+        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those.
+
+        Args:
+            input_ids: int64 [batch, tokens].
+            placed: embeddings in place of those of some tokens, for a graph that takes embeddings.
+        """
+        if self._table is None:
+            return {"input_ids": input_ids}
+        embedded = self._table.run(input_ids)
+        return {INPUTS_EMBEDS: placed.into(embedded) if placed else embedded}
+
+    def run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill` and `Runner.prefill_placed`.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph on them.
+            UnsupportedInput: no input map declares an input of the graph, or a hook returns another shape or dtype.
+            UsageProblem: a given value is of no extra input, or has another shape or dtype.
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        call, values = ModelCall(input_ids, attention_mask, position_ids), self.extra_values(extras)
         with self._refusing():
             results, present = (
-                self._buffered.run(**given, past=past)
+                self._buffered.run(call, values, past, placed)
                 if self._buffered
-                else self._run_growing({**given, **self.embed(input_ids)}, past)
+                else self._run_growing({**vars(call), **self.embed(input_ids, placed), **values.of(call)}, past)
             )
         return step_of(self.result_names, results, present)
 
-    @property
-    def embedding_width(self) -> int | None:
-        """Numbers per token if it takes embeddings and its cache grows; else None."""
-        width = self.inputs[INPUTS_EMBEDS][-1] if self._table and not self._buffered else None
-        return width if isinstance(width, int) else None
+    def extra_values(self, extras: Extras | None) -> ExtraValues:
+        """The values of the extra inputs, of which the caller gives some.
 
-    def run_embedded(self, inputs_embeds: Array) -> Cache:
-        """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
-        batch, length, _ = inputs_embeds.shape
-        embedded = inputs_embeds.astype(TENSOR_DTYPES[self.types[INPUTS_EMBEDS]])
-        mask = np.ones((batch, length), dtype=np.int64)
-        given = {INPUTS_EMBEDS: embedded, "attention_mask": mask, "position_ids": default_positions(mask, length)}
-        with self._refusing():
-            return self._run_growing(given, None)[1]
+        Raises:
+            UnsupportedInput: no input map declares an input of the graph.
+            UsageProblem: a given value is of no extra input.
+        """
+        require_known(self.inputs, self.extra_inputs, self.name)
+        return ExtraValues(self.extra_inputs, extras or {})
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -173,7 +209,8 @@ class OrtGraph:
 
     def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
-        feeds = {name: as_input(array) for name, array in given.items() if name in self.inputs}
+        feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
+        feeds |= self._factors
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [as_array(value) for value in outputs[: len(self.result_names)]]
@@ -240,10 +277,7 @@ class OrtRunner(Runner):
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
-            elsewhere = " -o OUT" if snapshot_home(folder) else ""
-            raise InputRefused(
-                f"`{folder}` has no graphs", hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
-            )
+            raise _without_graphs(folder)
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
@@ -271,9 +305,34 @@ class OrtRunner(Runner):
         return cls(first, open_graph(decode.parent, entries[1], settings))
 
     @property
+    def lora_inputs(self) -> Mapping[str, Sequence[int | str]]:
+        """Declared shapes of the inputs for LoRA factors that all graphs have, by name."""
+        others = self._decode.lora_inputs
+        return {name: shape for name, shape in self._prefill.lora_inputs.items() if others.get(name) == shape}
+
+    def with_factors(self, factors: Mapping[str, Array]) -> OrtRunner:
+        """The same graphs, sharing their memory, with the LoRA factors of an adapter.
+
+        Args:
+            factors: A [rank, in] and B [out, rank] by input name, see `lora_names`; others keep the base model's.
+
+        Raises:
+            InputRefused: the graphs have no such inputs, or inputs of other shapes.
+        """
+        require_factors(factors, self.lora_inputs)
+        prefill = self._prefill.with_factors(factors)
+        is_one = self._decode is self._prefill
+        return OrtRunner(prefill, prefill if is_one else self._decode.with_factors(factors))
+
+    @property
     def virtual_tokens(self) -> int:
         """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The float type that the prefill graph computes in."""
+        return self._prefill.dtype
 
     @property
     def max_batch_size(self) -> int | None:
@@ -299,30 +358,68 @@ class OrtRunner(Runner):
         return min((size for size in sizes if size is not None), default=None)
 
     @property
-    def embedding_width(self) -> int | None:
-        """Numbers per token if the prefill graph takes embeddings, see `OrtGraph`; else None."""
-        return self._prefill.embedding_width
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """Those of the prefill graph; the decode graph has the same."""
+        return self._prefill.extra_inputs
 
-    def run_embedded(self, inputs_embeds: Array) -> Cache:
-        """The cache of virtual tokens on the prefill graph, see `OrtGraph`."""
-        return self._prefill.run_embedded(inputs_embeds)
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of the embeddings that the prefill graph takes."""
+        return self._prefill.embedding_size
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
+        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`."""
+        tokens = input_ids, *self._after_prefix(attention_mask, position_ids, past)
+        return self._prefill.run(*tokens, past, placed=placed)
+
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs a step on the decode graph."""
         graph = (
             self._prefill if self._prefix and past is None else self._decode
         )  # only the prefill graph has the prefix
-        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
+        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
 
     def _after_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
         """Mask and positions, extended by the prefix if the cache begins with it."""
         if self._prefix is None or past is None:
             return attention_mask, position_ids
         return after_prefix(attention_mask, position_ids, self._prefix)
+
+
+def _without_graphs(folder: Path) -> InputRefused:
+    """The error for a folder without graphs that keep a cache."""
+    others = [entry.name for entry in single_pass_entries(folder)]
+    elsewhere = " -o OUT" if snapshot_home(folder) else ""
+    return InputRefused(
+        f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
+        hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
+        + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
+    )
 
 
 def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:

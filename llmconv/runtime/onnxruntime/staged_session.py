@@ -15,6 +15,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_present
 from llmconv.runtime.onnxruntime.device import HOST, Device
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
+from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
 from llmconv.runtime.onnxruntime.packed_operators import is_packed
 from llmconv.runtime.onnxruntime.prepacked import join_projections, open_changed, open_packed
@@ -52,6 +53,7 @@ class SessionChain:
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
             for session in self._sessions
         ]
+        self._defaults = [[arg.name for arg in session.get_overridable_initializers()] for session in self._sessions]
 
     @property
     def last(self) -> LimitedSession:
@@ -80,15 +82,21 @@ class SessionChain:
         outputs = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in read]
         return sorted(outputs, key=lambda arg: arg.name.startswith("present"))
 
+    def get_factors(self) -> list[Any]:
+        """The declared inputs for LoRA factors, which have a default."""
+        optional = (arg for session in self._sessions for arg in session.get_overridable_initializers())
+        return [arg for arg in optional if is_factor(arg.name)]
+
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """The values of the outputs `names` of any session; `feeds` are all inputs by name.
+        """The values of the outputs `names` of any session; `feeds` are all inputs by name, factors optional.
 
         The results lie in the host's memory; the cache stays on the device of its stage, and so does what one session
         passes to the next if all have the same device.
         """
         values = dict(feeds)
-        for session, device, (inputs, outputs) in zip(self._sessions, self._devices, self._names, strict=True):
-            feeds = {name: values[name] for name in inputs}
+        every = zip(self._sessions, self._devices, self._names, self._defaults, strict=True)
+        for session, device, (inputs, outputs), defaults in every:
+            feeds = {name: values[name] for name in (*inputs, *(name for name in defaults if name in values))}
             made = (
                 session.run_with_ort_values(outputs, feeds)
                 if device.memory == HOST

@@ -192,6 +192,7 @@ class LimitedSession:
             self._session = ort.InferenceSession(graph, options, list(providers))
         self.get_inputs, self.get_outputs = self._session.get_inputs, self._session.get_outputs
         self.get_session_options, self.get_providers = self._session.get_session_options, self._session.get_providers
+        self.get_overridable_initializers = self._session.get_overridable_initializers
         self.io_binding = self._session.io_binding
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:

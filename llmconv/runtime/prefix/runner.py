@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.runtime.array_cache import TOKEN_AXIS, ArrayCache, RemoteCache
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.prefix.trained import Prefix
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.runtime.runner import Cache, Extras, Runner, Step, default_positions
 from llmconv.tensors import Array
 
 OPTION = "`--prefix-tuning`"
 IN_THE_GRAPH = "make it part of the graphs: `llmconv export MODEL --prefix PATH`"
-
-
-@runtime_checkable
-class TakesEmbeddings(Protocol):
-    """A runner that may also run embeddings in place of tokens."""
-
-    @property
-    def embedding_width(self) -> int | None:
-        """Numbers per token; None if it takes only tokens."""
-
-    def run_embedded(self, inputs_embeds: Array) -> Cache:
-        """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
 
 
 class PrefixedRunner(Runner):
@@ -51,6 +39,11 @@ class PrefixedRunner(Runner):
         return self._length
 
     @property
+    def embedding_size(self) -> int | None:
+        """That of the model."""
+        return self._runner.embedding_size
+
+    @property
     def max_batch_size(self) -> int | None:
         """That of the model."""
         return self._runner.max_batch_size
@@ -65,13 +58,46 @@ class PrefixedRunner(Runner):
         """Whether the model can continue the prefix and a past in one run."""
         return self._runner.continues_in_one_run(batch, past + self._length, new)
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt after the prefix."""
-        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past))
+        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill_placed(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None,
+        placed: PlacedEmbeddings,
+    ) -> Step:
+        """As `prefill`, with embeddings in place of those of some tokens.
+
+        Args:
+            input_ids: see `Runner.prefill_placed`.
+            attention_mask: see there.
+            position_ids: see there.
+            past: see there.
+            placed: see there.
+        """
+        return self._runner.prefill_placed(*self._after_prefix(input_ids, attention_mask, position_ids, past), placed)
+
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs one step; without a past after the prefix."""
-        return self._runner.decode(*self._after_prefix(input_ids, attention_mask, position_ids, past))
+        return self._runner.decode(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
 
     def _after_prefix(
         self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None
@@ -143,18 +169,19 @@ def _reason_against(arrays: Mapping[str, Array]) -> str:
     return ""
 
 
-def _embedded(runner: Any, prefix: Prefix) -> Cache:
-    """The cache of a soft prompt."""
-    width = runner.embedding_width if isinstance(runner, TakesEmbeddings) else None
-    if width is None:
+def _embedded(runner: Runner, prefix: Prefix) -> Cache:
+    """The cache of a soft prompt, whose embeddings take the places of any tokens."""
+    size, (length, given) = runner.embedding_size, prefix.content.shape
+    if size is None:
         raise UsageProblem(
             "a soft prompt consists of embeddings, and the graphs take tokens",
             hint=f"{IN_THE_GRAPH}; or give `--backend torch`",
         )
-    if prefix.content.shape[1] != width:
+    if given != size:
         raise InputRefused(
-            f"hidden size mismatch: the soft prompt has {prefix.content.shape[1]}, the model {width}",
+            f"hidden size mismatch: the soft prompt has {given}, the model {size}",
             hint="it was trained on another model; give the prompt of this one",
         )
-    cache: Cache = runner.run_embedded(prefix.content[None])
-    return cache
+    ids, mask = np.zeros((1, length), dtype=np.int64), np.ones((1, length), dtype=np.int64)
+    placed = PlacedEmbeddings(mask.astype(bool), prefix.content)
+    return runner.prefill_placed(ids, mask, default_positions(mask, length), None, placed).present

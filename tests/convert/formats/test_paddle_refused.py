@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one without an equal": ({"model_type": "chatglm"}, "ChatGLM-6B v1 has two rotary positions per token"),
     "no architecture": ({"model_type": None}, "model of the unsupported type `None`"),
     "a list for a name": ({"model_type": ["llama"]}, "unsupported type"),
-    "ALiBi": ({"alibi": True}, r"Llama with ALiBi \(such as Baichuan-13B\)"),
+    "ALiBi": ({"alibi": True}, r"Llama with ALiBi \(such as Baichuan-13B\): transformers has no such model"),
     "a long-sequence strategy": ({"use_long_sequence_strategies": True}, "cannot express"),
     "unknown rope": ({"rope_scaling_type": "yarn"}, "unsupported `rope_scaling_type` `yarn`"),
     "another hidden size": ({"hidden_size": 16}, r"expected \[16, 16\]"),

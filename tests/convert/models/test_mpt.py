@@ -17,12 +17,30 @@ from transformers import MptConfig
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.trusted_code import OPTION, TrustedCode
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import MalformedInput, UnsupportedInput
 from tests.builders.mpt_models import CONFIG, IDS, config_with, foundry_logits, random_state, save
 
 FILE = "ep0-ba2-rank0.pt"
 GENUINE = "mpt_alibi_mha_native"
+
+
+ROPE = {"alibi": False, "rope": True, "attn_impl": "flash"}
+
+
+@pytest.mark.parametrize(
+    ("attention", "given", "own"), [(ROPE, None, True), (None, None, False), (None, Path("code"), True)]
+)
+def test_its_own_code_computes_what_transformers_cannot(
+    attention: dict[str, Any] | None, given: Path | None, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = TrustedCode(given, (tmp_path,))
+    stored = config_with(attention, auto_map={"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"})
+    found = causal_lm_config(stored, {OPTION: code}, "x.pt", [])
+    assert ("auto_map" in found) is own
+    assert (found["attn_config"]["attn_impl"], found["init_device"]) == ("torch", "cpu")
 
 
 def test_a_genuine_one_gives_the_logits_of_the_trained_model(

@@ -364,10 +364,18 @@ def test_a_list_with_a_far_element_is_refused(tmp_path: Path) -> None:
         folder.values(folder.tree["extra"])
 
 
-def test_megatrons_own_format_is_refused_by_name(tmp_path: Path) -> None:
-    data = pickle.dumps(metadata.Metadata({}), 2)
-    old, new = b"torch.distributed.checkpoint.metadata", b"megatron.core.dist_checkpointing.core"
-    assert len(old) == len(new)
+def test_the_metadata_of_megatrons_subclass_is_read(tmp_path: Path) -> None:
     path = small(tmp_path)
-    (path / ".metadata").write_bytes(data.replace(old, new))
-    assert "Megatron" in refusal(path, "w").message
+    data = pickle.dumps(pickle.loads((path / ".metadata").read_bytes()), 2)
+    old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    assert old in data
+    own = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    (path / ".metadata").write_bytes(data.replace(old, own))
+    assert tensor(open_folder(path), "w").read().tolist() == torch.arange(16.0).reshape(4, 4).tolist()
+
+
+def test_a_chunk_of_several_stacked_tensors_is_refused(tmp_path: Path) -> None:
+    folder = open_folder(small(tmp_path))
+    item = folder.tree["v"]
+    with pytest.raises(MalformedInput, match="span several"):
+        folder.elements("v", item, 1)

@@ -12,6 +12,7 @@ from llmconv.export.decoder_graph import build_graph
 from llmconv.export.families import DECODER
 from llmconv.export.tracing.fake_model import build, load_config, period, shortened
 from tests.conftest import CONFIGS
+from tools.state_configs import STATE_CONFIGS
 
 
 @pytest.mark.parametrize(("model_type", "expected"), [("llama", 1), ("gemma2", 2), ("gpt2", 1), ("bloom", 1)])
@@ -59,3 +60,10 @@ def test_a_model_that_cannot_be_built_or_traced_is_refused_in_one_line(wrong: di
     with pytest.raises(UnsupportedInput, match="transformers and torch cannot") as refused:
         build_graph(load_config({**CONFIGS["llama"], "model_type": "llama", **wrong}), DECODER)
     assert "\n" not in refused.value.message
+
+
+def test_a_list_by_part_of_a_layer_is_kept_even_if_there_are_as_many_layers() -> None:
+    multipliers = [0.8, 1.1, 0.6, 1.4, 0.9]
+    fields = {**STATE_CONFIGS["falcon_h1"], "num_hidden_layers": 5, "ssm_multipliers": multipliers}
+    config = load_config({**fields, "model_type": "falcon_h1"})
+    assert period(config) == 1 and shortened(config, 3).ssm_multipliers == multipliers

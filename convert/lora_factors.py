@@ -1,0 +1,87 @@
+"""lora_factors: the LoRA factors of an adapter, for the optional inputs of graphs; adapter_file: a file of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
+from llmconv.convert.adapters.merging import merged
+from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.adapters.wrong_base_check import warn_of_origin
+from llmconv.convert.opening.adapters import open_adapters
+from llmconv.errors import InputRefused, UnsupportedInput, listing
+from llmconv.progress import warn_all
+from llmconv.runtime.onnxruntime.adapter_file import encode_adapter
+from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.runtime.onnxruntime.guard import load_guarded
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, factor_names, module_of, require_factors
+from llmconv.tensors import Array
+
+MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
+
+
+def lora_factors(folder: Path, adapter: str | Path, alpha: float | None = None) -> dict[str, Array]:
+    """A [rank, in] and B [out, rank] of every module by input name, float32; B includes the scale.
+
+    Args:
+        folder: the base, a Hugging Face folder.
+        adapter: a LoRA adapter that `merge-lora` reads.
+        alpha: `lora_alpha` if the adapter's files do not contain it.
+
+    Raises:
+        InputRefused: not an adapter, or a file is missing.
+        MalformedInput: an adapter for another base, incomplete, or not finite.
+        UnsupportedInput: the adapter changes the model by more than products of two factors.
+    """
+    base = open_checkpoint(folder)
+    opened = open_adapters([adapter], (), base, alpha)
+    _, edits = merged(base, opened)
+    if replaced := sorted({*edits.whole, *edits.tokens}):
+        raise UnsupportedInput(f"the adapter replaces {listing(replaced)}, which graphs map from the base", hint=MERGE)
+    warn_all((*warn_of_origin(base, opened, str(folder)), *edits.warnings))
+    factors: dict[str, Array] = {}
+    for name, changes in edits.changes.items():
+        if not name.endswith(".weight"):
+            raise UnsupportedInput(f"the adapter changes `{name}`, which is not the matrix of a module", hint=MERGE)
+        pair = _stacked(name, changes)
+        factors |= zip(factor_names(name.removesuffix(".weight")), pair, strict=True)
+    return factors
+
+
+def adapter_file(folder: Path, adapter: str | Path, alpha: float | None = None) -> tuple[tuple[str, ...], bytes]:
+    """The modules of an adapter, and the content of onnxruntime's file for the graphs in the base's folder.
+
+    Args:
+        folder: the base with graphs of `export --lora-inputs`.
+        adapter: a LoRA adapter that `merge-lora` reads.
+        alpha: `lora_alpha` if the adapter's files do not contain it.
+
+    Raises:
+        InputRefused: the graphs have no inputs for factors of the adapter; see also `lora_factors`.
+    """
+    declared = [declared_factors(load_guarded(folder / entry.files[0])) for entry in graph_entries(folder)]
+    common = set.intersection(*map(set, declared)) if declared else set[str]()
+    if not common:
+        raise InputRefused(
+            f"`{folder}` has no graphs with inputs for LoRA factors",
+            hint=f"`llmconv export {folder} --lora-inputs all-linear`",
+        )
+    factors = lora_factors(folder, adapter, alpha)
+    require_factors(factors, {name: declared[0][name] for name in common})
+    return tuple(dict.fromkeys(map(module_of, factors))), encode_adapter(factors)
+
+
+def _stacked(name: str, changes: Sequence[WeightChange]) -> tuple[Array, Array]:
+    """A and B of all products of a weight; B·A is their sum."""
+    products = [change for change in changes if isinstance(change, LoraProduct)]
+    if len(products) < len(changes):
+        raise UnsupportedInput(
+            f"the adapter's update of `{name}` is not a product of two factors, as of LoRA and rsLoRA", hint=MERGE
+        )
+    a = [product.a.read().astype(np.float32) for product in products]
+    b = [(product.b.read().astype(np.float64) * product.scale).astype(np.float32) for product in products]
+    return np.concatenate(a), np.concatenate(b, axis=1)

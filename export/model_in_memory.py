@@ -1,0 +1,124 @@
+"""A model of transformers in memory as a checkpoint, whose tensors are read when the writer asks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
+from llmconv.runtime.eager.given_model import require_causal_model
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+
+
+@contextmanager
+def checkpoint_in_memory(model: Any) -> Iterator[Checkpoint]:
+    """The checkpoint that `save_pretrained` would write; its configuration is in a temporary folder, no weight is.
+
+    Args:
+        model: a causal language model of transformers, on any device.
+
+    Raises:
+        InputRefused: transformers does not save its configuration.
+        UsageProblem: its weights are not plain tensors in memory, or have an adapter around them.
+    """
+    model = _require_plain(model)
+    folder = make_temporary_folder()
+    try:
+        try:
+            config = copy.deepcopy(model.config)
+            config.architectures, config.dtype = [type(model).__name__], model.dtype
+            config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+        except (ValueError, TypeError, OSError) as error:
+            raise InputRefused(
+                f"transformers cannot save the configuration: {first_line(error)}", hint="fix `generation_config`"
+            ) from error
+        tensors = {name: _lazy(name, tensor) for name, tensor in _stored(model).items()}
+        yield Checkpoint(folder, "hf", tensors, read_json(folder / "config.json"), read_side_files(folder))
+    finally:
+        remove_temporary_folder(folder)
+
+
+def require_output(output: object, *, graphs_only: bool) -> None:
+    """Requires a place for the weights of a model that has no folder.
+
+    Args:
+        output: of `export`.
+        graphs_only: whether no weights are to be written.
+
+    Raises:
+        UsageProblem: there is none.
+    """
+    if output is None:
+        raise UsageProblem(
+            "a model in memory needs `output`, a new folder for its weights", hint="`export(model, OUT)`"
+        )
+    if graphs_only:
+        raise UsageProblem(
+            "`graphs_only` needs a model folder, not one in memory",
+            hint="leave it out, or save the model first",
+        )
+
+
+def _require_plain(model: Any) -> PreTrainedModel:
+    """The model, if its weights are in memory, and are all of it."""
+    if type(model).__module__.partition(".")[0] == "peft" or getattr(model, "_hf_peft_config_loaded", False):
+        raise UsageProblem(
+            "the model has an adapter that is not merged",
+            hint="give `model.merge_and_unload()`, or save both and run `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+    if getattr(getattr(model, "config", None), "auto_map", None):
+        raise UsageProblem(
+            "the model has code of its own, which is not in memory",
+            hint="save it: `model.save_pretrained(FOLDER)`; then `export(FOLDER, OUT, trust_remote_code=True)`",
+        )
+    if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
+        raise UsageProblem(
+            f"`model` is {type(model).__name__} around a {type(inner).__name__}", hint="give `model.module`"
+        )
+    model = require_causal_model(model)
+    if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
+        raise UsageProblem(
+            "the weights of the model are quantized",
+            hint="save it: `model.save_pretrained(FOLDER)`; then export FOLDER",
+        )
+    if odd := next((name for name, tensor in model.named_parameters() if type(tensor.data) is not torch.Tensor), None):
+        raise UsageProblem(
+            f"`{odd}` is divided between processes or has a layout of its own",
+            hint="save it: `trainer.save_model(FOLDER)`; then export FOLDER",
+        )
+    return model
+
+
+def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that `save_pretrained` stores, by their names there; of tied ones the first alone."""
+    whole = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    return dict(revert_weight_conversion(model, whole))
+
+
+def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
+    """A tensor of torch, of which only the rows that are asked for are copied.
+
+    Raises:
+        UsageProblem: safetensors has no such dtype.
+    """
+    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise UsageProblem(f"`{name}` has the dtype {tensor.dtype}", hint="convert the model: `model.float()`")
+    return LazyTensor(dtype, tuple(tensor.shape), partial(_rows, tensor.detach(), dtype))
+
+
+def _rows(tensor: torch.Tensor, dtype: DType, start: int, stop: int) -> Array:
+    """Rows of a tensor with the bits that it has."""
+    rows = (tensor if tensor.ndim else tensor.reshape(1))[start:stop].cpu().contiguous()
+    return rows.view(torch.uint8).numpy().view(dtype.numpy).reshape(rows.shape)

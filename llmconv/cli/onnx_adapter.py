@@ -1,0 +1,42 @@
+"""`llmconv onnx-adapter`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmconv.cli import options
+from llmconv.progress import say
+
+
+@click.command(name="onnx-adapter")
+@click.argument("folder")
+@click.argument("adapter")
+@click.option(
+    "-o", "--output", required=True, type=options.Output(), metavar="FILE", help="File to write, X.onnx_adapter."
+)
+@click.option("--alpha", type=float, help="lora_alpha, if the adapter's files do not contain it.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option("--dry-run", is_flag=True, help="Check everything and stop.")
+@options.as_json
+@options.talk
+def command(folder: str, adapter: str, output: Path, as_json: bool, **choices: Any) -> None:
+    """Write the LoRA factors of ADAPTER as a file for the graphs in FOLDER.
+
+    FOLDER is the base with graphs of `llmconv export --lora-inputs`; ADAPTER is a LoRA that merge-lora reads. The file
+    is for onnxruntime's `LoraAdapter` and for `llmconv generate --adapter`: one base serves many adapters.
+
+    \b
+    llmconv export base --lora-inputs all-linear
+    llmconv onnx-adapter base style -o style.onnx_adapter
+    llmconv generate base --adapter style.onnx_adapter --prompt "Once"
+    """
+    from llmconv.convert.onnx_adapter import onnx_adapter
+
+    made = onnx_adapter(folder, adapter, output, **choices)
+    if as_json:
+        options.print_json({"file": str(made.path), "bytes": made.nbytes, "modules": list(made.modules)})
+    done = "would write" if choices["dry_run"] else "wrote"
+    say(f"{done} {made.path}: factors of {len(made.modules)} modules, {made.nbytes:,} bytes")

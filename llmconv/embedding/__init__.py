@@ -1,0 +1,5 @@
+"""Runs graphs without a cache on texts: embeddings, logits of classes, scores of a reranker."""
+
+from llmconv.embedding.embedder import Embedder
+
+__all__ = ["Embedder"]

@@ -1,0 +1,90 @@
+"""Images of a prompt, decoded within limits: a file of any other kind, or a decompression bomb, is refused."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.files.paths import kind_of
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats by Pillow's names; of an animation the first image counts."""
+
+LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20
+"""Maximum number of bytes of a file, and of pixels of an image."""
+
+
+def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
+    """An image as Pillow has it, upright and in RGB.
+
+    Args:
+        source: a path, the bytes of a file, or an image of Pillow.
+        name: of the image in messages (default: its path).
+        most: maximum number of pixels.
+
+    Raises:
+        InputRefused: the file cannot be read, is not an image, or is too large.
+        UsageProblem: `source` is something else, or Pillow is not installed.
+    """
+    pillow = _pillow()
+    if isinstance(source, pillow.Image):
+        return _upright(source.copy(), name or "the image")
+    if isinstance(source, str | Path):
+        return _decoded(_content(Path(source)), name or f"`{source}`", most)
+    if isinstance(source, bytes):
+        return _decoded(source, name or "the image", most)
+    raise UsageProblem(f"an image is {kind_of(source)}", hint="give a path, bytes, or an image of Pillow")
+
+
+def _pillow() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise UsageProblem("images need the library Pillow", hint="`pip install pillow`") from error
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise InputRefused(f"the image `{path}` is not a file", hint="give the path of a PNG, JPEG or WebP")
+        with open(path, "rb") as file:
+            return file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        raise InputRefused(f"the image `{path}` cannot be read: {first_line(error)}", hint="give a file") from error
+
+
+def _decoded(content: bytes, name: str, most: int) -> Any:
+    if len(content) > LARGEST_FILE:
+        raise InputRefused(f"{name} is larger than {LARGEST_FILE >> 20} MB", hint="give a smaller image")
+    pillow = _pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
+            image = pillow.open(io.BytesIO(content), formats=FORMATS)
+    except Exception as error:  # its decoders raise anything
+        known = ", ".join(FORMATS)
+        raise InputRefused(f"{name} is not an image of a known format", hint=f"give one of: {known}") from error
+    width, height = image.size
+    if width * height > most:
+        raise InputRefused(
+            f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together",
+            hint="give a smaller image",
+        )
+    return _upright(image, name)
+
+
+def _upright(image: Any, name: str) -> Any:
+    """The image, rotated as its camera recorded, in RGB, as transformers loads images."""
+    operations = importlib.import_module("PIL.ImageOps")
+    try:
+        return operations.exif_transpose(image).convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # its decoders raise anything
+        raise InputRefused(
+            f"{name} cannot be decoded: {first_line(error)}", hint="is the file complete? save it again"
+        ) from error

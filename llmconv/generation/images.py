@@ -1,0 +1,168 @@
+"""ImageEncoder: prompts with images become tokens and features, by the model's own processor and vision tower."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.generation.image_file import MOST_PIXELS, open_image
+from llmconv.runtime.onnxruntime.vision import PIXEL_VALUES
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.tensors import Array
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+MOST_IMAGES = 16
+"""Maximum number of images in a prompt."""
+
+ImageFeatures = Callable[[Array], Array]
+"""Pixels [images, channels, height, width] to features [images, tokens, hidden]."""
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """Prepares prompts with images.
+
+    Attributes:
+        folder: has the processor's files and `config.json`.
+        open_features: opens the vision tower.
+    """
+
+    folder: Path
+    open_features: Callable[[], ImageFeatures] = field(repr=False)
+
+    @cached_property
+    def _features(self) -> ImageFeatures:
+        return self.open_features()
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor of the model.
+
+        Raises:
+            InputRefused: the folder has none, or transformers cannot read it.
+        """
+        if not any((self.folder / name).is_file() for name in PROCESSOR_FILES):
+            raise InputRefused(
+                f"`{self.folder}` has no processor of images",
+                hint=f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder",
+            )
+        from transformers import AutoProcessor  # noqa: PLC0415 - imports torch
+        from transformers.utils import logging  # noqa: PLC0415
+
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # it announces which library resizes images
+        try:
+            return AutoProcessor.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # an invalid config may raise anything
+            raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
+        finally:
+            logging.set_verbosity(level)
+
+    @cached_property
+    def token(self) -> int:
+        """The placeholder token whose embeddings the features replace."""
+        fields = read_json(self.folder / "config.json")
+        found = next((fields[name] for name in ("image_token_id", "image_token_index") if name in fields), None)
+        found = getattr(self.processor, "image_token_id", None) if found is None else found
+        if not isinstance(found, int):
+            raise InputRefused("`config.json` has no `image_token_id`", hint="copy the config of the original model")
+        return found
+
+    @property
+    def placeholder(self) -> str:
+        """Text of the placeholder token."""
+        text: str = self.processor.tokenizer.convert_ids_to_tokens(self.token)
+        return text
+
+    def encode(self, text: str, images: Sequence[Any], *, starts: bool) -> EncodedPrompt:
+        """A prompt with images as the model takes it.
+
+        Args:
+            text: has a placeholder for each image, in their order; they precede a text that has none.
+            images: paths, bytes, or images of Pillow.
+            starts: add the special tokens that begin a text.
+
+        Raises:
+            InputRefused: an image is refused, or its placeholder is missing.
+        """
+        if len(images) > MOST_IMAGES:
+            raise InputRefused(f"the prompt has {len(images)} images", hint=f"give at most {MOST_IMAGES}")
+        found = text.count(self.placeholder)
+        if found not in (0, len(images)):
+            raise InputRefused(
+                f"the prompt has {found} placeholders `{self.placeholder}` and {len(images)} images",
+                hint="write one for each image, or none",
+            )
+        if not found:
+            text = f"{self.placeholder}\n" * len(images) + text
+        ids = self._prepared(text, images, starts)["input_ids"][0]
+        return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
+
+    def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
+        given = self._prepared(text, images, starts)
+        features = self._features(np.asarray(given[PIXEL_VALUES], dtype=np.float32))
+        rows = features.reshape(-1, features.shape[-1]).astype(np.float32)
+        at = np.flatnonzero(np.asarray(given["input_ids"])[0] == self.token)
+        if len(at) != len(rows):
+            raise InputRefused(
+                f"the processor makes {len(at)} placeholder tokens, and the vision tower {len(rows)} features",
+                hint="the processor's files are of another model than `config.json`",
+            )
+        return PromptEmbeddings(at, rows)
+
+    def _prepared(self, text: str, images: Sequence[Any], starts: bool) -> Any:
+        opened: list[Any] = []
+        for image in images:
+            opened.append(open_image(image, most=MOST_PIXELS - sum(one.width * one.height for one in opened)))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self.processor(text=[text], images=[opened], return_tensors="np", add_special_tokens=starts)
+        except MemoryError:
+            raise
+        except Exception as error:  # processors check their inputs by failing
+            raise _refused("the model's processor fails on the prompt and its images", error) from error
+
+
+def _refused(problem: str, error: Exception) -> InputRefused:
+    reason = first_line(error)
+    needs = "torchvision" in reason
+    hint = "install the torchvision that fits your torch" if needs else "copy the processor's files of the model again"
+    return InputRefused(f"{problem}: {reason}", hint=hint)
+
+
+def with_images(messages: Sequence[Any], count: int) -> list[Any]:
+    """A chat with parts for images, before the text of its first message that is not a system message.
+
+    Args:
+        messages: `role` and `content` each.
+        count: number of images.
+
+    Raises:
+        UsageProblem: the messages have parts for another number of images.
+    """
+    parts = [part for one in messages if isinstance(one["content"], list | tuple) for part in one["content"]]
+    known = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+    if known not in (0, count):
+        raise UsageProblem(
+            f"the chat has {known} parts of type `image`, and there are {count} images", hint="write one for each image"
+        )
+    made = [{**one, "content": _as_parts(one["content"])} for one in messages]
+    if not known:
+        first = next((at for at, one in enumerate(made) if one["role"] != "system"), 0)
+        made[first]["content"] = [{"type": "image"}] * count + made[first]["content"]
+    return made
+
+
+def _as_parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,0 +1,220 @@
+"""Wording: how prompts become the tokens that the model continues."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.encoded_prompt import EncodedPrompt, with_embeddings
+from llmconv.generation.model import TextModel
+from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.tokenizer import token_ids
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How prompts become the tokens that the model continues.
+
+    Attributes:
+        prompt_prefix: text before every prompt; the model runs it only once.
+        template: chat template, see `templates`. If this, `system` or `chat` is given, a text becomes a chat of one
+            message.
+        system: system message of chats that have none.
+        chat: treat a text as a user message, in the tokenizer's own template if `template` is empty.
+        add_special_tokens: add the special tokens that the tokenizer adds, such as a start token.
+        src_length: maximum number of prompt tokens; of a longer prompt the last ones are kept, and the special tokens
+            at its start, as in PaddleNLP's predictor. None for no maximum.
+
+    Raises:
+        UsageProblem: a `src_length` of less than 1.
+    """
+
+    prompt_prefix: str = ""
+    template: str = ""
+    system: str = ""
+    chat: bool = False
+    add_special_tokens: bool = True
+    src_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.src_length is not None and self.src_length < 1:
+            raise UsageProblem(f"`src_length` is {self.src_length}", hint="give at least 1")
+
+    def encode(self, model: TextModel, prompt: Prompt, name: str = "the prompt") -> EncodedPrompt:
+        """A prompt as the model takes it, without the tokens that are too many for `src_length`.
+
+        Args:
+            model: its tokenizer is used.
+            prompt: a text or a chat, with images or embeddings or without.
+            name: of the prompt in messages.
+
+        Raises:
+            InputRefused: the prompt has no tokens, there is no chat template, or its embeddings cannot be used.
+            UsageProblem: see `cut`; or a prompt with embeddings is to be cut.
+        """
+        if prompt.images:
+            encoded = self._with_images(model, prompt, name)
+        elif prompt.embeddings is not None:
+            encoded = with_embeddings(prompt, self._tokens(model, prompt.content), model.tokenizer, name)
+        else:
+            return EncodedPrompt(self._tokens(model, prompt.content))
+        if self.src_length is not None and len(encoded.ids) > self.src_length:
+            raise UsageProblem(f"{name} has images or embeddings, and is not cut", hint="leave out `--src-length`")
+        return encoded
+
+    def _with_images(self, model: TextModel, prompt: Prompt, name: str) -> EncodedPrompt:
+        if prompt.embeddings is not None:
+            raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
+        content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
+        if isinstance(content, str) and not self._chat_template:
+            return encoder.encode(content, prompt.images, starts=self.add_special_tokens)
+        messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
+        return model.encode_images(messages, prompt.images, template, add_special_tokens=self.add_special_tokens)
+
+    def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
+        content = with_prefix(content, self.prompt_prefix)
+        special = self.add_special_tokens
+        if isinstance(content, str) and not self._chat_template:
+            return model.encode(content, add_special_tokens=special)
+        template = self._chat_template or TOKENIZER
+        return model.encode_chat(as_chat(content, self.system), template, add_special_tokens=special)
+
+    def cut(self, model: TextModel, tokens: list[int]) -> list[int]:
+        """The tokens without those that are too many for `src_length`, after the special tokens at the start.
+
+        Raises:
+            UsageProblem: `src_length` has no room for more than these.
+        """
+        if self.src_length is None or len(tokens) <= self.src_length:
+            return tokens
+        kept = shared_length(tokens, token_ids(model.tokenizer, ""))
+        if kept >= self.src_length:
+            raise UsageProblem(
+                f"`src_length` is {self.src_length}, but a prompt begins with {kept} special token(s)",
+                hint=f"give at least {kept + 1}",
+            )
+        return [*tokens[:kept], *tokens[len(tokens) - self.src_length + kept :]]
+
+    @property
+    def _chat_template(self) -> str:
+        """The template for texts; empty if they are not chats."""
+        return self.template or (TOKENIZER if self.system or self.chat else "")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings of the template."""
+        return find_template(self._chat_template).stops if self._chat_template else ()
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens at the start that are the same."""
+    shorter = min(len(first), len(second))
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
+
+
+@dataclass(frozen=True)
+class PlannedText:
+    """A text to generate: a prompt, and which of its continuations.
+
+    Attributes:
+        content: the prompt as given, a text or a chat.
+        tokens: what the model continues.
+        embeddings: computes embeddings in place of those of some tokens; None for none.
+        cut_tokens: number of tokens that were cut from the prompt.
+        sequence: which continuation of this prompt, from 0.
+        sample: number of its random generator among those of equal prompts; of a beam search, the rank of its beam.
+        problem: why the prompt is too long; None if it fits.
+        inputs: values of the model's extra inputs by name.
+    """
+
+    content: PromptContent
+    tokens: list[int]
+    embeddings: Callable[[], PromptEmbeddings] | None = None
+    cut_tokens: int = 0
+    sequence: int = 0
+    sample: int = 0
+    problem: InputRefused | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode_all(
+    model: TextModel,
+    prompts: Sequence[Prompt],
+    wording: Wording,
+    settings: GenerationSettings,
+    count: int = 1,
+) -> list[PlannedText]:
+    """The texts to generate: `count` per prompt, in the order of the prompts.
+
+    Equal prompts have random generators of different numbers, so that their samples differ; the number depends on the
+    equal prompts before it alone, and not on the others or on the batches.
+
+    Args:
+        model: encodes the prompts.
+        prompts: texts and chats.
+        wording: how they become tokens.
+        settings: limit the length.
+        count: number of continuations per prompt.
+
+    Raises:
+        InputRefused: a prompt has no tokens, or all of them are too long.
+        UsageProblem: see `Wording.cut`.
+    """
+    numbers = range(1, len(prompts) + 1)
+    whole = [wording.encode(model, one, f"prompt {number}") for number, one in zip(numbers, prompts, strict=True)]
+    cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
+    found = several(
+        cut, count, settings, [f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}" for prompt in prompts]
+    )
+    for at, text in enumerate(found):
+        number = at // count
+        found[at] = replace(
+            text,
+            content=prompts[number].content,
+            embeddings=whole[number].embeddings,
+            inputs=prompts[number].inputs,
+            cut_tokens=len(whole[number].ids) - len(text.tokens),
+            problem=_length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
+        )
+    model.given_inputs(cut, [prompt.inputs for prompt in prompts])
+    problems = [one.problem for one in found if one.problem]
+    if problems and len(problems) == len(found):
+        raise problems[0]
+    return found
+
+
+def several(
+    prompts: Sequence[list[int]], count: int, settings: GenerationSettings, others: Sequence[str] = ()
+) -> list[PlannedText]:
+    """The texts to generate: `count` per prompt, each with the number of its sample.
+
+    Args:
+        prompts: tokens of each prompt.
+        count: number of continuations per prompt.
+        settings: of a beam search, the samples are ranks.
+        others: what else makes prompts different; empty for nothing.
+    """
+    found, seen = [], Counter[tuple[str, ...]]()
+    for tokens, other in zip(prompts, others or [""] * len(prompts), strict=True):
+        key = (*map(str, tokens), other)
+        first = 0 if settings.num_beams > 1 else seen[key] * count
+        seen[key] += 1
+        found += [PlannedText("", tokens, sequence=at, sample=first + at) for at in range(count)]
+    return found
+
+
+def _length_problem(
+    model: TextModel, number: int, tokens: list[int], settings: GenerationSettings
+) -> InputRefused | None:
+    """The error of a prompt that is too long."""
+    try:
+        model.limit(f"prompt {number}" if number else "the prompt", len(tokens), settings)
+    except InputRefused as refusal:
+        return refusal
+    return None

@@ -1,0 +1,72 @@
+"""PlacedEmbeddings: embeddings in place of those of some tokens, such as the features of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class PromptEmbeddings:
+    """Embeddings in place of those of some tokens of one prompt.
+
+    Attributes:
+        at: positions of these tokens in the prompt, int64 [count], ascending.
+        rows: their embeddings, float32 [count, hidden].
+        before: number of them that precede the prompt and stand for no token; penalties do not count these.
+    """
+
+    at: Array
+    rows: Array
+    before: int = 0
+
+
+@dataclass(frozen=True)
+class PlacedEmbeddings:
+    """Embeddings in place of those of some tokens of a batch.
+
+    Attributes:
+        where: which tokens, bool [batch, tokens].
+        rows: their embeddings, float32 [count, hidden], row by row of the batch.
+    """
+
+    where: Array
+    rows: Array
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptEmbeddings | None], lengths: Sequence[int]) -> PlacedEmbeddings | None:
+        """Those of a batch whose prompts are padded on the left; None if there are none.
+
+        Args:
+            prompts: those of each prompt.
+            lengths: number of tokens of each prompt.
+        """
+        found = [one for one in prompts if one is not None]
+        if not found:
+            return None
+        where = np.zeros((len(prompts), max(lengths)), dtype=bool)
+        for row, (one, length) in enumerate(zip(prompts, lengths, strict=True)):
+            if one is not None:
+                where[row, where.shape[1] - length + one.at] = True
+        return cls(where, np.concatenate([one.rows for one in found]))
+
+    def columns(self, start: int, stop: int) -> PlacedEmbeddings | None:
+        """Those of the tokens from column `start` to `stop`; None if there are none."""
+        part = np.zeros_like(self.where)
+        part[:, start:stop] = self.where[:, start:stop]
+        return PlacedEmbeddings(self.where[:, start:stop], self.rows[part[self.where]]) if part.any() else None
+
+    def into(self, embedded: Array) -> Array:
+        """The embeddings of tokens with these in their places, a copy.
+
+        Args:
+            embedded: float [batch, tokens, hidden]; may have more rows and columns than `where`.
+        """
+        result = embedded.copy()
+        batch, tokens = self.where.shape
+        result[:batch, :tokens][self.where] = self.rows.astype(embedded.dtype)
+        return result

@@ -1,0 +1,91 @@
+"""A tiny LLaVA with a CLIP tower, a processor of images and a tokenizer of characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.builders.talking import save_letters
+from tests.conftest import DECODER
+
+IMAGE_TOKEN = "~"
+IMAGE_ID = 95
+"""The token of `~`."""
+
+SIZE, PATCH = 8, 4
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": PATCH,
+    "projection_dim": 16,
+}
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ '~' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "{{ ';' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def save_seeing(folder: Path, **changes: Any) -> Path:
+    """A seeded float32 LLaVA with processor and tokenizer, without graphs.
+
+    Args:
+        folder: to be made.
+        changes: fields of the config.
+    """
+    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
+    import transformers  # noqa: PLC0415
+
+    text = {**DECODER, "model_type": "llama"}
+    config = transformers.AutoConfig.for_model(
+        "llava", text_config=text, vision_config=CLIP, image_token_index=IMAGE_ID, **changes
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    _save_processor(save_letters(folder))
+    return folder
+
+
+def _save_processor(folder: Path) -> None:
+    import transformers  # noqa: PLC0415
+
+    images = transformers.LlavaImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    transformers.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token=IMAGE_TOKEN,
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (20, 13)) -> Path:
+    """An image of random colors.
+
+    Args:
+        path: with the suffix of its format.
+        seed: of the colors.
+        size: width and height in pixels.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path

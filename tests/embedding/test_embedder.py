@@ -1,0 +1,111 @@
+"""Embedder: tokens, prompts, padding and order of texts, compared with transformers itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModel
+
+from llmconv.cli import main
+from llmconv.embedding import Embedder
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.export import export
+from tests.builders.embedding_models import save_model, save_modules
+from tests.builders.quantizers import save_tokenizer
+from tests.builders.tracing import trace_once
+
+trace_once()
+
+PROMPTS = {"prompts": {"query": "t9 ", "document": ""}, "default_prompt_name": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like Qwen3-Embedding, with a tokenizer of the words `t0` to `t15`; do not write into it."""
+    path = save_modules(save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
+    save_tokenizer(path)
+    (path / "config_sentence_transformers.json").write_text(json.dumps(PROMPTS))
+    export(path, task="embed")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[[list[int]], object]:
+    """The embedding of some tokens by transformers and torch."""
+    model = AutoModel.from_pretrained(folder).eval()
+
+    def embedding(tokens: list[int]) -> object:
+        with torch.no_grad():
+            hidden = model(torch.tensor([tokens])).last_hidden_state[0, -1]
+        return torch.nn.functional.normalize(hidden, dim=0).numpy()
+
+    return embedding
+
+
+def test_texts_of_several_lengths_keep_their_order(folder: Path, expected: Callable[[list[int]], object]) -> None:
+    found = Embedder(folder).encode(["t3 t4 t5", "t6", "t1 t2"], batch_size=2)
+    wanted = [expected([3, 4, 5]), expected([6]), expected([1, 2])]
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.array(wanted), atol=1e-5)
+
+
+def test_a_prompt_of_the_model_stands_in_front(folder: Path, expected: Callable[[list[int]], object]) -> None:
+    found = Embedder(folder).encode("t3", prompt_name="query")
+    np.testing.assert_allclose(found[0], np.asarray(expected([9, 3])), atol=1e-5)
+
+
+def test_an_unknown_prompt_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageProblem, match="no prompt `answer`"):
+        Embedder(folder).encode(["t3"], prompt_name="answer")
+
+
+def test_a_text_that_is_too_long_is_cut_with_a_warning(
+    folder: Path, tmp_path: Path, expected: Callable[[list[int]], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).hardlink_to(path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 2, "do_lower_case": True}))
+    found = Embedder(tmp_path).encode(["T3 t4 t5"])
+    np.testing.assert_allclose(found[0], np.asarray(expected([3, 4])), atol=1e-5)
+    assert "longer than 2 tokens" in capfd.readouterr().err
+
+
+def test_a_folder_without_such_a_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="no graph that returns embeddings"):
+        Embedder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"prompts": ["query"]}', '{"default_prompt_name": "query"}', '{"default_prompt_name": []}', "["]
+)
+def test_a_damaged_file_of_prompts_is_refused(content: str, folder: Path, tmp_path: Path) -> None:
+    for name in ("llmconv.json", "model.onnx", "model.safetensors", "config.json"):
+        (tmp_path / name).hardlink_to(folder / name)
+    (tmp_path / "config_sentence_transformers.json").write_text(content)
+    with pytest.raises(MalformedInput, match="config_sentence_transformers"):
+        Embedder(tmp_path)
+
+
+def test_the_command_prints_one_json_object_per_text(folder: Path) -> None:
+    result = CliRunner().invoke(main, ["embed", str(folder), "t3", "t4"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["text"] for row in rows] == ["t3", "t4"] and {len(row["embedding"]) for row in rows} == {64}
+
+
+def test_the_command_writes_an_array(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("t3\n\nt4 t5\n")
+    arguments = ["embed", str(folder), "--text-file", str(tmp_path / "texts.txt"), "--output-file"]
+    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "out.npy")]).exit_code == 0
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), Embedder(folder).encode(["t3", "t4 t5"]), atol=1e-6)
+
+
+@pytest.mark.parametrize("texts", [[], ["t3", "--text-file", "x.txt"]])
+def test_no_text_or_two_sources_of_texts_are_refused(texts: list[str], folder: Path) -> None:
+    assert CliRunner().invoke(main, ["embed", str(folder), *texts]).exit_code == 2

@@ -1,0 +1,193 @@
+"""Prompts with images: the text is that of transformers' own model and processor, and bad images are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.export import export
+from llmconv.generation import Prompt, TextModel, generate
+from llmconv.generation.image_file import LARGEST_FILE, open_image
+from llmconv.generation.prompt_file import read_prompts
+from tests.builders.seeing import save_picture, save_seeing
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaVA with its graphs."""
+    folder = save_seeing(tmp_path_factory.mktemp("seeing") / "llava")
+    export(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> TextModel:
+    """The same model, open."""
+    return TextModel.open(folder)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two images of different sizes and formats."""
+    home = tmp_path_factory.mktemp("pictures")
+    return [save_picture(home / "a.png"), save_picture(home / "b.jpg", seed=1, size=(9, 31))]
+
+
+def eager_tokens(folder: Path, text: str, pictures: list[Path], count: int) -> list[int]:
+    """New tokens of transformers' model on its own processor's inputs."""
+    import transformers  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    given = processor(text=[text], images=[Image.open(path) for path in pictures], return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return [int(token) for token in found[0, given["input_ids"].shape[1] :]]
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_the_text_is_that_of_the_eager_model(folder: Path, pictures: list[Path], backend: str) -> None:
+    prompt = Prompt("Look:~ and ~?", images=tuple(pictures))
+    found = generate(folder, prompt, backend=backend, **OPTIONS).completions[0]
+    assert found.tokens == eager_tokens(folder, "Look:~ and ~?", pictures, 8)
+    assert found.prompt_tokens == len("Look: and ?") + 2 * 4
+
+
+def test_other_pixels_give_another_text(model: TextModel, pictures: list[Path]) -> None:
+    texts = [generate(model, Prompt("Look:~", images=(one,)), **OPTIONS).completions[0].text for one in pictures]
+    assert texts[0] != texts[1]
+
+
+def test_images_precede_a_text_without_placeholders(folder: Path, model: TextModel, pictures: list[Path]) -> None:
+    found = generate(model, Prompt("Look", images=tuple(pictures[:1])), **OPTIONS).completions[0]
+    assert found.tokens == eager_tokens(folder, "~\nLook", pictures[:1], 8)
+
+
+def test_a_chat_has_its_images_where_the_template_writes_them(
+    folder: Path, model: TextModel, pictures: list[Path]
+) -> None:
+    prompt = Prompt("Look", images=tuple(pictures[:1]))
+    found = generate(model, prompt, system="Be brief", **OPTIONS).completions[0]
+    assert found.tokens == eager_tokens(folder, "s:Be brief;u:~Look;a:", pictures[:1], 8)
+
+
+def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextModel, pictures: list[Path]) -> None:
+    prompts: list[Any] = ["A text", Prompt("~ Look", images=(pictures[0],)), Prompt("~", images=(pictures[1],))]
+    together = generate(model, prompts, **OPTIONS).completions
+    assert [one.tokens for one in together] == [
+        generate(model, [one], **OPTIONS).completions[0].tokens for one in prompts
+    ]
+
+
+def test_a_new_folder_has_the_processor(folder: Path, model: TextModel, pictures: list[Path], tmp_path: Path) -> None:
+    made = export(folder, tmp_path / "new").folder
+    prompt = Prompt("Look:~", images=(pictures[0],))
+    found, expected = (generate(one, prompt, **OPTIONS).completions[0].tokens for one in (made, model))
+    assert found == expected
+
+
+def run(*line: Any) -> Any:
+    return CliRunner().invoke(main, ["generate", *(str(word) for word in line)])
+
+
+def test_the_command_takes_images(folder: Path, model: TextModel, pictures: list[Path]) -> None:
+    result = run(folder, "Look:~", "--image", pictures[0], "--max-new-tokens", 8, "--temperature", 0)
+    assert result.exit_code == 0, result.stderr
+    prompt = Prompt("Look:~", images=(pictures[0],))
+    expected = generate(model, prompt, max_new_tokens=8, temperature=0, do_sample=False)
+    assert result.stdout == expected.completions[0].text + "\n"
+
+
+def test_json_lines_refer_to_images_next_to_them(model: TextModel, pictures: list[Path]) -> None:
+    file = pictures[0].parent / "prompts.jsonl"
+    several = {"prompt": "~~", "image": [pictures[0].name, str(pictures[1])]}
+    file.write_text(json.dumps({"prompt": "Look:~", "image": pictures[0].name}) + "\n" + json.dumps(several))
+    found = read_prompts(file)
+    assert [prompt.images for prompt in found] == [(pictures[0],), tuple(pictures)]
+    assert len(generate(model, found, **OPTIONS).completions) == 2
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a", "image": 3}', '{"prompt": "a", "image": [""]}'])
+def test_images_in_lines_are_paths(tmp_path: Path, line: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line)
+    with pytest.raises(InputRefused, match="`image` in line 1"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_options_that_do_not_fit_are_refused(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    for line in (["a", "b"], ["--prompt-file", tmp_path / "p.txt"]):
+        result = run(folder, *line, "--image", pictures[0])
+        assert (result.exit_code, "--image" in result.stderr) == (2, True)
+
+
+def test_another_number_of_placeholders_is_refused(model: TextModel, pictures: list[Path]) -> None:
+    with pytest.raises(InputRefused, match="2 placeholders `~` and 1 images"):
+        generate(model, Prompt("~~", images=(pictures[0],)))
+
+
+def test_a_text_model_takes_no_images(talking: Path, pictures: list[Path]) -> None:
+    with pytest.raises(UsageProblem, match="takes no images"):
+        generate(talking, Prompt("Once", images=(pictures[0],)))
+
+
+def test_a_folder_without_processor_is_refused(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
+    import shutil  # noqa: PLC0415
+
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "processor_config.json").unlink()
+    with pytest.raises(InputRefused, match="no processor"):
+        generate(copy, Prompt("~", images=(pictures[0],)))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that declares a large image."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_files_that_are_not_images_are_refused(pictures: list[Path], tmp_path: Path) -> None:
+    whole = pictures[0].read_bytes()
+    bad = {
+        "empty": b"",
+        "text": b"hello",
+        "cut": whole[: len(whole) // 2],
+        "bomb": bomb(60_000, 60_000),
+        "small bomb": bomb(8_000, 8_000),
+        "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "large": bytes(LARGEST_FILE + 1),
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputRefused):
+            open_image(tmp_path / name)
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "a\0b"):
+        with pytest.raises(InputRefused):
+            open_image(path)
+    with pytest.raises(UsageProblem):
+        open_image(3)
+
+
+def test_a_rotated_photograph_is_turned_upright() -> None:
+    from PIL import Image  # noqa: PLC0415
+
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (4, 9)).save(file, "JPEG", exif=exif)
+    assert open_image(file.getvalue()).size == (9, 4)

@@ -1,0 +1,83 @@
+"""Prompts that are cut, and prompts that are too long among others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from llmconv.cli import main
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.generation import TextModel, generate
+
+
+def run(*arguments: object) -> Result:
+    """`llmconv generate`."""
+    return CliRunner().invoke(main, ["generate", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def starting(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The talking Llama, with a tokenizer that adds the start token `~` and the end token `}`."""
+    folder = Path(shutil.copytree(talking, tmp_path_factory.mktemp("starting") / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [(letter, tokenizer.convert_tokens_to_ids(letter)) for letter in "~}"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="~ $A }", special_tokens=ids)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("length", [3, 4, 9, 50])
+def test_a_prompt_is_cut_as_transformers_truncates_on_the_left(starting: Path, length: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(starting, truncation_side="left")
+    expected = tokenizer("hello there", truncation=True, max_length=length)["input_ids"]
+    model = TextModel.open(starting)
+    made = generate(model, ["hello there"], src_length=length, max_new_tokens=3).completions[0]
+    pieces = list(model.stream([expected], model.defaults.but(max_new_tokens=3)))
+    assert made.tokens == [piece.token for piece in pieces]
+    assert (made.prompt_tokens, made.cut_tokens) == (len(expected), 13 - len(expected))
+
+
+def test_a_length_without_room_for_text_is_refused(starting: Path) -> None:
+    with pytest.raises(UsageProblem, match="begins with 1 special"):
+        generate(starting, ["hello"], src_length=1)
+
+
+def test_special_tokens_are_left_out_on_request(starting: Path, talking: Path) -> None:
+    plain, bare = generate(talking, ["hello"]), generate(starting, ["hello"], add_special_tokens=False)
+    assert bare.completions == plain.completions != generate(starting, ["hello"]).completions
+    shown = run(starting, "hello", "--no-add-special-tokens")
+    assert shown.stdout == plain.completions[0].text + "\n"
+
+
+def test_cut_prompts_are_counted(talking: Path) -> None:
+    result = run(talking, "hello", "a", "--src-length", 3, "--max-new-tokens", 2)
+    assert result.exit_code == 0 and "1 of 2 prompts cut to their last 3 tokens" in result.stderr
+
+
+def test_a_prompt_that_is_too_long_does_not_stop_the_others(talking: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    call = (talking, "a", "much too long", "b", "--max-length", 6, "--output-file", out)
+    result = run(*call)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert result.exit_code == 3 and "1 prompt was too long" in result.stderr
+    assert "prompt 2 has 13 tokens, but max_length is 6" in result.stderr
+    assert [line["finish"] for line in lines] == ["length", "too_long", "length"]
+    assert lines[1]["text"] == "" and lines[0]["text"] == generate(talking, "a", max_length=6).completions[0].text
+    assert run(*call).exit_code == 3 and [json.loads(line) for line in out.read_text().splitlines()] == lines
+
+
+def test_if_all_prompts_are_too_long_nothing_runs(talking: Path) -> None:
+    with pytest.raises(InputRefused, match="prompt 1 has 8 tokens, but max_length is 4"):
+        generate(talking, ["too long", "this, too"], max_length=4)
+
+
+@pytest.mark.parametrize("way", [(), ("--stream",)])
+def test_a_text_left_out_is_empty_on_stdout(talking: Path, way: tuple[str, ...]) -> None:
+    result = run(talking, "much too long", "b", "--max-length", 5, "--null", *way)
+    assert result.stdout.split("\0") == ["", generate(talking, "b", max_length=5).completions[0].text, ""]

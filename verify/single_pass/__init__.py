@@ -1,0 +1,1 @@
+"""Verifies graphs without a cache: embeddings, classes, scores and logits of whole texts."""
