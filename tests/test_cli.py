@@ -424,3 +424,14 @@ def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None
     assert result["written"] is False
     other = CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--dtype", "float16"])
     assert other.exit_code == 3 and "with other options" in other.stderr
+
+
+@pytest.mark.parametrize("line", [["help", "delta", "extract"], ["help", "to-hf"], ["help"]])
+def test_help_is_a_command_too(line: list[str]) -> None:
+    done, other = (CliRunner().invoke(llmconv.cli.main, words) for words in (line, [*line[1:], "--help"]))
+    assert done.exit_code == 0 and done.output == other.output
+
+
+def test_the_version_has_a_short_option() -> None:
+    short, long = (CliRunner().invoke(llmconv.cli.main, [option]).output for option in ("-V", "--version"))
+    assert short == long != ""
