@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Print the embedding of each text.
 
-    FOLDER has the graph that `llmconv export --task` wrote. Each line of the output is a JSON object with `text` and `embedding`; with a classifier `logits` of its classes,
-    with a reranker `score`. A .npy file has one row per text, in float32.
+    FOLDER has the graph that `llmconv export --task` wrote. Each line of the output is a JSON object with `text` and
+    `embedding`; with a classifier `logits` of its classes, with a reranker `score`. A .npy file has one row per text,
+    in float32.
     """
     from llmconv.embedding.embedder import RESULTS, Embedder
 
