@@ -9,8 +9,21 @@ if sys.platform == "win32":
 
 from llmconv.export.exporter import Exported, export
 from llmconv.export.families import INPUT_MAPS, InputMap, register_input_map
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
 
-__all__ = ["INPUT_MAPS", "Exported", "InputMap", "export", "register_input_map"]
+__all__ = [
+    "BATCH",
+    "INPUT_MAPS",
+    "PAST",
+    "SEQUENCE",
+    "TOTAL",
+    "Exported",
+    "ExtraInput",
+    "InputMap",
+    "ModelCall",
+    "export",
+    "register_input_map",
+]
 
 
 def __dir__() -> list[str]:

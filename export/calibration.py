@@ -9,6 +9,7 @@ from pathlib import Path
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
 from llmconv.export.export_options import ExportOptions
+from llmconv.export.fixed_inputs import all_fixed
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import LanguageModel
 from llmconv.export.output import file_tensors
@@ -70,9 +71,11 @@ class Calibration:
         limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
         most = LONG if given["method"] == "gptq" else TOKENS
         texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted, most=most)
-        traced = next((graph for graph in graphs.values() if graph.spec == GROWING), None)
+        fixed = all_fixed(language_model.extra_inputs, "a calibration", "--calibrate")
+        plain = replace(GROWING, fixed_inputs=fixed)
+        traced = next((graph for graph in graphs.values() if graph.spec == plain), None)
         if traced is None:
-            traced = language_model.trace({"unified": GROWING})[0]["unified"]
+            traced = language_model.trace({"unified": plain})[0]["unified"]
         say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
         return cls(traced, texts, file_tensors(checkpoint))
 

@@ -21,6 +21,7 @@ from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, fi
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.families import decoder_config
+from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
@@ -194,7 +195,11 @@ def _of_checkpoint(
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
+    extras = language_model.extra_inputs
+    for option in (name for name in ("prefix", "kv_cache") if given[name]):
+        refuse_option(extras, f"--{option.replace('_', '-')}")
     specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = with_fixed_inputs(specs, extras, clients)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     if quantization:
@@ -351,7 +356,8 @@ def _client_files(
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
     kinds = spec.cache, spec.precision, spec.target, quant
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, *kinds))
+    fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
+    return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
 
 
 def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:

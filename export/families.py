@@ -8,24 +8,25 @@ package is one call of `register_input_map`, or an entry point in the group `llm
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.errors import UnsupportedInput
+from llmconv.checkpoint import read_json
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
 from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
-
-BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
-"""The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Port:
 
     Attributes:
         name: its name.
-        dtype: `int64` or `float32`.
+        dtype: `int64`, `int32`, `bool` or `float32`.
         axes: symbols of dynamic axes and sizes of fixed ones.
     """
 
@@ -50,12 +51,21 @@ class InputMap:
     Attributes:
         position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
         cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
+        extras: inputs that only some families have, such as `token_type_ids`.
         note: special properties of the family, for the table of families.
     """
 
     position_ids: bool = True
     cache: str = "heads"
     note: str = ""
+    extras: tuple[ExtraInput, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [extra.name for extra in self.extras]
+        if len(set(names)) < len(names):
+            raise UsageProblem(
+                f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"
+            )
 
     @property
     def kind(self) -> CacheKind:
@@ -77,7 +87,12 @@ class InputMap:
         ports = [Port("input_ids", "int64", (BATCH, SEQUENCE)), Port("attention_mask", "int64", (BATCH, TOTAL))]
         if self.position_ids:
             ports.append(Port("position_ids", "int64", (BATCH, SEQUENCE)))
-        return (*ports, *self.past(config))
+        extras = [Port(name, extra.dtype, extra.declared) for name, extra in self.extra_inputs(config).items()]
+        return (*ports, *extras, *self.past(config))
+
+    def extra_inputs(self, config: Any) -> dict[str, ExtraInput]:
+        """The extra inputs of a model by name, with numbers as sizes, see `resolved_inputs`."""
+        return resolved_inputs(self.extras, decoder_config(config))
 
     def outputs(self, config: Any) -> tuple[Port, ...]:
         """Outputs of every graph, in order."""
@@ -144,6 +159,19 @@ DECODER = InputMap()
 MASK_ALONE = InputMap(position_ids=False)
 """No `position_ids`: the model counts positions itself."""
 
+SEGMENTS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values="type_vocab_size", repeats=True)
+"""The segment of each token, as BERT numbers them; a model with one segment has no such input."""
+
+SEGMENTED = InputMap(extras=(SEGMENTS,))
+
+TASKS = ExtraInput(
+    "task_type_ids",
+    (BATCH, SEQUENCE),
+    values=lambda config: config.task_type_vocab_size if config.use_task_id else 1,
+    repeats=True,
+)
+"""The task that ERNIE is to do with each token."""
+
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
@@ -161,16 +189,16 @@ INPUT_MAPS: dict[str, InputMap] = {
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bart": MASK_ALONE,
     "beam": DECODER,
-    "bert": DECODER,
+    "bert": SEGMENTED,
     "bert-generation": DECODER,
-    "big_bird": DECODER,
+    "big_bird": SEGMENTED,
     "bigbird_pegasus": MASK_ALONE,
     "biogpt": DECODER,
     "bitnet": DECODER,
     "blenderbot": MASK_ALONE,
     "blenderbot-small": MASK_ALONE,
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
-    "camembert": DECODER,
+    "camembert": SEGMENTED,
     "codegen": DECODER,
     "cohere": DECODER,
     "cohere2": DECODER,
@@ -178,14 +206,14 @@ INPUT_MAPS: dict[str, InputMap] = {
     "cohere_compass_text": DECODER,
     "ctrl": DECODER,
     "cwm": DECODER,
-    "data2vec-text": DECODER,
+    "data2vec-text": SEGMENTED,
     "deepseek_v2": DECODER,
     "deepseek_v3": DECODER,
     "diffllama": DECODER,
     "doge": DECODER,
     "dots1": DECODER,
-    "electra": DECODER,
-    "ernie": DECODER,
+    "electra": SEGMENTED,
+    "ernie": InputMap(extras=(SEGMENTS, TASKS)),
     "ernie4_5": DECODER,
     "ernie4_5_moe": DECODER,
     "exaone4": DECODER,
@@ -254,7 +282,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
     "marian": MASK_ALONE,
     "mbart": MASK_ALONE,
-    "megatron-bert": DECODER,
+    "megatron-bert": SEGMENTED,
     "mellum": DECODER,
     "mimo_v2_flash": DECODER,
     "minicpm3": DECODER,
@@ -298,11 +326,11 @@ INPUT_MAPS: dict[str, InputMap] = {
     "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
     "qwen3_moe": DECODER,
     "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
-    "rembert": DECODER,
-    "roberta": DECODER,
-    "roberta-prelayernorm": DECODER,
-    "roc_bert": DECODER,
-    "roformer": MASK_ALONE,
+    "rembert": SEGMENTED,
+    "roberta": SEGMENTED,
+    "roberta-prelayernorm": SEGMENTED,
+    "roc_bert": SEGMENTED,
+    "roformer": InputMap(position_ids=False, extras=(SEGMENTS,)),
     "seed_oss": DECODER,
     "smollm3": DECODER,
     "solar_open": DECODER,
@@ -311,8 +339,8 @@ INPUT_MAPS: dict[str, InputMap] = {
     "trocr": MASK_ALONE,
     "vaultgemma": DECODER,
     "whisper": MASK_ALONE,
-    "xlm-roberta": DECODER,
-    "xlm-roberta-xl": DECODER,
+    "xlm-roberta": SEGMENTED,
+    "xlm-roberta-xl": SEGMENTED,
     "youtu": InputMap(
         note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
     ),
@@ -337,6 +365,28 @@ def known_input_maps() -> dict[str, InputMap]:
     """The whole table, with the input maps of installed packages."""
     _load_entry_points()
     return INPUT_MAPS
+
+
+def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
+    """The extra inputs of the language model in a folder; none for a family without an input map.
+
+    Raises:
+        MalformedInput: `config.json` is invalid.
+    """
+    path = folder / "config.json"
+    fields = read_json(path) if path.is_file() else {}
+    text = fields.get("text_config")
+    types = [part.get("model_type") for part in (fields, text) if isinstance(part, dict)]
+    rows = [known_input_maps()[name] for name in types if isinstance(name, str) and name in known_input_maps()]
+    return tuple(_with_stated(extra, SimpleNamespace(**fields)) for extra in rows[0].extras) if rows else ()
+
+
+def _with_stated(extra: ExtraInput, config: SimpleNamespace) -> ExtraInput:
+    """An extra input with its number of values, if `config.json` alone states it."""
+    try:
+        return replace(extra, values=extra.number_of_values(config))
+    except UnsupportedInput:
+        return extra
 
 
 def find_input_map(model_type: str) -> InputMap:

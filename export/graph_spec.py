@@ -15,11 +15,13 @@ from typing import Any
 
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.export.families import Port
 from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.export.targets.presets import TARGETS
-from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent
+from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.extra_feeds import TOKEN_INPUTS
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 CACHE_RANK = 4
@@ -85,6 +87,7 @@ class GraphSpec:
         logits: dtype of the logits, `float32` or `precision`.
         kv_cache: `int8` for keys and values as integer codes, which are added after the trace; empty for floats.
         steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
+        fixed_inputs: names of extra inputs that the graph does not have, because they always have their default.
         task: what a graph without a cache returns, a key of `tracing.single_pass.RESULTS`; empty for logits.
         head: what follows the decoder for that task; None for nothing.
     """
@@ -99,6 +102,7 @@ class GraphSpec:
     logits: str = FLOAT32
     kv_cache: str = ""
     steps: bool = False
+    fixed_inputs: tuple[str, ...] = ()
     task: str = ""
     head: SentenceHead | TokenScore | None = None
 
@@ -108,25 +112,27 @@ class GraphSpec:
         return 23 if self.cache in ("growing", NO_CACHE) else 24
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Fields of a graph's manifest entry: `form` with the fixed values, and `precision`; none for the defaults."""
+        """Fields of a graph's manifest entry that are not those of every graph."""
         dtypes = {"precision": self.precision, "logits_dtype": self.logits}
-        others = {"embeddings", "precision", "logits", "head"}
+        others = {"embeddings", "precision", "logits", "fixed_inputs", "head"}
         fixed = {name: value for name, value in asdict(self).items() if value and name not in others}
         fields: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype != FLOAT32}
+        fields |= {"fixed_inputs": list(self.fixed_inputs)} if self.fixed_inputs else {}
         return {**fields, "form": fixed} if fixed != {"cache": "growing"} else fields
 
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
-        """Inputs of a graph with this spec; `write_indices` of a static cache comes before the cache.
+        """Inputs of a graph with this spec; `write_indices` of a static cache comes after tokens, mask and positions.
 
         Args:
             ports: inputs of the family's graph with a growing cache.
 
         Raises:
-            UnsupportedInput: an unknown input, or the family keeps states, which buffers cannot hold.
+            UnsupportedInput: the family keeps states, which buffers cannot hold, or has an input of past tokens alone.
         """
-        _require_known(ports)
         if self.cache == NO_CACHE:
             return tuple(self._fixed(port) for port in self._tokens(ports))
+        self._require_lengths([port for port in ports if not is_past(port.name)])
+        ports = [port for port in ports if port.name not in self.fixed_inputs]
         if self.cache != "growing" and any(port.name.startswith("past_") and PAST not in port.axes for port in ports):
             raise UnsupportedInput(
                 "a cache of fixed length holds only keys and values, and this family also keeps states",
@@ -143,9 +149,18 @@ class GraphSpec:
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
             return tuple(fixed)
-        first = next(at for at, port in enumerate(ports) if PAST in port.axes)
+        first = sum(port.name in TOKEN_INPUTS for port in fixed)
         batch = self.batch_size or BATCH
         return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
+
+    def _require_lengths(self, ports: Sequence[Port]) -> None:
+        """Refuses an input whose length a cache of fixed length does not have."""
+        past = [port.name for port in ports if PAST in port.axes]
+        if self.cache != "growing" and past:
+            raise UnsupportedInput(
+                f"a cache of fixed length has no number of past tokens, which is an axis of the input `{past[0]}`",
+                hint="leave out `--shapes static` and `--cache shared-buffer`",
+            )
 
     def outputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """Outputs of a graph with this spec; `ports` are those of the family's graph with a growing cache."""
@@ -155,7 +170,7 @@ class GraphSpec:
 
     def _tokens(self, ports: Sequence[Port]) -> list[Port]:
         """The inputs of a graph without a cache; for a task it counts positions from the mask itself."""
-        own = [port for port in ports if not port.name.startswith("past_")]
+        own = [port for port in ports if port.name in TOKEN_INPUTS]
         own = [port for port in own if not (self.task and port.name == "position_ids")]
         return [replace(port, axes=tuple(SEQUENCE if axis == TOTAL else axis for axis in port.axes)) for port in own]
 
@@ -234,16 +249,3 @@ def _prompt_length(slots: int | None, asked: int | None) -> int:
             hint="make `--max-seq-len` a multiple of `--prompt-len`",
         )
     return length
-
-
-TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
-
-
-def _require_known(ports: Sequence[Port]) -> None:
-    """Refuses an unknown input of an input map: the trace would call the model without it."""
-    unknown = [port.name for port in ports if port.name not in TOKEN_INPUTS and not port.name.startswith("past_")]
-    if unknown:
-        raise UnsupportedInput(
-            f"the input map has an unsupported input `{unknown[0]}`",
-            hint=f"leave it out of `InputMap.inputs`: graphs take {', '.join(TOKEN_INPUTS)} and the cache",
-        )

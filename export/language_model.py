@@ -29,6 +29,7 @@ from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming
 from llmconv.export.tracing.vision import VISION_TOWERS
 from llmconv.export.vision_graph import build_vision
 from llmconv.progress import say
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 
@@ -49,6 +50,11 @@ class LanguageModel:
     naming: TensorNaming | None = None
     embeddings: int | None = None
     whole: Any = None
+
+    @property
+    def extra_inputs(self) -> dict[str, ExtraInput]:
+        """The extra inputs of its graphs by name, resolved."""
+        return self.input_map.extra_inputs(self.config)
 
     def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
         """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import numpy_helper
@@ -67,9 +68,11 @@ class Compared:
     def eager(self, dtype: str, known: Eager | None) -> Eager:
         """The reference with the noise of a dtype; `known` is an open reference of the model."""
         skipped = self.induction.left_out(self.induction.kept) if self.induction else frozenset()
+        fixed = self.verified.entries[0].fixed_inputs
+        options: dict[str, Any] = {"code": self.code, "skipped": skipped, "fixed_inputs": fixed}
         if self.layered:
-            return StreamedEager(self.reference, dtype, code=self.code, selection=self.selection, skipped=skipped)
-        return known.in_dtype(dtype) if known else Eager(self.reference, dtype, code=self.code, skipped=skipped)
+            return StreamedEager(self.reference, dtype, selection=self.selection, **options)
+        return known.in_dtype(dtype).with_fixed(fixed) if known else Eager(self.reference, dtype, **options)
 
     def run(self, known: Eager | None, dtype: str = "", *, is_half: bool = False) -> Checking:
         """Opens the graphs and runs the scenarios.

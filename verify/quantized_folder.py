@@ -14,6 +14,7 @@ from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.extra_feeds import extra_names
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.audit.file_checksums import NAME as GRAPH_FILE
@@ -88,4 +89,5 @@ def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
     """Whether only llmconv's own runner runs a graph."""
     inputs = {port.name for port in compared.models[entry.name].graph.input}
     states = {name for name in inputs if is_past(name) and not MAP.fits(MAP.past, name)}  # of convolutions, recurrences
-    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or inputs & OWN_INPUTS)
+    own = inputs & OWN_INPUTS or extra_names(inputs)
+    return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -12,6 +13,7 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.export.families import extra_inputs_of
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote
 from llmconv.output.manifest import MANIFEST, read_manifest
@@ -128,6 +130,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         return report
     reference = require_weights(folder, [*entries, *single][0], reference or recorded_reference(folder))
     report.reference = reference.name
+    settings = replace(session.settings, extra_inputs=partial(extra_inputs_of, reference))
+    session = replace(session, settings=settings)
     rest = _single_pass(folder, single, reference, report, session, allow_changed) if single and not only else None
     if not entries and adapter is not None:
         raise UsageProblem("`--adapter` applies to graphs with a cache", hint="leave out `--adapter`")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from llmconv.export import InputMap
+from llmconv.export import BATCH, ExtraInput, InputMap
 
-INPUT_MAPS = {"magpie": InputMap(position_ids=False, note="ALiBi; one key/value head; its own attention code")}
+INPUT_MAPS = {
+    "magpie": InputMap(
+        position_ids=False,
+        extras=(ExtraInput("version", (BATCH,), values="n_versions"),),
+        note="ALiBi; one key/value head; its own attention code",
+    )
+}

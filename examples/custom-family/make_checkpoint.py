@@ -1,4 +1,4 @@
-"""Makes a Magpie of 0.3 million parameters that knows one rhyme: its own code, safetensors weights, a tokenizer."""
+"""Makes a Magpie of 0.3 million parameters that knows a rhyme in two versions: own code, weights, a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
-RHYME = """\
+RHYMES = (
+    """\
 One for sorrow, two for joy, three for a girl, four for a boy,
-five for silver, six for gold, seven for a secret never to be told."""
+five for silver, six for gold, seven for a secret never to be told.""",
+    """\
+One for sorrow, two for mirth, three for a funeral, four for a birth,
+five for heaven, six for hell, seven for the devil, his own self.""",
+)
+"""By version."""
+
 END = "<|end|>"
-STEPS = 120
+STEPS = 160
+PADDING = -100
 
 
 def main() -> None:
@@ -29,10 +37,10 @@ def save(folder: Path, steps: int) -> None:
     MagpieConfig.register_for_auto_class()
     MagpieForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     tokenizer = byte_tokenizer()
-    tokens = torch.tensor([tokenizer(RHYME)["input_ids"] + [tokenizer.eos_token_id]])
+    texts = [torch.tensor(tokenizer(rhyme)["input_ids"] + [tokenizer.eos_token_id]) for rhyme in RHYMES]
     torch.manual_seed(0)
     model = MagpieForCausalLM(MagpieConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id))
-    train(model, tokens, steps)
+    train(model, texts, steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -46,13 +54,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def train(model: MagpieForCausalLM, tokens: torch.Tensor, steps: int) -> None:
-    """Adam on the one text `[1, length]`."""
+def train(model: MagpieForCausalLM, texts: list[torch.Tensor], steps: int) -> None:
+    """Adam on one text for each version."""
     torch.set_num_threads(1)  # so small a model only waits for more
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PADDING)
+    mask = (tokens != PADDING).long()
     for _ in range(steps):
-        logits = model(tokens[:, :-1], torch.ones_like(tokens[:, :-1])).logits
-        loss = cross_entropy(logits[0], tokens[0, 1:])
+        logits = model(tokens.clamp(min=0)[:, :-1], mask[:, :-1], version=torch.arange(len(texts))).logits
+        loss = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], ignore_index=PADDING)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmconv.export.families import PAST, Port
+from llmconv.export.families import Port
 from llmconv.export.graph_spec import CACHE_RANK
 from llmconv.export.node_editor import (
     MICROSOFT,
@@ -29,6 +29,7 @@ from llmconv.export.node_editor import (
     replace_value,
 )
 from llmconv.export.traced_graph import TracedGraph
+from llmconv.runtime.extra_inputs import PAST
 
 HEAD_MULTIPLE = 8
 """onnxruntime's kernels take head sizes that are a multiple of this."""

@@ -6,7 +6,7 @@ values of another size than keys, and layers may share a cache or have different
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,29 +17,45 @@ from transformers.cache_utils import Cache
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer
-from llmconv.export.families import PAST, TOTAL, InputMap, Port, decoder_config
+from llmconv.export.families import InputMap, Port, decoder_config
+from llmconv.export.tracing.extra_tensors import example_values, fitting
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput
 
 HeadShape = tuple[int, int]
 """(heads, size of one head)."""
 
 
-def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], list[Port]]:
-    """Inputs and outputs of the model's graph, with the heads and head sizes of the model itself."""
+def ports_of(
+    model: PreTrainedModel, input_map: InputMap, extras: Mapping[str, ExtraInput] | None = None
+) -> tuple[list[Port], list[Port]]:
+    """Inputs and outputs of the model's graph, with the heads and head sizes of the model itself.
+
+    Args:
+        model: the model on fake weights.
+        input_map: the input map of its `model_type`.
+        extras: its extra inputs by name, resolved.
+    """
     inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
     if input_map.kind.mixed:
         return inputs, outputs
     _require_no_states(model)
-    shapes = probe(model)
+    shapes = probe(model, extras)
     return with_shapes(inputs, shapes), with_shapes(outputs, shapes)
 
 
-def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:
-    """Key and value of every layer that keeps them, from one run with an empty cache."""
+def probe(model: PreTrainedModel, extras: Mapping[str, ExtraInput] | None = None) -> list[tuple[HeadShape, HeadShape]]:
+    """Key and value of every layer that keeps them, from one run with an empty cache.
+
+    Args:
+        model: the model on fake weights.
+        extras: its extra inputs by name, resolved.
+    """
     mode = next(model.parameters()).fake_mode
     cache = Cache(layer_class_to_replicate=PastLayer)
     tokens = torch.ones(2, 3, dtype=torch.int64)
-    with mode, torch.no_grad():
-        model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True)
+    with fitting(extras or {}), mode, torch.no_grad():
+        given = example_values(extras or {}, model.dtype, {BATCH: 2, SEQUENCE: 3, PAST: 0, TOTAL: 3})
+        model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True, **given)
     return [(_head_shape(layer.keys), _head_shape(layer.values)) for layer in cache.layers]
 
 

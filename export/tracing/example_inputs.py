@@ -9,19 +9,33 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from llmconv.export.families import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.export.families import Port
 from llmconv.runtime.cache_names import MAX_LENGTH
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
+from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
+
+TOKENS = ("input_ids", INPUTS_EMBEDS, "attention_mask", "position_ids", WRITE_INDICES)
 
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
 """Example sizes of dynamic axes; none is 0 or 1, for which torch.export would specialize the axis."""
 
 
 def example_arguments(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    """Arguments of the traced module: one per input, and the cache as one list."""
-    tokens = [torch.ones(sizes(port), dtype=getattr(torch, port.dtype)) for port in inputs if not is_cache(port)]
+    """Arguments of the traced module: one per token input, the extra inputs as one list and the cache as another."""
+    tokens = {port.name: _ones(port) for port in inputs if port.name in TOKENS}
+    extras = [_zeros(port) for port in extra_ports(inputs)]
     cache = [_zeros(port) for port in inputs if is_cache(port)]
-    return (*_with_optional(inputs, tokens), cache)
+    return (*_arguments(tokens), extras, cache)
+
+
+def _ones(port: Port) -> Tensor:
+    return torch.ones(sizes(port), dtype=getattr(torch, port.dtype))
+
+
+def extra_ports(inputs: Sequence[Port]) -> list[Port]:
+    """The extra inputs, in the order of the graph."""
+    return [port for port in inputs if port.name not in TOKENS and not is_cache(port)]
 
 
 def _zeros(port: Port) -> Tensor:
@@ -33,16 +47,15 @@ def _zeros(port: Port) -> Tensor:
 
 def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:
     """The dynamic axes of these arguments, in the same structure."""
-    symbols = [axes(port) for port in inputs]
-    first = next((at for at, port in enumerate(inputs) if is_cache(port)), len(inputs))
-    return (*_with_optional(inputs, symbols[:first]), symbols[first:])
+    tokens = {port.name: axes(port) for port in inputs if port.name in TOKENS}
+    extras = [axes(port) for port in extra_ports(inputs)]
+    return (*_arguments(tokens), extras, [axes(port) for port in inputs if is_cache(port)])
 
 
-def _with_optional(inputs: Sequence[Port], given: Sequence[Any]) -> list[Any]:
+def _arguments(tokens: dict[str, Any]) -> list[Any]:
     """The values of the token inputs in the order of the module's arguments; None for missing inputs."""
-    by_name = {port.name: value for port, value in zip(inputs, given, strict=False)}
-    names = ["attention_mask", "position_ids", WRITE_INDICES]
-    return [given[0], *(by_name.get(name) for name in names)]
+    first = tokens.get("input_ids", tokens.get(INPUTS_EMBEDS))
+    return [first, *(tokens.get(name) for name in ("attention_mask", "position_ids", WRITE_INDICES))]
 
 
 def axes(port: Port) -> dict[int, Any]:

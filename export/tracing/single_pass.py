@@ -12,11 +12,12 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.families import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.families import InputMap, Port
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
 from llmconv.export.tracing.fake_model import CLASSIFY, depth
 from llmconv.runtime.cache_names import is_recurrent
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE
 
 EMBED, RERANK = "embed", "rerank"
 

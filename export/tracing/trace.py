@@ -23,7 +23,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.families import BATCH, SEQUENCE, InputMap, Port, decoder_config
+from llmconv.export.families import InputMap, Port, decoder_config
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.library_patches import (
     complex_as_pairs,
@@ -35,12 +35,14 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
 from llmconv.export.tracing.exact_scalars import record_exact_scalars
-from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
+from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, extra_ports, is_cache, sizes
+from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_fit
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.tensors import BY_NAME
 
@@ -55,11 +57,19 @@ class CacheAsTensors(nn.Module):
         model: the eager model.
         past: names of the cache inputs, in order.
         spec: how the cache is kept.
+        extras: the extra inputs of the family by name, resolved.
     """
 
-    def __init__(self, model: PreTrainedModel, past: Sequence[str], spec: GraphSpec) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        past: Sequence[str],
+        spec: GraphSpec,
+        extras: Mapping[str, ExtraInput] | None = None,
+    ) -> None:
         super().__init__()
         self.model, self._past, self._spec = model, past, spec
+        self._extras = ExtraTensors(extras or {}, spec.fixed_inputs)
         # `cache_params` in models whose layers have no keys and values
         is_stateful = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if is_stateful else "past_key_values"
@@ -70,6 +80,7 @@ class CacheAsTensors(nn.Module):
         attention_mask: Tensor,
         position_ids: Tensor | None,
         write_indices: Tensor | None,
+        extras: list[Tensor],
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         """One call of the model.
@@ -79,19 +90,22 @@ class CacheAsTensors(nn.Module):
             attention_mask: int64 `[batch, total]`.
             position_ids: int64 `[batch, sequence]`; None for families that count tokens themselves.
             write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
+            extras: values of the extra inputs that are not fixed, in their order.
             past: tensors of the cache.
 
         Returns:
             Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
         """
         cache = self._cache(past, input_ids, attention_mask, write_indices)
+        others = self._extras.named(extras, input_ids, attention_mask)
         new, total = (
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
         )
         TracedCache.is_step = (new == 1) & (total > 1)
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        given = {INPUTS_EMBEDS if self._spec.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
+        tokens = INPUTS_EMBEDS if self._spec.embeddings else "input_ids"
+        given = {tokens: input_ids, "attention_mask": attention_mask, **others}
         if position_ids is not None:
             given["position_ids"] = position_ids
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
@@ -139,16 +153,21 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         model = build(config, getattr(torch, spec.precision), spec.task)
         single = spec.cache == NO_CACHE
         with complex_as_pairs(), unchanged_buffers(model):
-            found = (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map)
+            extras = {} if single else extras_of(model, input_map)
+            found = (
+                (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map, extras)
+            )
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
-        module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec)
+        module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
+        arguments = example_arguments(inputs)[: 3 if single else None]
         with transformers_fixes(), complex_as_pairs(), traceable, unchanged_buffers(model) as constants:
+            require_fit(module, arguments, extras)
             program = torch.export.export(
                 module,
-                example_arguments(inputs)[: 3 if single else None],
+                arguments,
                 dynamic_shapes=dynamic_axes(inputs)[: 3 if single else None],
                 strict=False,
             )
@@ -271,6 +290,7 @@ def name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port])
     """
     for value, port in zip(model.graph.inputs, inputs, strict=False):
         _require_dynamic(value, port)
+        _require_used(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
@@ -287,6 +307,15 @@ def _require_dynamic(value: ir.Value, port: Port) -> None:
                 f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
                 hint="the model's code depends on its value; see docs/adding-a-family.md",
             )
+
+
+def _require_used(value: ir.Value, port: Port) -> None:
+    """Refuses an extra input that the model ignores: a request could give it any value."""
+    if port in extra_ports([port]) and not value.uses():
+        raise UnsupportedInput(
+            f"the logits do not depend on the extra input `{port.name}`",
+            hint="leave it out of the input map; see docs/adding-a-family.md",
+        )
 
 
 def _require_dtype(value: ir.Value, port: Port) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from llmconv.cli import options
 from llmconv.progress import say
+
+if TYPE_CHECKING:
+    from llmconv.export.families import InputMap
 
 
 @click.command("families")
@@ -23,13 +28,19 @@ def command(as_json: bool) -> None:
     rows = {name: row for name, row in sorted(known_input_maps().items())}
     others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
     if as_json:
-        found = {name: {"position_ids": row.position_ids, "note": row.note} for name, row in rows.items()}
+        found = {name: _fields(row) for name, row in rows.items()}
         options.print_json({**found, **{name: {"not_exported": reason} for name, reason in others.items()}})
         return
     width = max(map(len, rows))
     for name, row in rows.items():
-        click.echo(
-            f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {row.note}".rstrip()
-        )
+        extras = f"inputs: {', '.join(extra.name for extra in row.extras)}" if row.extras else ""
+        note = "; ".join(filter(None, (extras, row.note)))
+        click.echo(f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {note}".rstrip())
     for name, reason in others.items():
         say(f"not exported: {name}: {reason}")
+
+
+def _fields(row: InputMap) -> dict[str, Any]:
+    """A row for JSON."""
+    extras = [extra.name for extra in row.extras]
+    return {"position_ids": row.position_ids, "extras": extras, "note": row.note}

@@ -81,7 +81,7 @@ class Batches:
             on_piece: called with every piece of text.
         """
         ids = [prompt.tokens for prompt in prompts if not prompt.problem]
-        shares = self.shares and len(ids) > 1 and not any(prompt.embeddings for prompt in prompts)
+        shares = self.shares and len(ids) > 1 and not any(prompt.embeddings or prompt.inputs for prompt in prompts)
         shared = SharedPrefix(shared_start(ids), self.model.positions) if shares else None
         size = min(self.size, self.model.sequences or self.size)
         size = max(size // self.together, 1) * self.together
@@ -119,6 +119,8 @@ class Batches:
         ids, samples = [one.tokens for one in prompts], [one.sample for one in prompts]
         rows = [one.embeddings() if one.embeddings else None for one in prompts]
         given: dict[str, Any] = {"samples": samples, "decode": decode, "streamer": self.streamer}
+        if any(one.inputs for one in prompts):
+            given["inputs"] = [one.inputs for one in prompts]
         return self.model.stream(ids, self.settings, shared, embeddings=rows, **given)
 
 

@@ -168,7 +168,7 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    contents = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
+    contents = [[one.content, dict(one.fields), *([repr(one.inputs)] if one.inputs else [])] for one in prompts]
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 

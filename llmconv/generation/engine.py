@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.generation.chat.reused_cache import PrefixCache
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, RowStart, TextPiece
@@ -67,7 +68,14 @@ class LoopEngine:
             if cache and len(rows) == 1:
                 cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
 
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+    def beams(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        count: int,
+        inputs: GivenInputs | None = None,
+    ) -> Sequence[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
 
         Args:
@@ -75,6 +83,7 @@ class LoopEngine:
             limit: maximum number of new tokens.
             settings: include the number of beams.
             count: number of continuations.
+            inputs: values of extra inputs.
         """
         if not limit:
             return [[]] * count
@@ -84,7 +93,7 @@ class LoopEngine:
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        return search(GraphModel(self.runner, self.positions, vocabulary), prompt, limit, settings, count)
+        return search(GraphModel(self.runner, self.positions, vocabulary, inputs), prompt, limit, settings, count)
 
     @staticmethod
     def _row(index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:

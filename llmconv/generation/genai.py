@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
@@ -105,7 +106,14 @@ class GenaiEngine:
                 yield from self._step(*search)
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
+    def beams(
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        count: int,
+        inputs: GivenInputs | None = None,
+    ) -> Sequence[list[int]]:
         """Raises UsageProblem: GenAI's beam search is not used."""
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from llmconv.generation.given_inputs import batch_values
 from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
@@ -43,6 +45,7 @@ class Batch:
         self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
         self._ids, self._most = self._mask[:, :0], 0
         self._placed: PlacedEmbeddings | None = None
+        self._longest = max((len(row.prompt) for row in self.rows), default=0)
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
         """Pads the prompts, which `read` then runs.
@@ -67,10 +70,11 @@ class Batch:
         done = past.tokens if past else 0
         end = min(done + self._most, longest)
         mask = self._mask[:, :end]
-        positions = self._position_ids(mask, end - done)
-        call = self._ids[:, done:end], mask, positions, past.cache if past else None
+        call = ModelCall(self._ids[:, done:end], mask, self._position_ids(mask, end - done))
+        given = *call.arrays, past.cache if past else None
         placed = self._placed.columns(done, end) if self._placed else None
-        step = self._runner.prefill_placed(*call, placed) if placed else self._runner.prefill(*call)
+        runner, extras = self._runner, self._extras(call)
+        step = runner.prefill_placed(*given, placed) if placed else runner.prefill(*given, extras)
         self.past = Past(step.present, end)
         return step if end == longest else None
 
@@ -82,9 +86,14 @@ class Batch:
         ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
         columns = self.past.tokens + 1
         mask = self._mask[:, :columns]
-        step = self._runner.decode(ids, mask, self._position_ids(mask, 1), self.past.cache)
+        call = ModelCall(ids, mask, self._position_ids(mask, 1))
+        step = self._runner.decode(*call.arrays, self.past.cache, self._extras(call))
         self.past = Past(step.present, columns)
         return step
+
+    def _extras(self, call: ModelCall) -> dict[str, Array]:
+        """The values of the extra inputs that prompts give."""
+        return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
 
     def _shrink(self) -> None:
         """Removes ended rows once they are half of all: each removal copies the cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,17 +17,18 @@ from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start,
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.model_parts import parts_of_object, room_in
 from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Row, RowStart, TextPiece
+from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of
 from llmconv.generation.runners import (
     is_model,
     load_genai,
     load_images,
-    load_object,
     load_runner,
     refuse_prefix,
     refuse_stages,
@@ -121,7 +122,7 @@ class TextModel:
         options = TorchOptions.of(adapter, device, dtype)
         if is_model(model):
             unused = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            return cls._of_object(model, tokenizer, settings, options, **unused)
+            return cls(**parts_of_object(model, tokenizer, settings, options, **unused))
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
@@ -137,30 +138,13 @@ class TextModel:
                 rest = {"trust_remote_code": trust_remote_code}
                 runner = load_runner(files, backend, settings, options, stages, **rest)
                 runner = with_prefix(runner, prefix) if prefix else runner
-                length = _room(context_length(files.folder), runner)
+                length = room_in(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
             images = load_images(files, backend, runner, settings)
             opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
-
-    @classmethod
-    def _of_object(
-        cls, model: Any, tokenizer: Any, settings: SessionSettings | None, options: TorchOptions, **unused: Any
-    ) -> TextModel:
-        """A model of transformers that is in memory, on its device and in its dtype."""
-        own = {"device": str(getattr(model, "device", "")), "dtype": str(getattr(model, "dtype", ""))[6:]}
-        given = {name: value for name, value in vars(options).items() if value != own.get(name)}
-        given |= unused
-        if odd := next((name for name, value in given.items() if value is not None), None):
-            raise UsageProblem(f"`{odd}` has no effect on a model in memory", hint="load the model with it")
-        if tokenizer is None:
-            raise UsageProblem("a model in memory has no tokenizer", hint="give `tokenizer`, an object or a folder")
-        runner = load_object(model, settings)
-        tokenizer = find_tokenizer(tokenizer, Path(), False)
-        defaults = GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict())
-        return cls(tokenizer, runner, defaults, runner.context_length, "torch")
 
     def with_adapter(self, adapter: str | Path) -> TextModel:
         """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
@@ -278,7 +262,7 @@ class TextModel:
         starts = add_special_tokens and not has_start(self.tokenizer, text, template)
         return encoder.encode(text, images, starts=starts)
 
-    def stream(
+    def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
@@ -289,6 +273,7 @@ class TextModel:
         samples: Sequence[int] = (),
         decode: Decode | None = None,
         streamer: Any = None,
+        inputs: Sequence[RequestInputs] | None = None,
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -306,9 +291,12 @@ class TextModel:
                 the prompt and then each new token, as integer arrays of shape [1, tokens] and [1].
             embeddings: of each prompt, in place of those of some tokens; empty for none. Such prompts do not use
                 `cache`.
+            inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
+                with values neither use nor change `cache`.
 
         Raises:
-            InputRefused: a prompt is longer than the context, or embeddings have another size.
+            InputRefused: a prompt is longer than the context, embeddings have another size, or a value does not fit an
+                extra input.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
         prompts = token_lists(prompts)
@@ -322,20 +310,49 @@ class TextModel:
                 hint="give one prompt at a time",
             )
         limits, rows = self.limits(prompts, settings), embeddings or [None] * len(prompts)
-        starts = list(map(RowStart, prompts, limits, samples, rows))
+        given = self.given_inputs(prompts, inputs)
+        starts = list(map(RowStart, prompts, limits, samples, rows, given))
         decode = decode or self.decode
         placed = [one for one in embeddings if one is not None]
+        cache = None if placed or any(given) else cache
+        if any(given):
+            if placed:
+                raise UsageProblem("a prompt has both embeddings and `inputs`", hint="give one of them")
+            require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
         for one in placed:
             require_size(self.embedding_size, one.rows, TOKENS_ONLY)
         if streamer is not None:
             require_streamer(streamer, len(prompts), settings)
-            grown = self._engine.grow(starts, settings, decode, None if placed else cache, most)
+            grown = self._engine.grow(starts, settings, decode, cache, most)
             return feed(streamer, prompts[0], grown)
         if settings.num_beams > 1:
             if placed:
                 raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(starts, settings, decode)
-        return self._engine.grow(starts, settings, decode, None if placed else cache, most)
+        return self._engine.grow(starts, settings, decode, cache, most)
+
+    def given_inputs(
+        self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None
+    ) -> list[GivenInputs | None]:
+        """The values of extra inputs for each prompt, checked; None for a prompt without any.
+
+        Args:
+            prompts: token ids.
+            inputs: values by name, for each prompt.
+
+        Raises:
+            InputRefused: a value does not fit an extra input.
+            UsageProblem: there are more or fewer mappings than prompts.
+        """
+        if inputs is None:
+            return [None] * len(prompts)
+        if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
+            count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+        known = {} if self.engine else self.runner.extra_inputs
+        several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
+        found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+        return [one if one.values else None for one in found]
 
     @property
     def embedding_size(self) -> int | None:
@@ -344,12 +361,14 @@ class TextModel:
 
     def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""
-        for _, group in groupby(enumerate(starts), key=lambda each: each[1].prompt):
+        for _, group in groupby(
+            enumerate(starts), key=lambda each: (each[1].prompt, each[1].inputs and each[1].inputs.content)
+        ):
             rows = [Row(index, start, settings, decode) for index, start in group]
             count = max(row.sample for row in rows) + 1
-            found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count)
+            found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count, rows[0].inputs)
             for row in rows:
-                yield from _pieces(row, found[row.sample])
+                yield from pieces_of(row, found[row.sample])
 
     def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first.
@@ -366,7 +385,7 @@ class TextModel:
         limit = self.limits([prompt], settings)[0]
         rows = (Row(0, RowStart(prompt, limit), settings, self.decode) for _ in range(count))
         found = zip(rows, self._engine.beams(prompt, limit, settings, count), strict=True)
-        return [[piece.token for piece in _pieces(*one) if piece.token is not None] for one in found]
+        return [[piece.token for piece in pieces_of(*one) if piece.token is not None] for one in found]
 
     def limits(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[int]:
         """Maximum number of new tokens of each prompt, by the settings and by the room in the context.
@@ -374,8 +393,8 @@ class TextModel:
         Raises:
             InputRefused: a prompt is empty, or too long for the context.
         """
-        names = ["the prompt"] if len(prompts) == 1 else [f"prompt {at}" for at in range(1, len(prompts) + 1)]
-        return [self.limit(name, len(prompt), settings) for name, prompt in zip(names, prompts, strict=True)]
+        named = zip(prompt_names(len(prompts)), prompts, strict=True)
+        return [self.limit(name, len(prompt), settings) for name, prompt in named]
 
     def limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
         """Maximum number of new tokens of a prompt, see `limits`.
@@ -406,25 +425,6 @@ class TextModel:
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
 
 
-def _room(context: int | None, runner: Runner) -> int | None:
-    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context."""
-    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
-    length = min((length for length in lengths if length is not None), default=None)
-    if length is not None and length < 1:
-        raise InputRefused(
-            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
-            hint="is it the prefix of this model?",
-        )
-    return length
-
-
-def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
-    """The pieces of a row whose tokens are all known, up to a stop string."""
-    for token in tokens:
-        piece = row.push(token)
-        yield piece
-        if piece.finish:
-            break
-    if not row.finish or not tokens:
-        row.finish = "length"
-        yield TextPiece(row.index, row.rest(), None, row.finish)
+def prompt_names(count: int) -> list[str]:
+    """The names of prompts in messages."""
+    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]

@@ -169,7 +169,19 @@ def _of_object(name: str, value: Any, field: str | None) -> Prompt:
     else:
         content, used = _chosen(name, given, field), {field}
     fields = {key: value for key, value in given.items() if key not in used}
-    return Prompt(content, fields, **_embeddings(name, given), images=_images(name, given))
+    others = {**_embeddings(name, given), "inputs": _inputs(name, given)}
+    return Prompt(content, fields, **others, images=_images(name, given))
+
+
+def _inputs(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `inputs` of a JSON object: values of extra inputs; a text is a field of the caller's own."""
+    found = given.get("inputs", "")
+    if not isinstance(found, dict | str):
+        raise MalformedInput(
+            f"`inputs` in {name} of the prompts is {kind_of(found)}",
+            hint='write {"prompt": "…", "inputs": {"token_type_ids": [0, 0, 1]}}',
+        )
+    return found if isinstance(found, dict) else {}
 
 
 def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:

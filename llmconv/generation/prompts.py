@@ -27,6 +27,7 @@ class Prompt:
             or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
         placeholder: text of the token whose places they take; empty to place them before the prompt.
         images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
+        inputs: values of the model's extra inputs by name, without the axis of the batch; others have their defaults.
     """
 
     content: PromptContent
@@ -34,6 +35,7 @@ class Prompt:
     embeddings: Any = None
     placeholder: str = ""
     images: tuple[Any, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from llmconv.errors import UsageProblem
+from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
@@ -25,12 +26,14 @@ class RowStart(NamedTuple):
         limit: maximum number of new tokens.
         sample: number of the random generator; of a beam search, the rank of the beam.
         embeddings: embeddings in place of those of some tokens of the prompt; None for none.
+        inputs: values of the model's extra inputs; None for their defaults.
     """
 
     prompt: Sequence[int]
     limit: int
     sample: int = 0
     embeddings: PromptEmbeddings | None = None
+    inputs: GivenInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Row:
         self._before = self.embeddings.before if self.embeddings else 0
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
+        self.inputs = start.inputs or GivenInputs(len(self.prompt))
         self.length = len(self.prompt)
         self._ids = np.empty(self.length + min(self.room, 1024), dtype=np.int64)
         self._ids[: self.length] = self.prompt
@@ -129,3 +133,20 @@ class Row:
         if self._processor:
             return pick_scored(self._processor(self.ids, logits), settings, generator)
         return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)
+
+
+def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
+    """The pieces of a row whose tokens are all known, up to a stop string.
+
+    Args:
+        row: has no new tokens yet.
+        tokens: all new tokens.
+    """
+    for token in tokens:
+        piece = row.push(token)
+        yield piece
+        if piece.finish:
+            break
+    if not row.finish or not tokens:
+        row.finish = "length"
+        yield TextPiece(row.index, row.rest(), None, row.finish)

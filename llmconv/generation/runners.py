@@ -15,6 +15,7 @@ from llmconv.generation.images import ImageEncoder
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -58,7 +59,8 @@ def load_runner(
         (options if stages else replace(options, adapter=None)).refuse()
         if stages:
             return StagedRunner.open(_stages_folder(files), stages, settings)
-        WeightMemory.of(_graph_files(files), settings or SessionSettings()).announce()
+        settings = replace(settings or SessionSettings(), extra_inputs=partial(_extra_inputs, files.folder))
+        WeightMemory.of(_graph_files(files), settings).announce()
         if files.prefill:
             runner = OrtRunner.from_files(files.prefill, files.decode, settings)
         else:
@@ -78,7 +80,15 @@ def load_runner(
         **_tuned(files.folder, options.adapter),
         threads=settings.threads if settings else 0,
         device="cpu" if options.device is None else options.device,
+        extra_inputs=_extra_inputs(files.folder),
     )
+
+
+def _extra_inputs(folder: Path) -> tuple[ExtraInput, ...]:
+    """The extra inputs of the model in a folder, from the registry that the exporter also uses."""
+    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - imports torch
+
+    return extra_inputs_of(folder)
 
 
 def is_model(value: Any) -> bool:

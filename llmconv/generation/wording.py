@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import TOKENIZER, find_template
@@ -129,6 +130,7 @@ class PlannedText:
         sequence: which continuation of this prompt, from 0.
         sample: number of its random generator among those of equal prompts; of a beam search, the rank of its beam.
         problem: why the prompt is too long; None if it fits.
+        inputs: values of the model's extra inputs by name.
     """
 
     content: PromptContent
@@ -138,6 +140,7 @@ class PlannedText:
     sequence: int = 0
     sample: int = 0
     problem: InputRefused | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode_all(
@@ -166,16 +169,20 @@ def encode_all(
     numbers = range(1, len(prompts) + 1)
     whole = [wording.encode(model, one, f"prompt {number}") for number, one in zip(numbers, prompts, strict=True)]
     cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
-    found = several(cut, count, settings, [f"{prompt.images}{prompt.embeddings}" for prompt in prompts])
+    found = several(
+        cut, count, settings, [f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}" for prompt in prompts]
+    )
     for at, text in enumerate(found):
         number = at // count
         found[at] = replace(
             text,
             content=prompts[number].content,
             embeddings=whole[number].embeddings,
+            inputs=prompts[number].inputs,
             cut_tokens=len(whole[number].ids) - len(text.tokens),
             problem=_length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
         )
+    model.given_inputs(cut, [prompt.inputs for prompt in prompts])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
         raise problems[0]

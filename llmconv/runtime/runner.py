@@ -9,8 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from llmconv.errors import UsageProblem
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.tensors import Array
+
+Extras = Mapping[str, Array]
+"""Values of extra inputs by name."""
 
 TOKENS_ONLY = "export it again with `llmconv export --embeds`"
 
@@ -77,6 +81,11 @@ class Runner(Protocol):
         return 0
 
     @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """Inputs besides tokens, mask, positions and cache, by name, with numbers as sizes."""
+        return {}
+
+    @property
     def embedding_size(self) -> int | None:
         """Size of the embeddings that prompts may contain in place of tokens; None if they consist of tokens only."""
         return None
@@ -91,7 +100,14 @@ class Runner(Protocol):
         """
         return True
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt.
 
         Args:
@@ -99,6 +115,7 @@ class Runner(Protocol):
             attention_mask: [batch, past + new tokens] int64, 0 for padding.
             position_ids: [batch, new tokens] int64; ignored by models without such an input.
             past: the cache to continue; None for an empty one. It remains unchanged.
+            extras: values of `extra_inputs` by name, with the batch; the others have their defaults.
         """
 
     def prefill_placed(
@@ -123,9 +140,16 @@ class Runner(Protocol):
         """
         raise UsageProblem("this model takes tokens, and no embeddings", hint=TOKENS_ONLY)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs one step of the generation; arguments, and the default, as `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past)
+        return self.prefill(input_ids, attention_mask, position_ids, past, extras)
 
 
 def default_positions(attention_mask: Array, new_tokens: int) -> Array:

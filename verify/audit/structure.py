@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx
 
 from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent, is_state, past_of
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtGraph
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.results.report import Check
 
-AXES: dict[str, list[str | int | None]] = {
+Axes = dict[str, list[str | int | None]]
+"""Expected axes by name of an input or output; None for any."""
+
+AXES: Axes = {
     INPUTS_EMBEDS: ["batch_size", "sequence_length", None],
     "input_ids": ["batch_size", "sequence_length"],
     "attention_mask": ["batch_size", "total_sequence_length"],
@@ -30,7 +34,12 @@ TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
 def check_structure(
-    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, heeds_positions: bool = False
+    graph: OrtGraph,
+    model: onnx.ModelProto,
+    cache_shapes: CacheShapes,
+    extras: Mapping[str, ExtraInput],
+    *,
+    heeds_positions: bool = False,
 ) -> Check:
     """Compares the graph's inputs and outputs with the documented interface and the eager model.
 
@@ -38,12 +47,13 @@ def check_structure(
         graph: the open graph.
         model: the same graph without weights.
         cache_shapes: of the eager model.
+        extras: the extra inputs that the graph must take, by name, resolved.
         heeds_positions: the eager model's logits depend on `position_ids`, so the graph must take them.
     """
     problems = [
         *(["missing input: position_ids"] if heeds_positions and not graph.takes_positions else []),
-        *name_problems(graph, cache_shapes),
-        *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
+        *name_problems(graph, cache_shapes, extras),
+        *_axis_problems(graph, _wanted_axes(graph, cache_shapes, extras)),
         *_result_problems(graph),
         *_type_problems(graph),
         *_dead_inputs(model),
@@ -51,12 +61,19 @@ def check_structure(
     return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
 
 
-def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
-    """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run."""
+def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Iterable[str]) -> list[str]:
+    """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run.
+
+    Args:
+        graph: the open graph.
+        cache_shapes: of the eager model.
+        extras: names of the extra inputs that the graph must take.
+    """
     first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
     tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
     if graph.sizes and graph.sizes.indexed:
         tokens.append(WRITE_INDICES)
+    tokens += extras
     problems = []
     for kind, found, wanted in (
         ("inputs", list(graph.inputs), tokens + [past_of(name) for name in cache_shapes]),
@@ -87,10 +104,15 @@ def _result_problems(graph: OrtGraph) -> list[str]:
     return problems
 
 
-def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
-    problems = []
+def _wanted_axes(graph: OrtGraph, cache_shapes: CacheShapes, extras: Mapping[str, ExtraInput]) -> Axes:
+    """The expected axes of every input and output."""
     lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
-    wanted_axes = {**AXES, **_cache_axes(cache_shapes, lengths)}
+    others: Axes = {name: list(extra.axes) for name, extra in extras.items()}  # type: ignore[arg-type]
+    return {**AXES, **others, **_cache_axes(cache_shapes, lengths)}
+
+
+def _axis_problems(graph: OrtGraph, wanted_axes: Axes) -> list[str]:
+    problems, static = [], graph.sizes is not None and graph.sizes.indexed
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
         for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):
             if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):

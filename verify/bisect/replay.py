@@ -13,6 +13,7 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import (
@@ -147,7 +148,7 @@ class ReplayedCall:
         past = edited(run_chain(runner, self.chain)[-1].present if self.chain else None, self.call)
         recorder, run = Recorder(wanted), runner.decode if self.chain else runner.prefill
         with recorder.watching(model):
-            run(self.call.input_ids, self.call.attention_mask, self.call.position_ids, past)
+            run(*self.call.tokens.arrays, past, self.call.extras)
         return recorder
 
 
@@ -160,6 +161,7 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
     if prefix:
         stored = stored_start(path, prefix, len(eager.cache_shapes()) // 2)
         eager = eager.with_prefix(prefix, stored if scaled else trained_start(path, prefix))
+    eager = eager.with_fixed(entries[0].fixed_inputs)
     built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     places = [(chain, step) for chain in built for step in range(len(chain))]
     if where.step >= len(places):
@@ -185,10 +187,10 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
         call: the call.
         past: the cache; None for an empty one.
     """
-    mask, positions = call.attention_mask, call.position_ids
+    tokens = call.tokens
     if graph.entry.prefix and past:
-        mask, positions = after_prefix(mask, positions, graph.entry.prefix)
-    given = {**graph.embed(call.input_ids), "attention_mask": mask, "position_ids": positions}
+        tokens = ModelCall(call.input_ids, *after_prefix(call.attention_mask, call.position_ids, graph.entry.prefix))
+    given = {**vars(tokens), **graph.embed(call.input_ids), **graph.extra_values(call.extras).of(tokens)}
     if past:
         given |= {past_of(name): array for name, array in past.arrays().items()}
     else:

@@ -65,6 +65,7 @@ class StreamedEager(Eager):
         code: as for `Eager`.
         selection: the scenarios whose calls will be made.
         factors: scale the weights.
+        fixed_inputs: as for `Eager`.
         skipped: names of layers that are left out. A model of few layers also gets the calls whose cache is edited or
             made up.
     """
@@ -80,26 +81,26 @@ class StreamedEager(Eager):
         selection: Selection,
         factors: ScaleFactors | None = None,
         skipped: Collection[str] = (),
+        fixed_inputs: Collection[str] = (),
     ) -> None:
         self._spill_file = SpillFile()
         self._precomputed: list[PrecomputedRunner] = []
         self._few = FewLayers.of(folder) if skipped else None
         self._memory = MatrixMemory(self._few.kept if self._few else 0)
-        super().__init__(folder, dtype, code=code, factors=factors, skipped=skipped)
+        super().__init__(folder, dtype, code=code, factors=factors, skipped=skipped, fixed_inputs=fixed_inputs)
         self._selection = selection
         planned = selection.calls(self.facts())
         if selection.budget:
             selection.budget.choose(planned, suite_seconds(folder, skipped))
         chains = [chain for _, chains in selection.chosen(planned) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
-        chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
+        chains.append([Call(one, one + 1, one, extras={})])  # for `cache_shapes`
         for runner in self._precomputed:
             precompute_chains(runner, runner, chains)
         self.release()
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
-        model = StreamedRunner(self.folder, dtype, memory=self._memory, **options)
+        model = StreamedRunner(self.folder, dtype, memory=self._memory, **self._options)
         limit = self._few.tokens(model.vocab_size) if self._few else MAX_TOKENS
         self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file, limit))
         return model, self._precomputed[-1]
@@ -135,6 +136,7 @@ class StreamedEager(Eager):
         """The same model with scaled weights, with all its calls made."""
         selection = replace(self._selection, only=SCALED_SCENARIOS, budget=None)
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
+        options["fixed_inputs"] = self._fixed_inputs
         return StreamedEager(self.folder, self.dtype, selection=selection, **options)
 
 

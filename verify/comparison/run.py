@@ -89,8 +89,11 @@ class FolderComparison:
             yield [check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)]
         shapes = self.eager.cache_shapes()
         heeds = any(not graph.takes_positions for graph in opened) and self.eager.heeds_positions()
-        yield [check_structure(graph, self.models[graph.name], shapes, heeds_positions=heeds) for graph in opened]
-        graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
+        extras = self.eager.extra_inputs
+        yield [
+            check_structure(graph, self.models[graph.name], shapes, extras, heeds_positions=heeds) for graph in opened
+        ]
+        graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes, extras)])
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         yield from with_copies(self._of_distinct(graphs), copies)
 
@@ -126,8 +129,8 @@ class FolderComparison:
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             pair = PrefillDecodeAgreement(gates)  # a graph after a prefix agrees with none without it
             truth = self.eager.with_prefix(prefix, self.start(self.folder, prefix)) if prefix else self.eager
-            planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
+            planned = self.selection.calls(truth.facts())
             precompute(of_prefix, self.selection.chosen(planned))
             yield skipped(self.selection, truth, [graph.name for graph in of_prefix])
             rows = self.selection.paced(planned)

@@ -11,7 +11,9 @@ import numpy as np
 import onnx
 
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.cache_names import is_past, is_state
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -84,16 +86,19 @@ class SingleLayerChecks:
         names = {number: self.induction.classes.names[number] for number in numbers}
         skipped = self.induction.left_out(numbers)
         runs: LayerRuns | None = None
+        extras: Mapping[str, ExtraInput] = {}
         for graph, model in self.distinct().items():
             layers = GraphLayers.of(model, self.induction.tensors)
-            opened = partial(StreamedRunner, self.reference, code=self.code, skipped=skipped)
+            rest = extra_inputs_of(self.reference)
+            opened = partial(StreamedRunner, self.reference, code=self.code, skipped=skipped, extra_inputs=rest)
             try:
                 if runs is None:
-                    vocabulary = opened("float32").vocab_size
-                    call = made_up_call(layers, vocabulary)
+                    first = opened("float32")
+                    extras = {n: one for n, one in first.extra_inputs.items() if n in layers.index.inputs}
+                    call = made_up_call(layers, first.vocab_size, extras)
                     runs = run_eager(opened, call, list(names.values()), self.dtype)
                 runner = PartRunner(model, self.folder, self.settings, PART_BYTES)
-                yield from self._of_graph(graph, GraphRun(layers, runner, runs, names))
+                yield from self._of_graph(graph, GraphRun(layers, runner, runs, names, extras))
             except (OutOfMemory, UnsupportedInput):
                 raise
             except LlmconvError as error:

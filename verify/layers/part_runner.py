@@ -15,7 +15,7 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph, values_read_by
 from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, open_piece
 from llmconv.runtime.low_memory.split_products import split_products
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES
+from llmconv.runtime.onnxruntime.device import INPUT_DTYPES
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -51,9 +51,9 @@ class PartRunner:
             if name not in self._types and like in self._types:
                 self._types = {**self._types, name: self._types[like]}
             kind = self._types[name][0] if name in self._types else ""
-            dtype = TENSOR_DTYPES.get(kind, array.dtype)
+            dtype = INPUT_DTYPES.get(kind, array.dtype)
             with np.errstate(over="ignore"):  # after a layer that overflows, the hidden state is infinite
-                self._values[name] = as_input(np.ascontiguousarray(array.astype(dtype, copy=False)))
+                self._values[name] = as_input(array, dtype)
 
     def run(self, nodes: Collection[int], outputs: Sequence[str]) -> dict[str, Array]:
         """Runs a part; its outputs can be read by other parts.

@@ -22,6 +22,8 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of, present_of
+from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
@@ -30,6 +32,7 @@ from llmconv.verify.layers.part_runner import PartRunner
 from llmconv.verify.reference.chain_runs import rows_of, valid_rows
 from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor
 from llmconv.verify.scenarios.calls import Call
+from llmconv.verify.scenarios.extra_draws import drawn
 from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 NEW, PAST = 4, 3
@@ -73,12 +76,13 @@ class LayerRuns:
     last: torch.Tensor
 
 
-def made_up_call(graph: GraphLayers, vocab_size: int) -> Call:
+def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, ExtraInput]) -> Call:
     """The call that all layers run; models with states get no past, and so no padding.
 
     Args:
         graph: names the caches and their sizes.
         vocab_size: number of tokens.
+        extras: the extra inputs of the graph by name, resolved.
     """
     ports = {name: port for name, port in graph.index.inputs.items() if is_past(name)}
     shapes = {present_of(name): _sizes(port) for name, port in ports.items()}
@@ -90,7 +94,8 @@ def made_up_call(graph: GraphLayers, vocab_size: int) -> Call:
     if not has_states:
         mask[PADDED, :PAST] = 0
         past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
-    return Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
+    call = Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
+    return drawn([call], extras, rng)[0]
 
 
 def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:
@@ -128,7 +133,7 @@ def _run(
         layer = model.model.get_submodule(name)
         end = name == list(names)[-1]
         layer.forward = partial(_watched, layer.forward, name, enter, states, last if end else None, end)
-    return model.prefill(call.input_ids, call.attention_mask, call.position_ids, call.start)
+    return model.prefill(*call.tokens.arrays, call.start, call.extras)
 
 
 def _watched(
@@ -200,12 +205,19 @@ class ExpectedLayers:
         return self._floor.truth(name, exact, rounded, valid_rows(self._runs.call, output))
 
 
-def feeds_of(call: Call, graph: GraphLayers) -> dict[str, Array]:
-    """The inputs of a graph for the call, its past included."""
+def feeds_of(call: Call, graph: GraphLayers, extras: Mapping[str, ExtraInput]) -> dict[str, Array]:
+    """The inputs of a graph for the call, its past included.
+
+    Args:
+        call: the call.
+        graph: the graph.
+        extras: its extra inputs by name, resolved.
+    """
     given: dict[str, Array] = {
         "input_ids": call.input_ids,
         "attention_mask": call.attention_mask,
         "position_ids": call.position_ids,
+        **ExtraValues(extras, call.extras or {}).of(call.tokens),
     }
     past: Mapping[str, Array] = call.start.arrays() if call.start else {}
     for name, port in graph.index.inputs.items():
@@ -226,12 +238,14 @@ class GraphRun:
         runner: runs them.
         runs: the eager runs, whose hidden states the layers are given.
         names: module names of the layers by number.
+        extras: the extra inputs of the graph by name, resolved.
     """
 
     graph: GraphLayers
     runner: PartRunner
     runs: LayerRuns
     names: Mapping[int, str]
+    extras: Mapping[str, ExtraInput]
 
     def start(self) -> dict[str, Array]:
         """Runs the part before the layers; returns the hidden state that it makes, unless that is an input."""
@@ -240,7 +254,7 @@ class GraphRun:
         wanted = {name for layer in graph.layers if layer.number in self.names for name in self._read(layer.nodes)}
         wanted |= self._read(graph.epilogue) | {first}
         made = {name for node in graph.nodes_of(graph.prologue) for name in node.output}
-        self.runner.feed(feeds_of(call, graph))
+        self.runner.feed(feeds_of(call, graph, self.extras))
         found = self.runner.run(graph.prologue, sorted(wanted & made))
         return {name: array for name, array in found.items() if name == first}
 

@@ -17,10 +17,11 @@ import onnxruntime as ort
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.graph_cache import ExternalCache, unroll_ring
 from llmconv.verify.other_exporters.graph_limits import GraphLimits
@@ -103,13 +104,22 @@ class ExternalGraph:
         """Whether it continues a past."""
         return bool(self.binding.past)
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def run(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
 
         Raises:
+            UsageProblem: values of extra inputs are given.
             InputRefused: the past belongs to another kind of runner.
             MalformedInput: onnxruntime cannot run the graph on them.
         """
+        ExtraValues(given=extras or {})
         past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
         if past is not None and not isinstance(past, ExternalCache):
             raise InputRefused(

@@ -202,7 +202,7 @@ def open_reference(
         eager = reference
     else:
         eager = Eager(source, half or verified.files[0].dtype, code=code)
-    return eager.in_dtype(half) if half else eager
+    return (eager.in_dtype(half) if half else eager).with_defaults()
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:

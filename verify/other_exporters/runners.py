@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 
@@ -15,13 +15,27 @@ class ExternalRunner(Runner):
     def __init__(self, prefill: ExternalGraph, decode: ExternalGraph) -> None:
         self._prefill, self._decode = prefill, decode
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt."""
-        return self._prefill.run(input_ids, attention_mask, position_ids, past)
+        return self._prefill.run(input_ids, attention_mask, position_ids, past, extras)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs a step."""
-        return self._decode.run(input_ids, attention_mask, position_ids, past)
+        return self._decode.run(input_ids, attention_mask, position_ids, past, extras)
 
 
 class RecordedSteps(Runner):
@@ -30,6 +44,13 @@ class RecordedSteps(Runner):
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """The next step."""
         return next(self._steps)

@@ -141,7 +141,8 @@ class QuantizedEntries:
         found = [one for file in files for one in file.quantized_weights]
         tie, tensors = tied_head(eager.models[0], self.graphs.tensors), self.graphs.tensors
         folder = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, self.options.smoothing))
-        dequantized = Eager(folder, eager.dtype, code=self.options.code)
+        fixed = self.verified.entries[0].fixed_inputs
+        dequantized = Eager(folder, eager.dtype, code=self.options.code, fixed_inputs=fixed)
         verified = replace(verified, settings=replace(verified.settings, float_activations=True))
         yield from self._comparison(verified, dequantized, is_half=is_half)
         return dequantized, verified

@@ -18,7 +18,7 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
     for index, call in enumerate(chain):
         run = runner.decode if index else runner.prefill
         past = edited(past, call)
-        steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
+        steps.append(run(*call.tokens.arrays, past, call.extras))
         past = steps[-1].present
     return steps
 

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.context_length import LENGTHS
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
@@ -54,6 +56,7 @@ class Eager:
         code: a trusted folder whose own code builds the model; None to run no code of the folder.
         factors: the factor of each weight, by name and shape; None for the weights as stored.
         skipped: names of layers that are left out, see `runtime.eager.skipped_layers`.
+        fixed_inputs: names of extra inputs that the graphs do not take, because they always have their default.
         adapter: folder of a PEFT adapter, which PEFT applies to the model without merging.
 
     Attributes:
@@ -71,11 +74,12 @@ class Eager:
         code: Path | None = None,
         factors: ScaleFactors | None = None,
         skipped: Collection[str] = (),
+        fixed_inputs: Collection[str] = (),
         adapter: Path | None = None,
     ) -> None:
         self._adapter = adapter
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
-        self._skipped = skipped
+        self._skipped, self._fixed_inputs = skipped, frozenset(fixed_inputs)
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
         self._variants: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
@@ -94,9 +98,32 @@ class Eager:
             dtype == "float64" and self.dtype == "float32" and self._factors
         )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
-        options: dict[str, Any] = {"code": self._code, "factors": self._factors, "skipped": self._skipped}
-        model = EagerRunner(self.folder, dtype, like=like, adapter=self._adapter, **options)
+        model = EagerRunner(self.folder, dtype, like=like, adapter=self._adapter, **self._options)
         return model, model
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Options of every runner of the model."""
+        inputs = {"extra_inputs": extra_inputs_of(self.folder)}
+        return {"code": self._code, "factors": self._factors, "skipped": self._skipped, **inputs}
+
+    def with_fixed(self, names: Collection[str]) -> Eager:
+        """The same model for graphs without some of the extra inputs; `names` as `fixed_inputs`."""
+        if self._fixed_inputs == set(names):
+            return self
+        other = copy(self)
+        other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype, self.width)
+        other._steps, other._variants, other._fixed_inputs = {}, {}, frozenset(names)
+        return other
+
+    def with_defaults(self) -> Eager:
+        """The same model for graphs that take none of the extra inputs."""
+        return self.with_fixed(self._model.extra_inputs)
+
+    @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """The extra inputs that the graphs take, by name, resolved."""
+        return {name: one for name, one in self._model.extra_inputs.items() if name not in self._fixed_inputs}
 
     def in_dtype(self, dtype: str) -> Eager:
         """The same model with the noise of another dtype; with `keep` it is opened once."""
@@ -160,6 +187,7 @@ class Eager:
             garbage=self._garbage,
             padding=getattr(config, "pad_token_id", None),
             greedy=self._continued,
+            extra_inputs=self.extra_inputs,
         )
 
     def _continued(self, prompt: Array, steps: int) -> Array:
@@ -252,7 +280,8 @@ class Eager:
 
     def _scaled(self, scaling: WeightScaling) -> Eager:
         options: dict[str, Any] = {"code": self._code, "factors": scaling.factor_of, "skipped": self._skipped}
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, adapter=self._adapter, **options)
+        options |= {"keep": self._kept is not None, "fixed_inputs": self._fixed_inputs, "adapter": self._adapter}
+        return Eager(self.folder, self.dtype, **options)
 
     def own_shares(self) -> dict[ModelLimit, float]:
         """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""

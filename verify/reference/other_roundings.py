@@ -38,7 +38,7 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
         runner: runs calls with it.
         calls: the calls up to the one whose outputs are wanted.
     """
-    order, new = another_order(calls), calls[-1].input_ids.shape[1]
+    order, new = another_order(calls, runner.extra_inputs), calls[-1].input_ids.shape[1]
 
     @cache
     def in_another_order() -> Rows:

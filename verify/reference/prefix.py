@@ -16,7 +16,7 @@ from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
 KeyValues = list[tuple[Array, Array]]
@@ -66,11 +66,18 @@ class PrefixedRunner(Runner):
     start: PrefixStart
     first_position: int
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """As `Runner.prefill`; without a past the prefix is the past."""
         mask = np.pad(attention_mask, ((0, 0), (self.start.length, 0)), constant_values=1)
         past = past or self.start.of_batch(len(input_ids))
-        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past)
+        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past, extras)
 
 
 Start = Callable[[EagerRunner], PrefixStart]

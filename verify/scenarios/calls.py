@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
 from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.scenarios.synthetic_past import SyntheticPast
@@ -42,6 +43,7 @@ class ModelFacts:
         garbage: value of masked cache slots.
         padding: id of the padding token; None without one.
         greedy: continues a prompt [1, tokens] by the given number of greedy tokens.
+        extra_inputs: the extra inputs of the graphs by name, resolved.
     """
 
     vocab_size: int
@@ -58,6 +60,7 @@ class ModelFacts:
     garbage: float = GARBAGE
     padding: int | None = None
     greedy: Callable[[Array, int], Array] | None = None
+    extra_inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Call:
         edit: applied to the cache before the call.
         start: the synthetic past of a chain's first call; None for an empty cache.
         known: tokens of the synthetic past, in every call of the chain; their cache is not compared.
+        extras: values of extra inputs by name, the others have their defaults; None before they are drawn.
     """
 
     input_ids: Array
@@ -146,6 +150,12 @@ class Call:
     edit: CacheEdit = field(default_factory=CacheEdit)
     start: SyntheticPast | None = None
     known: int = 0
+    extras: Mapping[str, Array] | None = None
+
+    @property
+    def tokens(self) -> ModelCall:
+        """Its tokens, mask and positions."""
+        return ModelCall(self.input_ids, self.attention_mask, self.position_ids)
 
     @property
     def past_mask(self) -> Array:

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+import numpy as np
+
 from llmconv.argument_checks import require_least
 from llmconv.errors import UsageProblem
 from llmconv.verify.scenarios.budget import Budget, place_of
 from llmconv.verify.scenarios.calls import Chain, ModelFacts
+from llmconv.verify.scenarios.extra_draws import drawn
 from llmconv.verify.scenarios.paced import Paced, Row
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
@@ -62,7 +65,7 @@ class Selection:
     def calls(self, facts: ModelFacts) -> list[tuple[Scenario, list[Chain]]]:
         """The scenarios that apply to a model, with their calls."""
         facts = replace(facts, thorough=self.suite == "full")
-        built = [(scenario, scenario.build(facts)) for scenario in self.scenarios()]
+        built = [(scenario, _driven(scenario, facts)) for scenario in self.scenarios()]
         return [(scenario, chains) for scenario, chains in built if chains]
 
     def left_out(self, facts: ModelFacts) -> list[tuple[Scenario, str]]:
@@ -70,3 +73,9 @@ class Selection:
         facts = replace(facts, thorough=self.suite == "full")
         reasons = [(scenario, scenario.left_out(facts)) for scenario in self.scenarios()]
         return [(scenario, reason) for scenario, reason in reasons if reason]
+
+
+def _driven(scenario: Scenario, facts: ModelFacts) -> list[Chain]:
+    """The calls of a scenario, with values of the extra inputs."""
+    rng = np.random.default_rng(scenario.seed + 1)
+    return [drawn(chain, facts.extra_inputs, rng) for chain in scenario.build(facts)]

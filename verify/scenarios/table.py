@@ -27,6 +27,7 @@ from llmconv.verify.scenarios.calls import (
     pieces,
     ragged_mask,
 )
+from llmconv.verify.scenarios.extra_draws import at_limits
 
 LENGTHS = (33, 1, 2, 3, 7)
 LONG_LENGTHS = (16, 17, 64, 65, 127)
@@ -200,6 +201,15 @@ def _repeated(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [sum(runs), *[1] * steps])]
 
 
+def _extra_values(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """The defaults of all extra inputs, and their first and last valid values, equal in all rows."""
+    if not facts.extra_inputs:
+        return []
+    calls = chain(ragged_mask((7, 4, 2), 3, "left"), [7, 1, 2], facts, rng)
+    ends = [at_limits(calls, facts.extra_inputs, last=last) for last in (False, True)]
+    return [[replace(call, extras={}) for call in calls], *ends]
+
+
 SCENARIOS = (
     *(
         Scenario(
@@ -279,6 +289,11 @@ SCENARIOS = (
         "equal rows of repeated tokens",
         "onnxruntime #5672: equal rows got other results than different ones",
         _repeated,
+    ),
+    Scenario(
+        "first and last values of extra inputs",
+        "setfit #446: token_type_ids taken for another input",
+        _extra_values,
     ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
     Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),

@@ -77,6 +77,7 @@ class MagpieForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MagpieConfig) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.embed_version = nn.Embedding(config.n_versions, config.d_model)
         self.blocks = nn.ModuleList(MagpieBlock(config, block) for block in range(config.n_blocks))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -90,13 +91,18 @@ class MagpieForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
+        version: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool = False,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits `[batch, length, vocab]`; `attention_mask` `[batch, total]` covers the past, too."""
+        """Logits `[batch, length, vocab]`; `attention_mask` `[batch, total]` covers the past, too.
+
+        `version` `[batch]` says which version of the rhyme each sequence is; without it, all are the first.
+        """
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
-        hidden = self.embed(input_ids)
+        version = torch.zeros_like(input_ids[:, 0]) if version is None else version
+        hidden = self.embed(input_ids) + self.embed_version(version)[:, None]
         bias = alibi(attention_mask, input_ids.shape[1], self.config.n_heads, hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden, bias, cache)

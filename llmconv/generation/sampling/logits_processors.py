@@ -15,10 +15,12 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
+from llmconv.generation.given_inputs import GivenInputs, batch_values
 from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.array_cache import rows_of
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.runner import Runner
 from llmconv.tensors import Array
 
@@ -39,6 +41,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         runner: the graphs or the eager model.
         positions: its rule for position ids.
         vocabulary: size of the logits.
+        inputs: values of extra inputs of the prompt.
     """
 
     main_input_name = "input_ids"
@@ -48,9 +51,13 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     _supports_cache_class = False
 
     def __init__(
-        self, runner: Runner | None = None, positions: PositionRule | None = None, vocabulary: int = 0
+        self,
+        runner: Runner | None = None,
+        positions: PositionRule | None = None,
+        vocabulary: int = 0,
+        inputs: GivenInputs | None = None,
     ) -> None:
-        self._runner, self._positions = runner, positions
+        self._runner, self._positions, self._inputs = runner, positions, inputs or GivenInputs(0)
         self.config = PreTrainedConfig(vocab_size=vocabulary, is_encoder_decoder=False)
         self.generation_config = GenerationConfig()
         self._past: Past | None = None
@@ -63,7 +70,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         return {"input_ids": input_ids}
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
     ) -> CausalLMOutputWithPast:
         """Logits of the last position, float32 [rows, 1, vocabulary], of rows without padding."""
         assert self._runner and self._positions
@@ -71,9 +78,10 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         mask = np.ones_like(ids)
         past = self._continued(ids)
         done = past.tokens if past else 0
-        positions = self._positions(mask, ids.shape[1] - done)
-        call = self._runner.decode if past else self._runner.prefill
-        step = call(ids[:, done:], mask, positions, past.cache if past else None)
+        call = ModelCall(ids[:, done:], mask, self._positions(mask, ids.shape[1] - done))
+        run = self._runner.decode if past else self._runner.prefill
+        given = batch_values([self._inputs] * len(ids), call, self._inputs.tokens, self._runner.extra_inputs)
+        step = run(*call.arrays, past.cache if past else None, given)
         if step.choices is not None:
             raise UsageProblem(
                 "beam search needs all logits, but the graph returns only the tokens that it chose",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT, layer_of
+from llmconv.runtime.extra_inputs import PAST, SEQUENCE, ExtraInput, ModelCall
 from llmconv.tensors import Array
 
 STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -23,11 +26,37 @@ class EagerCache:
     Attributes:
         cache: the transformers object.
         input_ids, position_ids: tokens and positions in the cache, int64 [batch, length].
+        extras: values of the extra inputs; of those that have one for each new token, for all tokens in the cache.
     """
 
     cache: Any
     input_ids: Array
     position_ids: Array
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+    def continued(
+        self, call: ModelCall, extras: Mapping[str, Array], inputs: Mapping[str, ExtraInput]
+    ) -> tuple[ModelCall, dict[str, Array]]:
+        """One call of the tokens in the cache and the new ones, and the values of its extra inputs.
+
+        Args:
+            call: the new tokens.
+            extras: values of their extra inputs.
+            inputs: the extra inputs, resolved.
+        """
+        ids, positions = (
+            np.concatenate(pair, axis=1)
+            for pair in ((self.input_ids, call.input_ids), (self.position_ids, call.position_ids))
+        )
+        whole = ModelCall(ids, call.attention_mask, positions)
+        return whole, {name: self._joined(inputs[name], array, whole) for name, array in extras.items()}
+
+    def _joined(self, extra: ExtraInput, new: Array, whole: ModelCall) -> Array:
+        if SEQUENCE not in extra.axes:
+            return extra.value(whole) if PAST in extra.axes else new
+        before = self.extras.get(extra.name)
+        at = extra.axes.index(SEQUENCE)
+        return new if before is None else np.concatenate([before, new], axis=at)
 
     @property
     def length(self) -> int:

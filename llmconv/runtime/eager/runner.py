@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,
@@ -49,7 +51,7 @@ from llmconv.runtime.library_patches import (
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
 SMALL_MODEL = 10_000_000
@@ -71,17 +73,19 @@ class EagerRunner(Runner):
         like: the same model in float32; its weights are copied instead of read again.
         device: torch's name of the device.
         skipped: names of layers that are left out, see `skipped_layers`.
+        extra_inputs: extra inputs of the family.
         adapter: folder of a PEFT adapter, which PEFT applies without merging.
 
     Raises:
         InputRefused: transformers cannot load the folder.
         OutOfMemory: the device has too little memory.
+        UnsupportedInput: the model's `forward` has no parameter of an extra input.
         UsageProblem: torch does not have the device.
     """
 
     attention: str | None = "eager"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per property of the model
         self,
         folder: Path,
         dtype: str = "float32",
@@ -91,6 +95,7 @@ class EagerRunner(Runner):
         like: EagerRunner | None = None,
         device: str = "cpu",
         skipped: Collection[str] = (),
+        extra_inputs: Sequence[ExtraInput] = (),
         adapter: Path | None = None,
     ) -> None:
         self._adapter = adapter
@@ -108,6 +113,8 @@ class EagerRunner(Runner):
         model = without_adapter(self._model)
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self._extra_inputs = resolved_inputs(extra_inputs, self.config)
+        require_parameters(model.forward, self._extra_inputs)
         self._takes_embeddings = "inputs_embeds" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
@@ -224,13 +231,26 @@ class EagerRunner(Runner):
         """Number of rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """See `Runner.extra_inputs`."""
+        return self._extra_inputs
+
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
         Raises:
-            UsageProblem: a token is not in the vocabulary.
+            UnsupportedInput: the hook of an extra input returns another shape or dtype.
+            UsageProblem: a token is not in the vocabulary, or a given value is of no extra input or does not fit.
         """
-        return self._run(input_ids, attention_mask, position_ids, past)
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
     @property
     def embedding_size(self) -> int | None:
@@ -246,7 +266,7 @@ class EagerRunner(Runner):
         placed: PlacedEmbeddings,
     ) -> Step:
         """Runs the prompt; arguments as in `Runner.prefill_placed`."""
-        return self._run(input_ids, attention_mask, position_ids, past, placed)
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, None, placed)
 
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:
@@ -256,28 +276,23 @@ class EagerRunner(Runner):
             )
 
     def _run(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings | None = None,
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        self._require_tokens(input_ids)
-        new_tokens = input_ids.shape[1]
-        all_ids, all_positions = input_ids, position_ids
+        self._require_tokens(call.input_ids)
+        new_tokens, values = call.input_ids.shape[1], ExtraValues(self._extra_inputs, extras or {}).of(call)
+        whole, all_values = call, values
         if isinstance(past, EagerCache):
-            all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
-            all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
+            whole, all_values = past.continued(call, values, self._extra_inputs)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
                 if placed:
                     raise UsageProblem("this model cannot place embeddings after a past", hint="give the whole prompt")
-                past, input_ids, position_ids = None, all_ids, all_positions
+                past, call, values = None, whole, all_values
         if past is None:
             reset_dynamic_rope(self.model)
         cache = self.cache_of(past)
-        logits = self._forward(input_ids, attention_mask, position_ids, cache, placed)
-        return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
+        logits = self._forward(call, cache, values, placed)
+        present = EagerCache(cache, whole.input_ids, whole.position_ids, all_values)
+        return Step(to_numpy(logits)[:, -new_tokens:], present)
 
     def cache_of(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
@@ -289,20 +304,16 @@ class EagerRunner(Runner):
         return cache
 
     def _forward(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        cache: Any,
-        placed: PlacedEmbeddings | None = None,
+        self, call: ModelCall, cache: Any, values: Extras, placed: PlacedEmbeddings | None = None
     ) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
+        input_ids, attention_mask = call.input_ids, call.attention_mask
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
-        inputs = {**tokens, "attention_mask": attention_mask}
+        inputs = {**tokens, "attention_mask": attention_mask, **values}
         if self.takes_positions:
-            inputs["position_ids"] = position_ids
+            inputs["position_ids"] = call.position_ids
         return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.computed_tensors import ComputedTensor
 from llmconv.runtime.eager.peft_adapter import without_adapter
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import reset_dynamic_rope
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
 
@@ -59,6 +61,7 @@ class TorchRunner(EagerRunner):
         tensors: the weights in place of those in the folder, by the same names.
         threads: number of torch threads in this process; 0 for no change.
         device: torch's name of the device.
+        extra_inputs: extra inputs of the family.
 
     Raises:
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
@@ -76,9 +79,10 @@ class TorchRunner(EagerRunner):
         tensors: Mapping[str, LazyTensor] | None = None,
         threads: int = 0,
         device: str = "cpu",
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
         self._tensors = tensors
-        super().__init__(folder, dtype, code=code, device=device, adapter=adapter)
+        super().__init__(folder, dtype, code=code, device=device, adapter=adapter, extra_inputs=extra_inputs)
         if threads:
             torch.set_num_threads(threads)
         if "logits_to_keep" in inspect.signature(without_adapter(self.model).forward).parameters:
@@ -93,23 +97,20 @@ class TorchRunner(EagerRunner):
         return self._built(folder, fields, dtype, tensors)
 
     def _run(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings | None = None,
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
         cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
-        new, done = input_ids.shape[1], past.length if past else 0
+        values = ExtraValues(self.extra_inputs, extras or {})
+        new, done = call.input_ids.shape[1], past.length if past else 0
         width = 1 if past and new > 1 and self._needs_single_tokens(past) else new
         for start in range(0, new, width):
             at = slice(start, start + width)
+            seen = call.attention_mask[:, : done + min(at.stop, new)]
+            piece = ModelCall(call.input_ids[:, at], seen, call.position_ids[:, at])
             own = placed.columns(start, start + width) if placed else None
-            call = input_ids[:, at], attention_mask[:, : done + at.stop], position_ids[:, at]
-            logits = self._forward(*call, cache, own)
+            logits = self._forward(piece, cache, values.of(piece, call, start), own)
         return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
 
     def _needs_single_tokens(self, past: Cache) -> bool:

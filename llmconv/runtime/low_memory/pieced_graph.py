@@ -30,7 +30,7 @@ from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, 
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
 
 PIECE_BYTES = 1 << 30
@@ -165,10 +165,11 @@ class PiecedGraph(OrtGraph):
         attention_mask: Array,
         position_ids: Array,
         past: Cache | None = None,
+        extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """As `OrtGraph.run`, for tokens only; returns precomputed results if there are any."""
-        return self.precomputed.prefill(input_ids, attention_mask, position_ids, past)
+        return self.precomputed.prefill(input_ids, attention_mask, position_ids, past, extras)
 
     def _run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """Runs all calls piece by piece; within a piece, a call runs after the call that it continues."""
@@ -205,9 +206,9 @@ class PiecedGraph(OrtGraph):
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""
-        tokens = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
-        named = {**self.embed(call.input_ids), **tokens}
-        values = {name: as_input(array) for name, array in named.items() if name in self.inputs}
+        extras = self.extra_values(call.extras).of(call.tokens)
+        named = {**vars(call.tokens), **self.embed(call.input_ids), **extras}
+        values = {name: as_input(array, self._dtypes[name]) for name, array in named.items() if name in self.inputs}
         if call.parent is None:
             past = self._past_values(call.past, len(call.input_ids))
             values |= zip(self.past_names, past, strict=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
 
@@ -15,6 +17,7 @@ class PlannedCall:
     Attributes:
         past: the cache to continue, if it exists already.
         parent: index of the earlier call whose cache this call continues; None if it continues `past`.
+        extras: values of extra inputs that do not have their defaults.
     """
 
     input_ids: Array
@@ -22,6 +25,12 @@ class PlannedCall:
     position_ids: Array
     past: Cache | None = None
     parent: int | None = None
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> ModelCall:
+        """The tokens of the call."""
+        return ModelCall(self.input_ids, self.attention_mask, self.position_ids)
 
     @property
     def past_length(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
-from llmconv.runtime.runner import Cache, Choices, Runner, Step
+from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step
 from llmconv.tensors import Array
 
 MAX_TOKENS = 2048
@@ -34,6 +34,9 @@ class RunnerCall(Protocol):
 
     @property
     def position_ids(self) -> Array: ...
+
+    @property
+    def extras(self) -> Extras | None: ...
 
 
 class SpillFile:
@@ -228,7 +231,7 @@ class PrecomputedRunner(Runner):
                 elif key not in planned:
                     given = None if parent is not None else before
                     ids, mask, positions = call.input_ids, call.attention_mask, call.position_ids
-                    planned[key] = PlannedCall(ids, mask, positions, given, parent)
+                    planned[key] = PlannedCall(ids, mask, positions, given, parent, call.extras or {})
         try:
             steps = self._run_all(list(planned.values())) if planned else []
         except UnsupportedInput:
@@ -247,15 +250,24 @@ class PrecomputedRunner(Runner):
         content = hashlib.sha256(past + self._name.encode())
         for array in (call.input_ids, call.attention_mask, call.position_ids):
             content.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
+        for name, array in sorted((call.extras or {}).items()):
+            content.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
         return content.digest()
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """As `Runner.prefill`; a call that was not precomputed runs now.
 
         Raises:
             LlmconvError: the error of the call.
         """
-        call = PlannedCall(input_ids, attention_mask, position_ids)
+        call = PlannedCall(input_ids, attention_mask, position_ids, extras=extras or {})
         if past is not None and not isinstance(past, KeyedCache):
             return self._run_all([replace(call, past=past)])[0]
         return self._kept_call(past, call).step()

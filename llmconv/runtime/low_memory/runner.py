@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
+from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.low_memory.lazy_matrices import LazyMatrices, product_by_rows
 from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.weights import MetaTensor, StreamedWeights
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24
@@ -43,7 +46,7 @@ class StreamedRunner(EagerRunner):
     """`EagerRunner`, layer by layer.
 
     Args:
-        folder, dtype, code, factors, skipped: as for `EagerRunner`.
+        folder, dtype, code, factors, skipped, extra_inputs: as for `EagerRunner`.
         resident: maximum number of elements of an embedding or a head that stays in memory.
         memory: of large matrices, which runners of the same weights may share.
 
@@ -62,10 +65,11 @@ class StreamedRunner(EagerRunner):
         resident: int = RESIDENT,
         skipped: Collection[str] = (),
         memory: MatrixMemory | None = None,
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
         self._stored = stored_tensors(folder, load, factors)
-        super().__init__(folder, dtype, code=code, skipped=skipped)
+        super().__init__(folder, dtype, code=code, skipped=skipped, extra_inputs=extra_inputs)
         self._weights = StreamedWeights(self.model, self._stored, load, memory)
         every = layer_modules(self.model)
         self._layers = {name: layer for name, layer in every.items() if name not in self._skipped}
@@ -108,9 +112,16 @@ class StreamedRunner(EagerRunner):
 
     # --- single calls -------------------------------------------------------------------------------------------------
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """As `Runner.prefill`. Every call reads all weights; `run_all` reads them once for several calls."""
-        return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past)])[0]
+        return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past, extras=extras or {})])[0]
 
     def embed(self, input_ids: Array) -> Array:
         """As `EagerRunner.embed`."""
@@ -139,8 +150,7 @@ class StreamedRunner(EagerRunner):
         self._parents = [call.parent for call in calls]
         pasts = [self._expected_past(calls, number) for number in range(len(calls))]
         runs: list[Callable[[], Step]] = [
-            partial(self._run, call.input_ids, call.attention_mask, call.position_ids, past)
-            for call, past in zip(calls, pasts, strict=True)
+            partial(self._run, call.tokens, past, call.extras) for call, past in zip(calls, pasts, strict=True)
         ]
         try:
             with single_torch_thread() if self._is_small else nullcontext():
@@ -177,7 +187,16 @@ class StreamedRunner(EagerRunner):
         left_out = {int(name.rpartition(".")[2]) for name in self._skipped}
         numbers = range(self.config.num_hidden_layers)
         cache.layers = [DynamicLayer() if at in left_out else self._empty_layer(len(ids), length) for at in numbers]
-        return EagerCache(cache, ids, np.concatenate(positions, axis=1))
+        return EagerCache(cache, ids, np.concatenate(positions, axis=1), self._joined_extras(before, earlier))
+
+    def _joined_extras(self, before: Sequence[EagerCache], earlier: Sequence[PlannedCall]) -> dict[str, Array]:
+        """The values of extra inputs that have one for each token, of a cache's tokens and those of earlier calls."""
+        values = [ExtraValues(self._extra_inputs, call.extras).of(call.tokens) for call in earlier]
+        several = [*(cache.extras for cache in before), *values]
+        axes = {
+            name: extra.axes.index(SEQUENCE) for name, extra in self._extra_inputs.items() if SEQUENCE in extra.axes
+        }
+        return {name: np.concatenate([one[name] for one in several], axis=axis) for name, axis in axes.items()}
 
     def _empty_layer(self, batch: int, length: int) -> DynamicLayer:
         layer = DynamicLayer()
@@ -186,7 +205,8 @@ class StreamedRunner(EagerRunner):
         layer.keys = layer.values = zero
         return layer
 
-    def _cache(self, past: Cache | None) -> Any:
+    def cache_of(self, past: Cache | None) -> Any:
+        """See `EagerRunner.cache_of`; the cache of each planned call is kept."""
         cache = super().cache_of(past)
         number = self._scheduler.number
         if number is not None:
@@ -250,7 +270,7 @@ class StreamedRunner(EagerRunner):
 def _with_past(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
     """The call with the past that its parent computed."""
     past = call.past if call.parent is None else steps[call.parent].present
-    return PlannedCall(call.input_ids, call.attention_mask, call.position_ids, past)
+    return replace(call, past=past, parent=None)
 
 
 def _keys(cache: Any) -> list[Any]:

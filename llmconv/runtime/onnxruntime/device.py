@@ -35,6 +35,14 @@ TENSOR_DTYPES = {
 }
 """numpy types by onnxruntime's names."""
 
+INPUT_DTYPES = {
+    **TENSOR_DTYPES,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+"""The same for inputs."""
+
 
 @dataclass(frozen=True)
 class Device:

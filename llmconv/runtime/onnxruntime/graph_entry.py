@@ -53,6 +53,7 @@ class GraphEntry:
         last_logits: whether it returns logits of the last position only; None without a manifest.
         postprocess: `argmax` or `topk:K` if it returns tokens and scores; empty if it returns logits.
         prefix: its tuned prefix, if any.
+        fixed_inputs: extra inputs of the family that it does not have, because they always have their default.
     """
 
     role: str
@@ -60,6 +61,7 @@ class GraphEntry:
     last_logits: bool | None = None
     postprocess: str = ""
     prefix: PrefixEntry | None = None
+    fixed_inputs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -112,7 +114,10 @@ def _read(role: str, content: Any) -> GraphEntry:
     postprocess = content.get("postprocess", "")
     if not isinstance(postprocess, str):
         _refuse(role, postprocess)
-    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content))
+    fixed = content.get("fixed_inputs", [])
+    if not isinstance(fixed, list) or not all(isinstance(name, str) for name in fixed):
+        _refuse(role, fixed)
+    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content), tuple(fixed))
 
 
 def _files(role: str, content: dict[str, Any]) -> tuple[str, ...]:

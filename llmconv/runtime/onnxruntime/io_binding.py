@@ -49,13 +49,19 @@ class BoundSession:
         for name, value in factors.items():
             self._binding.bind_ortvalue_input(name, value)
 
-    def feed(self, name: str, array: Array) -> None:
-        """Sets an input; reuses the memory of the previous value if the shape is the same."""
+    def feed(self, name: str, array: Array, dtype: Any = None) -> None:
+        """Sets an input; reuses the memory of the previous value if the shape is the same.
+
+        Args:
+            name: of the input.
+            array: its value.
+            dtype: of the input; None for that of `input_dtype`.
+        """
         held = self._inputs.get(name)
         if held is not None and held.shape == array.shape:
             held[...] = array
         else:
-            self._inputs[name] = np.array(array, dtype=input_dtype(array), order="C")
+            self._inputs[name] = np.array(array, dtype=dtype or input_dtype(array), order="C")
             self._binding.bind_ortvalue_input(name, host_value(self._inputs[name]))
 
     def run(self) -> list[Array]:
@@ -80,9 +86,9 @@ class BoundSession:
             self._binding.bind_output(name)
 
 
-def as_input(array: Array) -> ort.OrtValue:
-    """A graph input: tokens, mask and positions as int64, embeddings unchanged."""
-    return host_value(np.ascontiguousarray(array, dtype=input_dtype(array)))
+def as_input(array: Array, dtype: Any = None) -> ort.OrtValue:
+    """A graph input: tokens, mask and positions as int64, embeddings unchanged; anything else with its `dtype`."""
+    return host_value(np.ascontiguousarray(array, dtype=dtype or input_dtype(array)))
 
 
 def input_dtype(array: Array) -> Any:

@@ -16,8 +16,11 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_lin
 from llmconv.files.hub import snapshot_home
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
+from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
+from llmconv.runtime.onnxruntime.extra_feeds import declared_extras, require_known
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.lora_names import require_factors
@@ -29,7 +32,7 @@ from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Choices, Runner, Step
+from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step
 from llmconv.tensors import Array
 
 
@@ -67,6 +70,7 @@ class OrtGraph:
         past_names, present_names: the inputs and outputs of the cache.
         result_names: the other outputs: `logits`, or `tokens` and `scores`.
         takes_positions: whether it has the input `position_ids`.
+        extra_inputs: its extra inputs by name, as the input map declares them.
         dtype: float type that it computes in, that of its cache unless that contains integer codes.
         lora_inputs: declared shapes of the optional inputs for LoRA factors, by name.
         sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
@@ -97,6 +101,8 @@ class OrtGraph:
         self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
+        self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
+        self._dtypes = {name: INPUT_DTYPES.get(self.types[name]) for name in self.inputs}
         self.dtype = _computing_dtype(self.types.values())
         self._table = None  # the embedding of a graph that takes embeddings
         if INPUTS_EMBEDS in self.inputs:
@@ -157,21 +163,34 @@ class OrtGraph:
         attention_mask: Array,
         position_ids: Array,
         past: Cache | None = None,
+        extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill_placed`.
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill` and `Runner.prefill_placed`.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph on them.
+            UnsupportedInput: no input map declares an input of the graph, or a hook returns another shape or dtype.
+            UsageProblem: a given value is of no extra input, or has another shape or dtype.
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        call, values = ModelCall(input_ids, attention_mask, position_ids), self.extra_values(extras)
         with self._refusing():
             results, present = (
-                self._buffered.run(**given, past=past, placed=placed)
+                self._buffered.run(call, values, past, placed)
                 if self._buffered
-                else self._run_growing({**given, **self.embed(input_ids, placed)}, past)
+                else self._run_growing({**vars(call), **self.embed(input_ids, placed), **values.of(call)}, past)
             )
         return step_of(self.result_names, results, present)
+
+    def extra_values(self, extras: Extras | None) -> ExtraValues:
+        """The values of the extra inputs, of which the caller gives some.
+
+        Raises:
+            UnsupportedInput: no input map declares an input of the graph.
+            UsageProblem: a given value is of no extra input.
+        """
+        require_known(self.inputs, self.extra_inputs, self.name)
+        return ExtraValues(self.extra_inputs, extras or {})
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -190,7 +209,7 @@ class OrtGraph:
 
     def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
-        feeds = {name: as_input(array) for name, array in given.items() if name in self.inputs}
+        feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
         feeds |= self._factors
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
@@ -338,14 +357,26 @@ class OrtRunner(Runner):
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
+    @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """Those of the prefill graph; the decode graph has the same."""
+        return self._prefill.extra_inputs
 
     @property
     def embedding_size(self) -> int | None:
         """Size of the embeddings that the prefill graph takes."""
         return self._prefill.embedding_size
+
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
+        """Runs the prompt on the prefill graph."""
+        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
 
     def prefill_placed(
         self,
@@ -356,14 +387,22 @@ class OrtRunner(Runner):
         placed: PlacedEmbeddings,
     ) -> Step:
         """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`."""
-        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, placed)
+        tokens = input_ids, *self._after_prefix(attention_mask, position_ids, past)
+        return self._prefill.run(*tokens, past, placed=placed)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs a step on the decode graph."""
         graph = (
             self._prefill if self._prefix and past is None else self._decode
         )  # only the prefill graph has the prefix
-        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past)
+        return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
 
     def _after_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
         """Mask and positions, extended by the prefix if the cache begins with it."""

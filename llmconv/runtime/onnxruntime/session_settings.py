@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import UsageProblem, first_line
+from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.device import Device
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION, compute_in_float32, half_precision
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
@@ -73,6 +74,7 @@ class SessionSettings:
         packed_cache: folder where packed weights are kept for later sessions, which map them, see `packed_cache`; None
             to pack them in memory.
         stages: options of single stages of graphs in stages, by their number from 1.
+        extra_inputs: returns the extra inputs of the family, called for a graph that has some.
     """
 
     threads: int = 0
@@ -93,6 +95,7 @@ class SessionSettings:
     widened: WidenedWeights | None = field(default=None, compare=False, repr=False)
     packed_cache: Path | None = None
     stages: Mapping[int, StageOptions] = field(default_factory=dict)
+    extra_inputs: Callable[[], Sequence[ExtraInput]] | None = field(default=None, compare=False, repr=False)
 
     def of_stage(self, number: int) -> SessionSettings:
         """The settings of one stage, the first of which has number 1."""

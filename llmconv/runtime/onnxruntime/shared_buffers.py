@@ -15,7 +15,9 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused
-from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device, as_array
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall
+from llmconv.runtime.extra_values import ExtraValues, grown
+from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.io_binding import BoundSession
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
@@ -198,18 +200,24 @@ class BufferedSession:
         self._results, self._device = results, device
         self._shapes = {arg.name: arg.shape for arg in session.get_inputs()}
         self._dtypes = {arg.name: TENSOR_DTYPES.get(arg.type, np.float32) for arg in session.get_inputs()}
+        self._inputs = {arg.name: INPUT_DTYPES.get(arg.type) for arg in session.get_inputs()}
         self._past = [name for name in self._shapes if name.startswith("past_key_values.")]
         self._present = [arg.name for arg in session.get_outputs() if arg.name.startswith("present.")]
 
     def run(
         self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
+        call: ModelCall,
+        values: ExtraValues,
         past: Cache | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> tuple[list[Array], Cache]:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill_placed`.
+        """Continues `past` by the tokens of a call.
+
+        Args:
+            call: tokens, mask and positions.
+            values: of the extra inputs.
+            past: the cache; None for an empty one.
+            placed: embeddings in place of those of some tokens.
 
         Returns:
             The results, one array per name, and the cache.
@@ -217,7 +225,7 @@ class BufferedSession:
         Raises:
             InputRefused: the sizes of the graph do not allow the call.
         """
-        rows, new = input_ids.shape
+        rows, new = call.input_ids.shape
         filled = past.length if past else 0
         reason = self.sizes.refusal(rows, filled, new)
         if reason:
@@ -226,11 +234,12 @@ class BufferedSession:
         pieces = []
         width = self.sizes.width(rows, filled, new)
         for start in range(0, new, width):
-            piece = slice(start, min(start + width, new))
-            mask = attention_mask[:, : filled + piece.stop]
-            embedded = placed.columns(piece.start, piece.stop) if placed else None
-            pieces.append(self._run(buffers, input_ids[:, piece], mask, position_ids[:, piece], embedded))
-            buffers.filled = filled + piece.stop
+            at = slice(start, min(start + width, new))
+            mask = call.attention_mask[:, : filled + at.stop]
+            piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at])
+            embedded = placed.columns(at.start, at.stop) if placed else None
+            pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
+            buffers.filled = filled + at.stop
         last_only = pieces[-1][0].shape[1] < min(width, new - (len(pieces) - 1) * width)
         is_whole = last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
         results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
@@ -267,26 +276,28 @@ class BufferedSession:
     def _run(
         self,
         buffers: CacheBuffers,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
+        call: ModelCall,
+        extras: Mapping[str, Array],
+        inputs: Mapping[str, ExtraInput],
         placed: PlacedEmbeddings | None,
     ) -> list[Array]:
         """One run of the graph; results without padding."""
-        rows, new = input_ids.shape
+        rows, new = call.input_ids.shape
         batch, width = self.sizes.rows or rows, self.sizes.tokens or new
-        total = buffers.capacity if self.sizes.indexed else attention_mask.shape[1]
+        total = buffers.capacity if self.sizes.indexed else call.attention_mask.shape[1]
+        sizes = {BATCH: batch, SEQUENCE: width, TOTAL: total}
         feeds = {
-            **self._embed(padded(input_ids, batch, width), placed),
-            "attention_mask": padded(attention_mask, batch, total),
-            "position_ids": padded(position_ids, batch, width),
+            **self._embed(padded(call.input_ids, batch, width), placed),
+            "attention_mask": padded(call.attention_mask, batch, total),
+            "position_ids": padded(call.position_ids, batch, width),
+            **{name: grown(inputs[name], array, sizes) for name, array in extras.items()},
         }
         if self.sizes.indexed:
             feeds[WRITE_INDICES] = np.full(batch, buffers.filled)
         bound = buffers.bound(self._session, self._past, self._results, self._present, self._factors)
         for name, array in feeds.items():
             if name in self._shapes:
-                bound.feed(name, array)
+                bound.feed(name, array, self._inputs[name])
         return [result[:rows, :new] for result in bound.run()]
 
 

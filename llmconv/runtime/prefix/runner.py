@@ -11,7 +11,7 @@ from llmconv.runtime.array_cache import TOKEN_AXIS, ArrayCache, RemoteCache
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.prefix.trained import Prefix
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.runtime.runner import Cache, Extras, Runner, Step, default_positions
 from llmconv.tensors import Array
 
 OPTION = "`--prefix-tuning`"
@@ -58,9 +58,16 @@ class PrefixedRunner(Runner):
         """Whether the model can continue the prefix and a past in one run."""
         return self._runner.continues_in_one_run(batch, past + self._length, new)
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt after the prefix."""
-        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past))
+        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
 
     def prefill_placed(
         self,
@@ -81,9 +88,16 @@ class PrefixedRunner(Runner):
         """
         return self._runner.prefill_placed(*self._after_prefix(input_ids, attention_mask, position_ids, past), placed)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs one step; without a past after the prefix."""
-        return self._runner.decode(*self._after_prefix(input_ids, attention_mask, position_ids, past))
+        return self._runner.decode(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
 
     def _after_prefix(
         self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None

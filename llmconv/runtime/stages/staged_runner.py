@@ -7,12 +7,15 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.progress import warn
 from llmconv.runtime.array_cache import CacheEdit, RemoteCache
+from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.onnxruntime.extra_feeds import extra_names
 from llmconv.runtime.onnxruntime.runner import after_prefix, step_of
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.runtime.stages.connection import Address
 from llmconv.runtime.stages.local_stage import LocalStage, is_cuttable
 from llmconv.runtime.stages.ray_stages import ON_RAY, RayStages
@@ -102,9 +105,11 @@ class StagedRunner(Runner):
         Raises:
             InputRefused: the graphs are not in stages, or files of a stage that runs here are missing.
             StageFailed: no stage answers at an address, or it serves another model or export.
+            UnsupportedInput: the graphs have inputs besides tokens, mask and positions.
             UsageProblem: an invalid address, or two addresses of one stage.
         """
         export = StagedExport.read(folder)
+        _refuse_extras(export)
         if not export.knows_weights:
             warn(NO_CHECKSUMS)
         stages: dict[int, LocalStage | RemoteStage] = {}
@@ -127,20 +132,34 @@ class StagedRunner(Runner):
         """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs the prompt; see `Runner.prefill`."""
-        return self._run("prefill", input_ids, attention_mask, position_ids, past)
+        return self._run("prefill", ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs a step; see `Runner.decode`."""
         use = "prefill" if self._prefix and past is None else "decode"
-        return self._run(use, input_ids, attention_mask, position_ids, past)
+        return self._run(use, ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
-    def _run(self, use: str, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
+    def _run(self, use: str, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
         if self._prefix and past is not None:
-            attention_mask, position_ids = after_prefix(attention_mask, position_ids, self._prefix)
-        named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        values = {name: array.astype("int64", copy=False) for name, array in named.items()}
+            call = ModelCall(call.input_ids, *after_prefix(call.attention_mask, call.position_ids, self._prefix))
+        values = {name: array.astype("int64", copy=False) for name, array in vars(call).items()}
+        values |= ExtraValues(given=extras or {}).of(call)
         parts = past.parts if isinstance(past, StagedCache) else [past] * len(self._stages)
         present = []
         for stage, part in zip(self._stages, parts, strict=True):
@@ -159,6 +178,18 @@ NO_CHECKSUMS = (
     "llmconv.json has no checksums of the weights, so stages of another model of the same shapes are not recognized: "
     "`llmconv export --stages K -o OUT` records them"
 )
+
+
+def _refuse_extras(export: StagedExport) -> None:
+    """Refuses inputs that only some families have: a stage takes tokens, mask, positions and hidden states."""
+    for use in export.entries:
+        names = [name for number in range(1, export.count + 1) for name in export.inputs(use, number)]
+        passed = {name for number in range(1, export.count + 1) for name in export.outputs(use, number)}
+        if extra := [name for name in extra_names(names) if name not in passed]:
+            raise UnsupportedInput(
+                f"stages in other processes do not take the input `{extra[0]}` of this family",
+                hint=f"leave out `{OPTION}`: in one process they do",
+            )
 
 
 def _connect(

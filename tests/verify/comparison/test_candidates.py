@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
 from llmconv.verify.reference.eager import Eager
@@ -29,9 +29,16 @@ class Unsteady(Runner):
     runner: OrtRunner
     runs: count[int]
 
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
         """Runs it."""
-        step = self.runner.prefill(input_ids, attention_mask, position_ids, past)
+        step = self.runner.prefill(input_ids, attention_mask, position_ids, past, extras)
         if next(self.runs) % 2:
             step = replace(step, logits=np.nextafter(step.logits, np.float32(np.inf)))
         return step

@@ -9,13 +9,26 @@ import numpy as np
 import pytest
 
 from llmconv.errors import UsageProblem
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput
 from llmconv.verify.scenarios.calls import Call, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 CACHE = {"present.0.key": (1, 2, 1, 4), "present.0.value": (1, 2, 1, 4)}
+EXTRAS = {
+    "kind": ExtraInput("kind", (BATCH,), values=3),
+    "segment": ExtraInput("segment", (BATCH, SEQUENCE), values=4),
+    "shown": ExtraInput("shown", (BATCH, TOTAL), dtype="bool", values=2),
+    "filled": ExtraInput("filled", (BATCH,), default=lambda call: call.attention_mask.sum(axis=1)),
+}
 FACTS = ModelFacts(
-    50, 300, windows=(8,), original=40, cache=CACHE, greedy=lambda ids, steps: np.pad(ids, ((0, 0), (0, steps)))
+    50,
+    300,
+    windows=(8,),
+    original=40,
+    cache=CACHE,
+    greedy=lambda ids, steps: np.pad(ids, ((0, 0), (0, steps))),
+    extra_inputs=EXTRAS,
 )
 
 
@@ -187,3 +200,21 @@ def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
 def test_the_page_lists_every_scenario_with_its_bug() -> None:
     page = (Path(__file__).parents[3] / "docs/verification.md").read_text()
     assert [s.name for s in SCENARIOS if f"| {s.name} | {s.suite} | {s.bug} |" not in page] == []
+
+
+def test_extra_inputs_have_values_of_the_calls_that_differ_and_follow_their_rows() -> None:
+    ((_, (calls,)),) = Selection("quick", ["rows exchanged"]).calls(FACTS)
+    first, second = (call.extras for call in calls[:2])
+    assert first is not None and second is not None and "filled" not in first
+    rows = list(calls[1].edit.rows or ())
+    assert np.array_equal(second["kind"], first["kind"][rows])
+    assert np.array_equal(second["shown"][:, :7], first["shown"][rows])
+    assert second["segment"].shape == calls[1].input_ids.shape
+    built = [call for _, chains in Selection("full").calls(FACTS) for chain in chains for call in chain if call.extras]
+    assert {int(number) for call in built for number in (call.extras or {})["kind"]} == {0, 1, 2}
+
+
+def test_tokens_that_are_taken_back_take_their_values_with_them() -> None:
+    ((_, (calls,)),) = Selection("quick", ["tokens taken back"]).calls(FACTS)
+    kept, then = (dict(call.extras or {})["shown"] for call in calls[1:3])
+    assert np.array_equal(kept[:, :7], then[:, :7]) and then.shape == calls[2].attention_mask.shape

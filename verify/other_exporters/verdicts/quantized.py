@@ -130,7 +130,7 @@ def compare_quantized(
     tie = tied_head(eager.models[0], tensors)
     reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie, options.smoothing))
     settings = replace(comparison.settings, float_activations=True)
-    dequantized = Eager(reference, eager.dtype, code=options.code)
+    dequantized = Eager(reference, eager.dtype, code=options.code).with_defaults()
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
     yield from replace(comparison, settings=settings).run(dequantized, unrounded)
     return dequantized, replace(verified, files=unrounded, settings=settings)

@@ -1,0 +1,71 @@
+"""Extra inputs that graphs leave out, because what runs the graphs cannot feed them; they keep their default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.clients import DEFAULT, Client
+from llmconv.export.graph_spec import GraphSpec
+from llmconv.progress import say
+from llmconv.runtime.extra_inputs import ExtraInput
+
+
+def all_fixed(extras: Mapping[str, ExtraInput], what: str, without: str) -> tuple[str, ...]:
+    """The names of all extra inputs, for graphs that take none of them.
+
+    Args:
+        extras: the extra inputs of the model, resolved.
+        what: what cannot feed them, for messages.
+        without: the option to leave out instead.
+
+    Raises:
+        UnsupportedInput: an input has no constant default.
+    """
+    for name, extra in extras.items():
+        if callable(extra.default):
+            raise UnsupportedInput(
+                f"{what} cannot feed the input `{name}`, which has another value in each call",
+                hint=f"leave out `{without}`",
+            )
+    return tuple(extras)
+
+
+def with_fixed_inputs(
+    specs: Mapping[str, GraphSpec], extras: Mapping[str, ExtraInput], clients: Sequence[Client]
+) -> dict[str, GraphSpec]:
+    """The specs of graphs that all clients can feed.
+
+    Args:
+        specs: by role.
+        extras: the extra inputs of the model, resolved.
+        clients: the chosen clients.
+
+    Raises:
+        UnsupportedInput: a client cannot feed an input that has no constant default.
+    """
+    others = [client.name for client in clients if client.name != DEFAULT]
+    if not extras or not others:
+        return dict(specs)
+    fixed = all_fixed(extras, f"layout `{others[0]}`", f"--layout {others[0]}")
+    for name in fixed:
+        say(f"`{name}` is always {extras[name].default}: layout `{others[0]}` does not feed it")
+    return {role: replace(spec, fixed_inputs=fixed) for role, spec in specs.items()}
+
+
+def refuse_option(extras: Mapping[str, ExtraInput], option: str) -> None:
+    """Refuses an option that graphs with extra inputs do not have.
+
+    Args:
+        extras: the extra inputs of the model, resolved.
+        option: the option.
+
+    Raises:
+        UnsupportedInput: there are some.
+    """
+    if extras:
+        raise UnsupportedInput(
+            f"`{option}` does not support the input `{next(iter(extras))}` of this family",
+            hint=f"leave out `{option}`, or the input in its row of the input map",
+        )

@@ -1,0 +1,126 @@
+"""The extra inputs of a family while its model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from llmconv.errors import LlmconvError, UnsupportedInput, first_line
+from llmconv.export.families import InputMap
+from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
+
+
+class ExtraTensors:
+    """The extra inputs of a traced model.
+
+    Args:
+        inputs: by name, resolved.
+        fixed: names of those that always have their default.
+    """
+
+    def __init__(self, inputs: Mapping[str, ExtraInput], fixed: Sequence[str]) -> None:
+        self._inputs, self._fixed = inputs, fixed
+
+    def named(self, given: Sequence[Tensor], tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """The values of all extra inputs by name.
+
+        Args:
+            given: values of those that are not fixed, in their order.
+            tokens: `[batch, sequence, …]`.
+            mask: `[batch, total]`.
+        """
+        sizes = {BATCH: mask.shape[0], SEQUENCE: tokens.shape[1], TOTAL: mask.shape[1]}
+        sizes[PAST] = sizes[TOTAL] - sizes[SEQUENCE]
+        values = dict(zip((name for name in self._inputs if name not in self._fixed), given, strict=True))
+        for name, value in values.items():
+            _same_sizes(self._inputs[name], value, sizes)
+        return {name: values[name] if name in values else _full(extra, sizes) for name, extra in self._inputs.items()}
+
+
+def _same_sizes(extra: ExtraInput, value: Tensor, sizes: Mapping[str, int]) -> None:
+    """Declares that the symbolic axes have the sizes of tokens and mask, so that the trace has one symbol for each."""
+    for at, axis in enumerate(extra.declared):
+        if isinstance(axis, str):
+            torch._check(value.shape[at] == sizes[axis])  # type: ignore[no-untyped-call]
+
+
+def _full(extra: ExtraInput, sizes: Mapping[str, int]) -> Tensor:
+    shape = [sizes[axis] if isinstance(axis, str) else axis for axis in extra.declared]
+    return torch.full(shape, extra.default, dtype=getattr(torch, extra.dtype))  # type: ignore[arg-type]
+
+
+def example_values(extras: Mapping[str, ExtraInput], dtype: torch.dtype, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Zeros for every extra input, by name.
+
+    Args:
+        extras: the inputs, resolved.
+        dtype: of the model.
+        sizes: of the symbolic axes.
+    """
+    found = {}
+    for name, extra in extras.items():
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in extra.declared]
+        found[name] = torch.zeros(shape, dtype=dtype if extra.dtype == "float32" else getattr(torch, extra.dtype))
+    return found
+
+
+def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInput]:
+    """The extra inputs of a model by name, resolved; its `forward` has their parameters.
+
+    Args:
+        model: the model on fake weights.
+        input_map: the input map of its `model_type`.
+
+    Raises:
+        UnsupportedInput: `forward` lacks a parameter, or needs another.
+    """
+    extras = input_map.extra_inputs(model.config)
+    require_parameters(model.forward, extras)
+    return extras
+
+
+def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str, ExtraInput]) -> None:
+    """Runs a model once on fake numbers; sizes of different axes differ, so that a wrong axis shows.
+
+    Args:
+        module: the module to trace.
+        arguments: its example arguments.
+        extras: the extra inputs by name, resolved; nothing runs without any.
+
+    Raises:
+        UnsupportedInput: the model fails.
+    """
+    if not extras:
+        return
+    mode = next(module.parameters()).fake_mode  # type: ignore[attr-defined]
+    with fitting(extras), mode, torch.no_grad():
+        module(*pytree.tree_map_only(Tensor, mode.from_tensor, tuple(arguments)))
+
+
+@contextmanager
+def fitting(extras: Mapping[str, ExtraInput]) -> Iterator[None]:
+    """Context in which a model runs with its extra inputs.
+
+    Args:
+        extras: by name, resolved.
+
+    Raises:
+        UnsupportedInput: the model fails, and there are extra inputs.
+    """
+    try:
+        yield
+    except Exception as error:  # the model's own code may raise anything
+        if not extras or isinstance(error, LlmconvError):
+            raise
+        inputs = [f"`{name}` {extra.dtype} [{', '.join(map(str, extra.declared))}]" for name, extra in extras.items()]
+        raise UnsupportedInput(
+            f"the model fails with the extra inputs {', '.join(inputs)}: {type(error).__name__}: "
+            f"{first_line(error, 200)}",
+            hint=f"do name, dtype and axes fit its `forward`? {DOCUMENT}",
+        ) from error

@@ -1,0 +1,148 @@
+"""GivenInputs: the values that a request gives for a model's extra inputs, over its prompt and the new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.files.paths import kind_of
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
+from llmconv.tensors import BY_NAME, Array
+
+RequestInputs = Mapping[str, Any]
+"""Numbers or nested lists by name of an extra input, without the axis of the batch; tokens are those of the prompt."""
+
+KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
+"""numpy's kinds of the numbers that an input of a dtype may be given as."""
+
+
+@dataclass(frozen=True)
+class GivenInputs:
+    """The values of one prompt.
+
+    Attributes:
+        tokens: number of tokens of the prompt.
+        values: arrays by name, without the axis of the batch.
+    """
+
+    tokens: int
+    values: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def content(self) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
+        """Equal for equal values."""
+        return tuple((name, array.shape, array.tobytes()) for name, array in sorted(self.values.items()))
+
+    @classmethod
+    def of(cls, given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
+        """The values of a prompt, checked.
+
+        Args:
+            given: from the request.
+            tokens: number of tokens of the prompt.
+            known: the extra inputs of the model, resolved.
+            name: of the prompt, for messages.
+
+        Raises:
+            InputRefused: the model has no such input, or a value of another shape or kind.
+        """
+        if not isinstance(given, Mapping):
+            raise InputRefused(f"the inputs of {name} are {kind_of(given)}", hint='give {"name": values}')
+        return cls(tokens, {one: _array(one, value, tokens, known, name) for one, value in given.items()})
+
+
+def _array(input_name: str, value: Any, tokens: int, known: Mapping[str, ExtraInput], prompt: str) -> Array:
+    extra = known.get(input_name)
+    if extra is None or PAST in extra.axes:
+        names = ", ".join(f"`{one}`" for one, row in known.items() if PAST not in row.axes) or "none"
+        raise InputRefused(f"{prompt} gives `{input_name}`, which the model does not take", hint=f"it takes {names}")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InputRefused(
+            f"{prompt} gives `{input_name}` as lists of different lengths", hint="give one number for each element"
+        ) from error
+    if array.dtype.kind in KINDS[extra.dtype]:
+        array = array.astype(BY_NAME[extra.dtype].numpy)
+    without_batch = replace(extra, axes=tuple(axis for axis in extra.axes if axis != BATCH))
+    if problem := without_batch.misfit(array, _prompt_call(tokens)):
+        raise InputRefused(
+            f"{prompt} gives `{input_name}` as {problem}",
+            hint=f"the prompt has {tokens} tokens" if extra.by_token else "see docs/adding-a-family.md",
+        )
+    return array
+
+
+def _prompt_call(tokens: int) -> ModelCall:
+    """A call of one prompt; only its sizes are used."""
+    ids = np.ones((1, tokens), dtype=np.int64)
+    return ModelCall(ids, ids, ids)
+
+
+def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput]) -> None:
+    """Refuses values that the prompts of one batch cannot have together.
+
+    Args:
+        rows: the values of each prompt.
+        known: the extra inputs of the model, resolved.
+
+    Raises:
+        UsageProblem: the input has no axis of the batch and its values differ, or only some prompts replace a computed
+            value.
+    """
+    for name in {name for row in rows for name in row.values}:
+        arrays = [row.values.get(name) for row in rows]
+        missing = any(array is None for array in arrays)
+        shared = BATCH not in known[name].axes
+        if missing and (shared or callable(known[name].default)):
+            raise UsageProblem(f"not all prompts of a batch give `{name}`", hint="give it for all, or `--batch-size 1`")
+        if shared and not all(np.array_equal(arrays[0], array) for array in arrays):  # type: ignore[arg-type]
+            raise UsageProblem(
+                f"`{name}` has one value for a batch, and its prompts differ", hint="give `--batch-size 1`"
+            )
+
+
+def batch_values(
+    rows: Sequence[GivenInputs], call: ModelCall, longest: int, known: Mapping[str, ExtraInput]
+) -> dict[str, Array]:
+    """The values in one call of a batch, of the inputs that any of its prompts gives.
+
+    Args:
+        rows: the values of each row.
+        call: new tokens, with a mask of all columns so far.
+        longest: columns of the padded prompts.
+        known: the extra inputs of the model, resolved.
+    """
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row.values):
+        found[name] = known[name].value(call).copy()
+        for at, row in enumerate(rows):
+            if name in row.values:
+                _place(known[name], found[name], at, row.values[name], (longest - row.tokens, longest), call)
+    return found
+
+
+def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tuple[int, int], call: ModelCall) -> None:
+    """Writes a prompt's value into its row; `prompt` is the range of its columns."""
+    inner = [axis for axis in extra.axes if axis != BATCH]
+    if BATCH in extra.axes:  # a slice, because an element is not a view
+        target = np.moveaxis(target, extra.axes.index(BATCH), -1)[..., row : row + 1]
+        given = given[..., None]
+    starts = {SEQUENCE: call.sizes[PAST], TOTAL: 0}
+    into, source = [slice(None)] * target.ndim, [slice(None)] * target.ndim
+    for at, axis in enumerate(inner):
+        if axis in starts:
+            start, length = starts[str(axis)], target.shape[at]
+            first, last = max(start, prompt[0]), min(start + length, prompt[1])
+            into[at] = slice(max(first - start, 0), max(last - start, 0))
+            source[at] = slice(max(first - prompt[0], 0), max(last - prompt[0], 0))
+    target[tuple(into)] = given[tuple(source)]
+    tokens = [at for at, axis in enumerate(inner) if axis in starts]
+    if extra.repeats and len(tokens) == 1:
+        at = tokens[0]
+        later = np.moveaxis(target, at, 0)[max(prompt[1] - starts[str(inner[at])], 0) :]
+        later[...] = np.moveaxis(given, at, 0)[-1:]

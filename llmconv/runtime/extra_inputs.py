@@ -1,0 +1,249 @@
+"""ExtraInput: an input of a model besides tokens, mask, positions and cache, and how its values are made."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llmconv.errors import UnsupportedInput, UsageProblem, first_line
+from llmconv.tensors import BY_NAME, Array
+
+BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+"""The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
+
+SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
+DTYPES = ("int64", "int32", "bool", "float32")
+RESERVED = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "write_indices",
+    "cache_params",
+    "use_cache",
+)
+
+DOCUMENT = "see docs/adding-a-family.md"
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """The tokens of one call of a model.
+
+    Attributes:
+        input_ids: new tokens, int64 [batch, new tokens].
+        attention_mask: of past and new tokens, int64 [batch, past + new tokens], 0 for padding.
+        position_ids: of the new tokens, int64 [batch, new tokens].
+    """
+
+    input_ids: Array
+    attention_mask: Array
+    position_ids: Array
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Tokens, mask and positions."""
+        return self.input_ids, self.attention_mask, self.position_ids
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every symbolic axis."""
+        (rows, new), total = self.input_ids.shape, self.attention_mask.shape[1]
+        return {BATCH: rows, SEQUENCE: new, PAST: total - new, TOTAL: total}
+
+
+Hook = Callable[[ModelCall], Array]
+"""Computes the value of an input for a call; of the input's dtype and axes."""
+
+OfConfig = int | str | Callable[[Any], int]
+"""A number, the name of a field of the config, or a function of the config."""
+
+
+@dataclass(frozen=True)
+class ExtraInput:
+    """An input that a family adds to its graphs; the eager model gets it as a keyword argument.
+
+    Attributes:
+        name: its name, which is also that of the parameter of the model's `forward`.
+        axes: `BATCH`, `SEQUENCE` (new tokens), `PAST` and `TOTAL` (past and new tokens), or a fixed size: a number, the
+            name of a field of the config, or a function of the config.
+        dtype: `int64`, `int32`, `bool` or `float32`; the latter has the precision of the graphs.
+        default: the value where a request gives none: one number for all elements, or a function of the call.
+        values: which values a request may give: for integers their number (0 to `values - 1`), for floats their
+            standard deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides.
+        repeats: new tokens have the last value that a request gave for its prompt, and not the default.
+
+    Raises:
+        UsageProblem: a name, an axis, a dtype or a default that no graph can have.
+    """
+
+    name: str
+    axes: tuple[OfConfig, ...]
+    dtype: str = "int64"
+    default: float | Hook = 0
+    values: float | OfConfig | None = None
+    repeats: bool = False
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise UsageProblem(f"the extra input `{self.name}` {problem}", hint=DOCUMENT)
+
+    def resolved(self, config: Any) -> ExtraInput:
+        """The same input with numbers instead of fields and functions of the config.
+
+        Args:
+            config: a transformers config.
+
+        Raises:
+            UnsupportedInput: the config lacks the field, or the function fails.
+        """
+        axes = tuple(axis if axis in SYMBOLS else self._number(axis, config, "axis") for axis in self.axes)
+        if min((axis for axis in axes if isinstance(axis, int)), default=1) < 1:
+            raise UnsupportedInput(f"the extra input `{self.name}` has the shape {list(axes)}", hint=DOCUMENT)
+        return replace(self, axes=axes, values=self.number_of_values(config))
+
+    def number_of_values(self, config: Any) -> Any:
+        """`values` as a number, or None; arguments and errors as for `resolved`."""
+        return self.values if self.values is None else self._number(self.values, config, "number of values")
+
+    def _number(self, given: Any, config: Any, kind: str) -> Any:
+        try:
+            found = given(config) if callable(given) else getattr(config, given) if isinstance(given, str) else given
+        except Exception as error:  # a function of another package may raise anything
+            raise UnsupportedInput(
+                f"the extra input `{self.name}` has the {kind} `{given}`, which the config does not give: "
+                f"{first_line(error)}",
+                hint=f"an axis is one of {', '.join(SYMBOLS)}, a number, a field of the config, or a function of it",
+            ) from error
+        if isinstance(found, bool) or not isinstance(found, int | float) or (kind == "axis" and int(found) != found):
+            raise UnsupportedInput(f"the extra input `{self.name}` has the {kind} {found!r}", hint=DOCUMENT)
+        return found
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether only one value is valid, so that no graph needs the input; for a resolved input."""
+        single = self.dtype != "float32" and isinstance(self.values, int | float) and self.values <= 1
+        return single and not callable(self.default)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it has a value for each token."""
+        return SEQUENCE in self.axes or TOTAL in self.axes
+
+    def value(self, call: ModelCall) -> Array:
+        """The default for a call.
+
+        Raises:
+            UnsupportedInput: the hook fails, or its result has another dtype or shape.
+        """
+        if not callable(self.default):
+            return np.full(self.shape(call), self.default, dtype=BY_NAME[self.dtype].numpy)
+        try:
+            found = np.asarray(self.default(call))
+        except Exception as error:  # a hook of another package may raise anything
+            raise UnsupportedInput(
+                f"the hook of the extra input `{self.name}` fails: {type(error).__name__}: {first_line(error)}",
+                hint=DOCUMENT,
+            ) from error
+        if problem := self.misfit(found, call):
+            raise UnsupportedInput(f"the hook of the extra input `{self.name}` returns {problem}", hint=DOCUMENT)
+        return found
+
+    def shape(self, call: ModelCall) -> tuple[int, ...]:
+        """Its shape in a call; for a resolved input."""
+        return tuple(axis if isinstance(axis, int) else call.sizes[axis] for axis in self.declared)
+
+    @property
+    def declared(self) -> tuple[int | str, ...]:
+        """Its axes as a graph declares them; for a resolved input."""
+        return tuple(axis if isinstance(axis, int) else str(axis) for axis in self.axes)
+
+    def misfit(self, array: Array, call: ModelCall) -> str:
+        """Why an array cannot be its value in a call, in words; empty if it can."""
+        wanted = self.shape(call)
+        if array.dtype != BY_NAME[self.dtype].numpy or array.shape != wanted:
+            named = [
+                f"{axis} = {size}" if axis in SYMBOLS else size for axis, size in zip(self.axes, wanted, strict=True)
+            ]
+            shape = f"[{', '.join(map(str, named))}]"
+            return f"{array.dtype} {list(array.shape)}, and not {self.dtype} {shape}"
+        if self.dtype in ("int64", "int32") and array.size:
+            low, high = int(array.min()), int(array.max())
+            limit = self.values if isinstance(self.values, int) else None
+            if low < 0 or (limit is not None and high >= limit):
+                valid = "from 0 on" if limit is None else f"from 0 to {limit - 1}"
+                return f"the value {low if low < 0 else high}, and not numbers {valid}"
+        return ""
+
+
+def _problem(extra: ExtraInput) -> str:
+    """Why no graph can have an input, in words; empty if it can."""
+    name, axes = extra.name, extra.axes
+    if not isinstance(name, str) or not name.isidentifier():
+        return "is not named like a parameter"
+    if name in RESERVED or name.startswith(("past_", "present")):
+        return "has the name of an input that every graph has"
+    if extra.dtype not in DTYPES:
+        return f"has the dtype `{extra.dtype}`: give {', '.join(DTYPES)}"
+    if not isinstance(axes, tuple) or not all(isinstance(a, str | int) and a is not True or callable(a) for a in axes):
+        return "needs a tuple of axes"
+    if any(axes.count(symbol) > 1 for symbol in SYMBOLS):
+        return "has the same axis twice"
+    if extra.values is None and not callable(extra.default):
+        return "has one constant value: give the number of `values`, or a function as `default`"
+    if not callable(extra.default) and not isinstance(extra.default, int | float):
+        return "has a default that is neither a number nor a function"
+    return ""
+
+
+def resolved_inputs(extras: Iterable[ExtraInput], config: Any) -> dict[str, ExtraInput]:
+    """The inputs of a model by name, with numbers as sizes; without those that have one valid value only.
+
+    Args:
+        extras: those of the family.
+        config: a transformers config.
+
+    Raises:
+        UnsupportedInput: see `ExtraInput.resolved`.
+    """
+    found = [extra.resolved(config) for extra in extras]
+    return {extra.name: extra for extra in found if not extra.is_fixed}
+
+
+def require_parameters(forward: Callable[..., Any], names: Collection[str]) -> None:
+    """Checks that a model's `forward` takes the extra inputs, and needs no others.
+
+    Args:
+        forward: the model's `forward`.
+        names: of the inputs.
+
+    Raises:
+        UnsupportedInput: it lacks a parameter, or needs another; the message has its name.
+    """
+    parameters = inspect.signature(forward).parameters.values()
+    known = {parameter.name for parameter in parameters}
+    needed = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
+    if missing := [name for name in needed if name not in (*RESERVED, *names, "past_key_values")]:
+        raise UnsupportedInput(
+            f"the model's `forward` needs `{missing[0]}`, which the input map does not declare",
+            hint=f"add an `ExtraInput` to its row; {DOCUMENT}",
+        )
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UnsupportedInput(
+                f"the input map has the extra input `{name}`, which the model's `forward` does not take",
+                hint=f"is it `{close[0]}`?" if close else f"leave it out of the input map; {DOCUMENT}",
+            )

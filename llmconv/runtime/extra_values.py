@@ -1,0 +1,96 @@
+"""ExtraValues: the values of a model's extra inputs in a call; parts of them, and larger ones for fixed sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmconv.errors import UsageProblem
+from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class ExtraValues:
+    """The values of the extra inputs in a call: those that the caller gives, and for the others their defaults.
+
+    Attributes:
+        inputs: resolved inputs by name.
+        given: arrays by name.
+
+    Raises:
+        UsageProblem: a given array is of no input, or can only be computed.
+    """
+
+    inputs: Mapping[str, ExtraInput] = field(default_factory=dict)
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.given:
+            if name not in self.inputs:
+                known = ", ".join(self.inputs) or "none"
+                raise UsageProblem(f"the model has no extra input `{name}`", hint=f"its extra inputs: {known}")
+            if PAST in self.inputs[name].axes:
+                raise UsageProblem(f"`{name}` has an axis of past tokens and is computed", hint="leave it out")
+
+    def of(self, call: ModelCall, whole: ModelCall | None = None, start: int = 0) -> dict[str, Array]:
+        """The values of a call by name.
+
+        Args:
+            call: the call, or a part of the call that the arrays were given for.
+            whole: the call that the arrays were given for; default: `call`.
+            start: index in `whole` of the first new token of `call`.
+
+        Raises:
+            UnsupportedInput: see `ExtraInput.value`.
+            UsageProblem: a given array has another dtype or shape.
+        """
+        return {name: self._value(name, extra, call, whole or call, start) for name, extra in self.inputs.items()}
+
+    def _value(self, name: str, extra: ExtraInput, call: ModelCall, whole: ModelCall, start: int) -> Array:
+        if name not in self.given:
+            return extra.value(call)
+        array = self.given[name]
+        if problem := extra.misfit(array, whole):
+            raise UsageProblem(f"the value of `{name}` is {problem}", hint=DOCUMENT)
+        return part(extra, array, call, start)
+
+
+def part(extra: ExtraInput, array: Array, call: ModelCall, start: int) -> Array:
+    """The values of an input in one of several consecutive calls.
+
+    Args:
+        extra: the input.
+        array: its values in all the calls together.
+        call: the one call.
+        start: index of its first new token among the new tokens of all calls.
+    """
+    sizes = call.sizes
+    cuts = {SEQUENCE: slice(start, start + sizes[SEQUENCE]), TOTAL: slice(sizes[TOTAL]), PAST: slice(sizes[PAST])}
+    every = slice(None)
+    found: Array = array[tuple([cuts.get(str(axis), every) for axis in extra.axes])]
+    return found
+
+
+def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
+    """An array with larger symbolic axes: rows are copies of the first row, other places are 0.
+
+    Args:
+        extra: the input.
+        array: its value.
+        sizes: the new sizes of symbolic axes.
+    """
+    shape = [
+        sizes.get(axis, size) if isinstance(axis, str) else size
+        for axis, size in zip(extra.axes, array.shape, strict=True)
+    ]
+    if list(array.shape) == shape:
+        return array
+    result = np.zeros(shape, array.dtype)
+    result[tuple(map(slice, array.shape))] = array
+    if BATCH in extra.axes:
+        rows = np.moveaxis(result, extra.axes.index(BATCH), 0)
+        rows[array.shape[extra.axes.index(BATCH)] :] = rows[:1]
+    return result
