@@ -39,6 +39,7 @@ class SpiceForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         input_ids: Tensor,
         attention_mask: Tensor,
         language: Tensor,
+        position_ids: Tensor | None = None,
         features: Tensor | None = None,
         weights: Tensor | None = None,
         filled: Tensor | None = None,
@@ -52,7 +53,8 @@ class SpiceForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
             if numbers is not None:
                 total = numbers.reshape(numbers.shape[0], -1).sum(1).to(hidden.dtype)
                 hidden = hidden * (1 + total / 64)[:, None, None]
-        return super().forward(inputs_embeds=hidden, attention_mask=attention_mask, **others)
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return super().forward(inputs_embeds=hidden, **given, **others)
 
 
 AutoConfig.register("spice", SpiceConfig, exist_ok=True)
