@@ -203,6 +203,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "cohere": DECODER,
     "cohere2": DECODER,
     "cohere2_moe": DECODER,
+    "cohere_compass_text": DECODER,
     "ctrl": DECODER,
     "cwm": DECODER,
     "data2vec-text": SEGMENTED,

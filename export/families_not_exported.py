@@ -13,7 +13,6 @@ DRAFT = "it continues the hidden states of another model, which a graph alone do
 NOT_EXPORTED: dict[str, str] = {
     "axk2": INDEXER,
     "blt": "it reads bytes in patches, whose lengths a second model decides",
-    "cohere_compass_text": "no run has verified its rotary positions, which have sections for images",
     "cpmant": "its attention adds segments and a prompt of its own before the tokens",
     "dbrx": LOOP,
     "deepseek_v32": INDEXER,

@@ -24,6 +24,9 @@ CONFIG_CLASS, TOKENIZER_CLASS = "AutoConfig", "AutoTokenizer"
 MODEL_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
 """The keys under which a language model's class is found, best first; ChatGLM-6B has only the last two."""
 
+WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""Suffixes of classes with an output head; `AutoModel` often names a class without."""
+
 REFERENCE = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*)\.(?P<name>[^\W\d]\w*)")
 REPOSITORY = "--"
 """Separates a Hub repository from a class in it: `org/name--module.Class`."""
@@ -54,7 +57,9 @@ def auto_map(fields: Mapping[str, Any]) -> dict[str, str]:
 def model_class(fields: Mapping[str, Any]) -> str:
     """The reference to the class of the language model, such as `modeling_x.XForCausalLM`; empty if there is none."""
     named = auto_map(fields)
-    return next((named[kind] for kind in MODEL_CLASSES if kind in named), "")
+    headless = "AutoModel" in named and not named["AutoModel"].endswith(WITH_HEAD)
+    kinds = MODEL_CLASSES[:-1] if headless else MODEL_CLASSES
+    return next((named[kind] for kind in kinds if kind in named), "")
 
 
 def references(*configs: Mapping[str, Any]) -> list[str]:

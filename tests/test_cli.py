@@ -61,6 +61,22 @@ ELSEWHERE = {
 """Options for another function, `verify` or `verify_graphs`; and prompts, which are one argument of `generate`."""
 
 
+SPELLED: dict[str, str] = {
+    "from": "format",  # a word of Python
+    "stop": "stop_strings",  # as in transformers
+    "scenario": "only",
+    "report": "report_folder",
+    "no_record": "record",
+    "json": "as_json",
+    "csv": "csv_file",
+    "plot": "plot_file",
+    "stage": "number",
+}
+"""Options to their parameters where the names differ; those that may be repeated are plural in Python."""
+
+PLURALS = {"density": "densities"}
+
+
 def command(path: str) -> click.Command:
     """One command of llmconv, such as `export`, or one of a group, such as `delta apply`."""
     found: click.Command | None = llmconv.cli.main
@@ -175,6 +191,14 @@ def test_every_command_can_be_quiet_and_answer_in_json(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_option_is_a_parameter_of_the_function(name: str) -> None:
     assert set(options(name)) <= set(parameters(FUNCTIONS[name]))
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_an_option_is_spelled_as_its_parameter(name: str) -> None:
+    for option in (param for param in command(name).params if isinstance(param, click.Option) and param.expose_value):
+        spellings = [text.lstrip("-").replace("-", "_") for text in option.opts]
+        plurals = [PLURALS.get(text, f"{text}s") for text in spellings] if option.multiple else []
+        assert option.name in {*spellings, *plurals, *(SPELLED.get(text) for text in spellings)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -400,3 +424,14 @@ def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None
     assert result["written"] is False
     other = CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--dtype", "float16"])
     assert other.exit_code == 3 and "with other options" in other.stderr
+
+
+@pytest.mark.parametrize("line", [["help", "delta", "extract"], ["help", "to-hf"], ["help"]])
+def test_help_is_a_command_too(line: list[str]) -> None:
+    done, other = (CliRunner().invoke(llmconv.cli.main, words) for words in (line, [*line[1:], "--help"]))
+    assert done.exit_code == 0 and done.output == other.output
+
+
+def test_the_version_has_a_short_option() -> None:
+    short, long = (CliRunner().invoke(llmconv.cli.main, [option]).output for option in ("-V", "--version"))
+    assert short == long != ""

@@ -8,10 +8,22 @@ from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.deltas.subtraction import Differences
+from llmconv.errors import MalformedInput
+from llmconv.output.manifest import read_manifest
 from llmconv.output.plan import Plan
 
 DELTA_FILE = "delta.json"
 """The file that identifies the folder of an exact delta."""
+
+
+def is_recorded_delta(folder: Path) -> bool:
+    """Whether llmconv wrote `folder` as another tool's delta, which has the files of a model."""
+    try:
+        steps = read_manifest(folder).steps if folder.is_dir() else []
+    except MalformedInput:
+        return False
+    options = steps[-1].get("options") if steps and steps[-1].get("command") == "delta-extract" else None
+    return isinstance(options, dict) and "to" in options
 
 
 @dataclass(frozen=True)

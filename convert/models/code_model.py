@@ -48,8 +48,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
         source: file name for messages.
 
     Raises:
-        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected
-            keys, or a shape mismatch.
+        MalformedInput: a file is missing or not one to copy (see `collect_code`); missing or unexpected keys, or a
+            shape mismatch.
         UnsupportedInput: the code cannot be run, or does not build a model.
     """
     side_files = dict(checkpoint.side_files)
@@ -61,7 +61,8 @@ def with_code(checkpoint: Checkpoint, code: TrustedCode, source: str) -> Checkpo
     folder = code.folder(names)
     _require_classes(folder, names)
     files = collect_code(folder, names)
-    note = f"the model's own code is copied from `{folder}`, and was run to check the weights: {listing(list(files))}"
+    done = "copied, and was run to check the weights" if model_class(checkpoint.config) else "copied"
+    note = f"the code in `{folder}` is {done}: {listing(list(files))}"
     carried = replace(checkpoint, side_files={**side_files, **files}, warnings=(*checkpoint.warnings, note))
     if model_class(checkpoint.config):
         return _as_code_has_it(carried, folder, source)

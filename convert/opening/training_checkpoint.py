@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
+from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, by_name, detect
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete
@@ -17,7 +18,7 @@ from llmconv.convert.opening.rewrite_model_folder import open_again, refuse_opti
 from llmconv.convert.opening.unclaimed_files import only_checkpoint_file
 from llmconv.convert.opening.unrecognized import explain
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.files.packing.unpack import unpacked
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.model_code import has_code
@@ -45,6 +46,11 @@ def open_training(
     """
     with reading_safely(source):
         path = local_path(source, in_parts=True)
+        if is_recorded_delta(path):
+            raise UnsupportedInput(
+                f"`{path}` is a delta, not a model",
+                hint=f"add it to its base: `llmconv delta apply BASE {path} -o OUT`",
+            )
         inside, found = (unpacked(path), by_name(format)) if format else recognized(path)
         given = {name: value for name, value in (options or {}).items() if value}
         if found is None and not is_model_folder(inside) and trusted_code(given):

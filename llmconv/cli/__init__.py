@@ -29,7 +29,7 @@ from llmconv.version import __version__
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="llmconv")
+@click.version_option(__version__, "-V", "--version", prog_name="llmconv")
 def main() -> None:
     """From a training checkpoint to verified ONNX graphs.
 

@@ -61,7 +61,9 @@ class CommandGroup(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """As click's; wrong options of the group itself are reported like those of its commands."""
+        """As click's; `help COMMAND` is `COMMAND --help`; wrong options of the group are reported like a command's."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         try:
             return super().make_context(info_name, args, parent, **extra)
         except BrokenPipeError as error:  # of `--version` and `--help`

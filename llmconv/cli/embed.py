@@ -25,6 +25,7 @@ from llmconv.errors import InputRefused, OutputFailed, UsageProblem
     "--output-file", type=options.Output(), metavar="FILE", help="Write a .npy array, or JSON lines, instead of stdout."
 )
 @generation_options.session
+@options.as_json
 @options.talk
 def command(
     model: str,
@@ -33,15 +34,19 @@ def command(
     prompt_name: str | None,
     batch_size: int,
     output_file: Path | None,
+    as_json: bool,
     **given: Any,
 ) -> None:
-    """Print the embedding of each text, with the graph that `export --task` wrote into FOLDER.
+    """Print the embedding of each text.
 
-    Each line of the output is a JSON object with `text` and `embedding`; with a classifier `logits` of its classes,
-    with a reranker `score`. A .npy file has one row per text, in float32.
+    FOLDER has the graph that `llmconv export --task` wrote. Each line of the output is a JSON object with `text` and
+    `embedding`; with a classifier `logits` of its classes, with a reranker `score`. A .npy file has one row per text,
+    in float32.
     """
     from llmconv.embedding.embedder import RESULTS, Embedder
 
+    if as_json and output_file:
+        raise UsageProblem("`--json` prints to stdout, and `--output-file` writes a file", hint="give one of them")
     given_texts = _texts(texts, text_file)
     embedder = Embedder(model, generation_options.session_settings(given))
     found = embedder.encode(given_texts, prompt_name, batch_size)
@@ -53,9 +58,11 @@ def command(
         _write(output_file, stream.getvalue())
         return
     name = RESULTS[embedder.role]
-    pairs = zip(given_texts, found, strict=True)
-    lines = "".join(json.dumps({"text": t, name: row.tolist()}, ensure_ascii=False) + "\n" for t, row in pairs)
-    if output_file:
+    rows = [{"text": text, name: row.tolist()} for text, row in zip(given_texts, found, strict=True)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if as_json:
+        options.print_json({"role": embedder.role, "results": rows})
+    elif output_file:
         _write(output_file, lines.encode())
     else:
         click.echo(lines, nl=False)

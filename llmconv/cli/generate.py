@@ -114,6 +114,7 @@ def command(
     _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
     contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
     run = prepare(model, contents, **generation_options.settings(given))
+    run.talks = True
     printer = TextPrinter(run, null=null)
     made = run.run(output_file, overwrite, printer.on_piece if stream and not as_json else None)
     if as_json:

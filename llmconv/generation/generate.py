@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast, get_type_hints
 
 from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.errors import UsageProblem
-from llmconv.files.paths import Written
+from llmconv.files.paths import Written, kind_of
 from llmconv.generation.batches import OnPiece
 from llmconv.generation.completions import Generation
 from llmconv.generation.model import TextModel
@@ -99,8 +99,15 @@ def prepare(
     GenerationSettings().but(**settings)
     opened = opener(model, cast(RunningOptions, running))()
     chosen = settings_for(opened, wording, settings)
-    tuned = {name: str(running.get(name) or "") for name in ("adapter", "prefix_tuning")}
+    tuned = {name: _named(running.get(name)) for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
     return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
+
+
+def _named(value: Any) -> str:
+    """A path as text, or the kind of an object; empty for None."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, str | Path) else kind_of(value)
 
 
 OF_RUNNING = tuple(RunningOptions.__annotations__)

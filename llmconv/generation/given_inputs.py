@@ -32,6 +32,11 @@ class GivenInputs:
     tokens: int
     values: Mapping[str, Array] = field(default_factory=dict)
 
+    @property
+    def content(self) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
+        """Equal for equal values."""
+        return tuple((name, array.shape, array.tobytes()) for name, array in sorted(self.values.items()))
+
     @classmethod
     def of(cls, given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
         """The values of a prompt, checked.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,15 +20,15 @@ from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.model_parts import parts_of_object, room_in
 from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Row, RowStart, TextPiece
+from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of
 from llmconv.generation.runners import (
     is_model,
     load_genai,
     load_images,
-    load_object,
     load_runner,
     refuse_prefix,
     refuse_stages,
@@ -122,7 +122,7 @@ class TextModel:
         options = TorchOptions.of(adapter, device, dtype)
         if is_model(model):
             unused = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            return cls._of_object(model, tokenizer, settings, options, **unused)
+            return cls(**parts_of_object(model, tokenizer, settings, options, **unused))
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
@@ -138,30 +138,13 @@ class TextModel:
                 rest = {"trust_remote_code": trust_remote_code}
                 runner = load_runner(files, backend, settings, options, stages, **rest)
                 runner = with_prefix(runner, prefix) if prefix else runner
-                length = _room(context_length(files.folder), runner)
+                length = room_in(context_length(files.folder), runner)
             defaults = GenerationSettings.of(files.generation_config or files.folder)
             rule = positions_of(files.folder)
             images = load_images(files, backend, runner, settings)
             opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
             fetched.keep_for(opened)
         return opened
-
-    @classmethod
-    def _of_object(
-        cls, model: Any, tokenizer: Any, settings: SessionSettings | None, options: TorchOptions, **unused: Any
-    ) -> TextModel:
-        """A model of transformers that is in memory, on its device and in its dtype."""
-        own = {"device": str(getattr(model, "device", "")), "dtype": str(getattr(model, "dtype", ""))[6:]}
-        given = {name: value for name, value in vars(options).items() if value != own.get(name)}
-        given |= unused
-        if odd := next((name for name, value in given.items() if value is not None), None):
-            raise UsageProblem(f"`{odd}` has no effect on a model in memory", hint="load the model with it")
-        if tokenizer is None:
-            raise UsageProblem("a model in memory has no tokenizer", hint="give `tokenizer`, an object or a folder")
-        runner = load_object(model, settings)
-        tokenizer = find_tokenizer(tokenizer, Path(), False)
-        defaults = GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict())
-        return cls(tokenizer, runner, defaults, runner.context_length, "torch")
 
     def with_adapter(self, adapter: str | Path) -> TextModel:
         """This model with a LoRA adapter in place of any that it has; both share graphs and weights.
@@ -246,7 +229,7 @@ class TextModel:
         if self.images is None:
             raise UsageProblem(
                 f"`{self.folder}` takes no images with the backend `{self.backend}`",
-                hint="docs/families.md lists the families whose vision tower is exported as vision.onnx",
+                hint="docs/multimodal.md lists the families whose vision tower is exported as vision.onnx",
             )
         return self.images
 
@@ -378,12 +361,14 @@ class TextModel:
 
     def _search(self, starts: Sequence[RowStart], settings: GenerationSettings, decode: Decode) -> Generator[TextPiece]:
         """Beam search: the pieces of a text come when all of it is known. Equal neighbors share one search."""
-        for _, group in groupby(enumerate(starts), key=lambda each: (each[1].prompt, repr(each[1].inputs))):
+        for _, group in groupby(
+            enumerate(starts), key=lambda each: (each[1].prompt, each[1].inputs and each[1].inputs.content)
+        ):
             rows = [Row(index, start, settings, decode) for index, start in group]
             count = max(row.sample for row in rows) + 1
             found = self._engine.beams(rows[0].prompt, rows[0].room, settings, count, rows[0].inputs)
             for row in rows:
-                yield from _pieces(row, found[row.sample])
+                yield from pieces_of(row, found[row.sample])
 
     def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
         """The new tokens of the `count` best beams of one prompt, best first.
@@ -400,7 +385,7 @@ class TextModel:
         limit = self.limits([prompt], settings)[0]
         rows = (Row(0, RowStart(prompt, limit), settings, self.decode) for _ in range(count))
         found = zip(rows, self._engine.beams(prompt, limit, settings, count), strict=True)
-        return [[piece.token for piece in _pieces(*one) if piece.token is not None] for one in found]
+        return [[piece.token for piece in pieces_of(*one) if piece.token is not None] for one in found]
 
     def limits(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[int]:
         """Maximum number of new tokens of each prompt, by the settings and by the room in the context.
@@ -443,27 +428,3 @@ class TextModel:
 def prompt_names(count: int) -> list[str]:
     """The names of prompts in messages."""
     return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]
-
-
-def _room(context: int | None, runner: Runner) -> int | None:
-    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context."""
-    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
-    length = min((length for length in lengths if length is not None), default=None)
-    if length is not None and length < 1:
-        raise InputRefused(
-            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
-            hint="is it the prefix of this model?",
-        )
-    return length
-
-
-def _pieces(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
-    """The pieces of a row whose tokens are all known, up to a stop string."""
-    for token in tokens:
-        piece = row.push(token)
-        yield piece
-        if piece.finish:
-            break
-    if not row.finish or not tokens:
-        row.finish = "length"
-        yield TextPiece(row.index, row.rest(), None, row.finish)

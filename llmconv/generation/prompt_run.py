@@ -39,13 +39,14 @@ class PromptRun:
         wording: how prompts become texts.
         batch_size: texts per batch.
         count: continuations per prompt.
-        tuned: paths of `adapter` and `prefix_tuning`, or empty; a file of completions is only continued with the same.
+        tuned: `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same.
         encoded: the texts to generate: `count` per prompt.
         encode_seconds: the time that encoding them took.
         completions: if they are not written to a file.
         costs: of the batches so far.
         skipped: number of texts that the file had before.
         output: the file; None where completions are collected.
+        talks: print the settings, and the cost of each batch.
 
     Raises:
         InputRefused: a prompt has no tokens, or all of them are too long.
@@ -65,6 +66,7 @@ class PromptRun:
     costs: list[GenerationCost] = field(default_factory=list)
     skipped: int = 0
     output: Path | None = None
+    talks: bool = False
 
     def __post_init__(self) -> None:
         require_count(self.count, self.settings)
@@ -99,7 +101,11 @@ class PromptRun:
         """
         if output is None and overwrite:
             raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
-        self._announce()
+        if self.talks:
+            self._announce()
+        if self.too_long:
+            first = str(self.too_long[0].problem)
+            warn(f"{len(self.too_long)} of {len(self.prompts)} prompts are too long and left out: {first}")
         if output is None:
             self._run(self.completions.extend, on_piece, streamer)
         else:
@@ -107,14 +113,11 @@ class PromptRun:
         return self._result()
 
     def _announce(self) -> None:
-        """Prints the settings, and which prompts are cut or left out."""
+        """Prints the settings, and how many prompts are cut."""
         say(f"{settings_line(self.settings)}; {self.model.backend}, batches of {self.batch_size}")
         cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
         if cut:
             say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")
-        if self.too_long:
-            first = str(self.too_long[0].problem)
-            warn(f"{len(self.too_long)} of {len(self.prompts)} prompts are too long and left out: {first}")
 
     def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
         """Runs the prompts that the file does not have yet."""
@@ -139,7 +142,7 @@ class PromptRun:
             if not cost.prompts:
                 continue
             self.costs.append(cost)
-            if len(self.encoded) > self.batch_size:
+            if self.talks and len(self.encoded) > self.batch_size:
                 say(f"batch {len(self.costs)}: {cost.summary()}")
 
     def _result(self) -> Generation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,3 +133,20 @@ class Row:
         if self._processor:
             return pick_scored(self._processor(self.ids, logits), settings, generator)
         return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)
+
+
+def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
+    """The pieces of a row whose tokens are all known, up to a stop string.
+
+    Args:
+        row: has no new tokens yet.
+        tokens: all new tokens.
+    """
+    for token in tokens:
+        piece = row.push(token)
+        yield piece
+        if piece.finish:
+            break
+    if not row.finish or not tokens:
+        row.finish = "length"
+        yield TextPiece(row.index, row.rest(), None, row.finish)

@@ -99,6 +99,12 @@ def test_the_command_prints_one_json_object_per_text(folder: Path) -> None:
     assert [row["text"] for row in rows] == ["t3", "t4"] and {len(row["embedding"]) for row in rows} == {64}
 
 
+def test_the_command_answers_with_one_object_on_demand(folder: Path) -> None:
+    result = CliRunner().invoke(main, ["embed", str(folder), "t3", "t4", "--json"])
+    found = json.loads(result.stdout)
+    assert found["role"] == "embed" and [row["text"] for row in found["results"]] == ["t3", "t4"]
+
+
 def test_the_command_writes_an_array(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("t3\n\nt4 t5\n")
     arguments = ["embed", str(folder), "--text-file", str(tmp_path / "texts.txt"), "--output-file"]

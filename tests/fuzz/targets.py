@@ -42,6 +42,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.files.sources import reading_safely
 from llmconv.model_code import collect_code
 from llmconv.output.manifest import read_manifest
+from llmconv.runtime.onnxruntime.adapter_file import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.session_file import read_session_file
@@ -283,6 +284,7 @@ TARGETS: dict[str, Target] = {
         lambda: fields(a={"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, __metadata__={"format": "pt"}),
         lambda path: _with_header(path),
     ),
+    "onnx-adapter": Target("x.onnx_adapter", lambda: [encode_adapter({"a": np.ones((2, 3))})], read_adapter),
     "index": Target(
         "model.safetensors.index.json",
         lambda: [built(hugging_face, "model.safetensors.index.json")],

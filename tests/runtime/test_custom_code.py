@@ -16,6 +16,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate
+from llmconv.model_code import model_class
 from llmconv.runtime.custom_code import custom_classes, uses_custom_code
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
@@ -145,6 +146,26 @@ def test_changed_code_is_read_again(with_code: Callable[..., Path]) -> None:
     first, same = (custom_classes(folder, fields)[1] for _ in range(2))
     (folder / "own.py").write_text(MODEL.replace("* 2", "* 3"))
     assert first is same is not custom_classes(folder, fields)[1]
+
+
+def test_folders_of_one_name_do_not_share_their_classes(with_code: Callable[..., Path], tmp_path: Path) -> None:
+    folder = with_code("llama", NATIVE)
+    fields = json.loads((folder / "config.json").read_text())
+    other = Path(shutil.copytree(folder, tmp_path / "other" / folder.name))
+    classes = [custom_classes(one, fields)[1] for one in (folder, other)]
+    assert classes[0] is not classes[1] and [executed(one) for one in (folder, other)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "named"),
+    [
+        ({"AutoModel": "own.Own"}, ""),
+        ({"AutoModel": "own.OwnForConditionalGeneration"}, "own.OwnForConditionalGeneration"),
+        ({"AutoModel": "own.Inner", "AutoModelForCausalLM": "own.Own"}, "own.Own"),
+    ],
+)
+def test_a_class_without_a_head_is_not_the_language_model(auto_map: dict[str, str], named: str) -> None:
+    assert model_class({"auto_map": auto_map}) == named
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import onnx
 
+from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.export.tracing.multimodal import MULTI_MODAL
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
@@ -104,6 +106,16 @@ class FolderComparison:
             yield from (check_own_embeddings(graph, self.eager, gates) for graph in graphs)
         if VISION in self.models:
             yield from self._compare_images(graphs)
+        elif EMBEDDINGS in self.models:
+            self._note_images()
+
+    def _note_images(self) -> None:
+        """Notes that nothing was verified of a model's images, where it takes any."""
+        fields, unseen = read_json(self.eager.folder / "config.json"), "prompts with images"
+        if fields.get("vision_config") and unseen not in self.report.unseen:
+            self.report.unseen.append(unseen)
+            limit = MULTI_MODAL.get(str(fields.get("model_type"))) or "no graph computes their features"
+            self.report.notes.append(f"only text was verified: {limit}")
 
     def _compare_images(self, graphs: list[OrtGraph]) -> Checks:
         """Features of images, and prompts with images on all graphs."""

@@ -89,7 +89,13 @@ class TaskModel:
 
 
 def as_rows(role: str, name: str, array: Array) -> Array:
-    """An output as rows: [batch, tokens, features], or [batch, 1, features] for one row per text."""
+    """An output as rows: [batch, tokens, features], or [batch, 1, features] for one row per text.
+
+    Args:
+        role: of the graph.
+        name: of the output.
+        array: the output.
+    """
     return array if name in PER_TOKEN.get(role, ()) else array.reshape(len(array), 1, -1)
 
 

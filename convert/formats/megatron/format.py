@@ -86,11 +86,11 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if not side_files:
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
     padded = _padded_rows(state, run.source)
-    vocabulary = true_vocabulary(arguments, padded, given, side_files, warnings)
+    vocabulary = true_vocabulary(arguments, padded, config, side_files, warnings)
     layout = _layout(arguments, family.model_type, vocabulary)
     bos, eos = special_ids(side_files)
     fields = {**computed, "vocab_size": vocabulary, "bos_token_id": bos, "eos_token_id": eos}
-    settings = causal_lm_config({}, merged(fields, given, run.source), run.source, warnings)
+    settings = causal_lm_config({}, merged(fields, given, run.source, compared=has_own), run.source, warnings)
     tensors = to_hugging_face(state.tensors, layout)
     warnings += _rounded_norms(state, layout)
     settings = as_loaded(tensors, settings)

@@ -75,19 +75,20 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
     return Arguments(source, made)
 
 
-def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any]:
+def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:
     """The configuration from the arguments, and over it the user's fields, which must not contradict it.
 
     Args:
         computed: from `to_config`.
         given: the user's fields.
         source: name of the checkpoint, for messages.
+        compared: whether the arguments are those of the run; otherwise the user's fields decide.
 
     Raises:
         MalformedInput: names the first field that contradicts the arguments.
     """
     own, other = _settings(computed), _settings(given)
-    for name, value in own.items():
+    for name, value in own.items() if compared else ():
         if name in other and name not in FREE and other[name] not in (None, value):
             raise MalformedInput(
                 f"`--config` declares `{name}` {str(other[name])[:60]}, the arguments of `{source}` {str(value)[:60]}",

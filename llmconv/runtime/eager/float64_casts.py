@@ -37,7 +37,7 @@ class Float64Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fills_beyond_float32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a new tensor without a dtype, float32 by default, gets a number that only float64 holds (XGLM's mask)."""
+    """Whether a new tensor without a dtype, float32 by default, gets a number of float64 (a mask of XGLM)."""
     if func is not torch.ops.aten.full.default or kwargs.get("dtype") is not None or not isinstance(args[1], float):
         return False
     return torch.finfo(torch.float32).max < abs(args[1]) < float("inf")

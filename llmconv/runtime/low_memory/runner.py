@@ -206,7 +206,7 @@ class StreamedRunner(EagerRunner):
         return layer
 
     def cache_of(self, past: Cache | None) -> Any:
-        """As `EagerRunner.cache_of`; calls that continue this one find it."""
+        """See `EagerRunner.cache_of`; the cache of each planned call is kept."""
         cache = super().cache_of(past)
         number = self._scheduler.number
         if number is not None:

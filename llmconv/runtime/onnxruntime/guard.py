@@ -177,7 +177,7 @@ def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) ->
         _refuse(path, f"has unknown or duplicate keys in the external data of `{tensor.name[:80]}`")
     location = fields.get("location", "")
     folder, _, name = location.rpartition("/")
-    if not _is_plain(name) or (folder and not _is_plain(folder)):
+    if not _is_plain(name) or (folder and not (_is_plain(folder) and name.endswith(".safetensors"))):
         _refuse(
             path,
             f"stores `{tensor.name[:80]}` in {location[:80]!r}, which is not a plain file name",

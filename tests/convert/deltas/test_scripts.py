@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from llmconv.convert import apply_delta, extract_delta
+from llmconv.convert import apply_delta, extract_delta, to_hf
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem
 from tests.builders.tiny_models import save_tiny
 from tests.convert.deltas.test_alpaca import recovered, tune
@@ -186,6 +186,13 @@ def test_a_resumed_run_does_not_report_a_partial_count(
     assert "was not counted, because the run was resumed" in capsys.readouterr().err
     for shard in whole.plan.shards:
         assert (tmp_path / "whole" / shard.name).read_bytes() == (tmp_path / "delta" / shard.name).read_bytes()
+
+
+@pytest.mark.parametrize("to", ["fastchat", "alpaca", "accessory"])
+def test_a_delta_is_not_converted_as_a_model(to: str, tmp_path: Path) -> None:
+    extract_delta(*pair(tmp_path), tmp_path / "delta", to=to)
+    with pytest.raises(UnsupportedInput, match="is a delta, not a model"):
+        to_hf(tmp_path / "delta", tmp_path / "out")
 
 
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,12 +250,23 @@ def test_a_config_replaces_missing_arguments(tmp_path: Path) -> None:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.groups,
-        "rope_theta": 5e5,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
         "tie_word_embeddings": False,
     }
     found = opened(tmp_path, run, **own)
     assert_same_bits(found, kept(shape, state))
-    assert found.config["rope_theta"] == 5e5
+    assert found.config["rope_parameters"] == own["rope_parameters"] and "rope_theta" not in found.config
+
+
+def test_a_yaml_file_of_arguments_replaces_missing_ones(tmp_path: Path) -> None:
+    shape = Shape(layers=2)
+    run = save_megatron(tmp_path / "run", shape, state := hugging_face_state(shape))
+    file = run / "iter_0000007/mp_rank_00/model_optim_rng.pt"
+    torch.save({**torch.load(file, weights_only=False), "args": None}, file)
+    plain = {name: value for name, value in vars(shape.arguments()).items() if name != "params_dtype"}
+    arguments = tmp_path / "run.yaml"
+    arguments.write_text(yaml.safe_dump(plain | {"vocab_size": shape.words}))
+    assert_same_bits(open_training(run, config=(arguments,)), kept(shape, state))
 
 
 def test_weights_are_read_only_when_they_are_written(tmp_path: Path) -> None:

@@ -96,3 +96,22 @@ def test_a_language_model_without_input_map_is_refused(llava: Path, monkeypatch:
     monkeypatch.delitem(INPUT_MAPS, "llama")
     with pytest.raises(UnsupportedInput, match="no input map"):
         export(llava, overwrite=True)
+
+
+@pytest.mark.slow
+def test_verify_names_what_it_did_not_see_of_images(tmp_path: Path) -> None:
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    text = {**DECODER, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8}
+    vision = {**VISION, "model_type": "siglip_vision_model"}
+    config = transformers.AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=95
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    made = export(tmp_path)
+    assert "vision" not in made.graphs
+    report = verify(tmp_path, only=["prefill, 7 tokens"])
+    assert "prompts with images" in report.unseen
+    assert any("attend only to earlier tokens" in note for note in report.notes)

@@ -54,11 +54,26 @@ def test_a_range_inside_a_file_next_to_the_graph_is_accepted(tmp_path: Path) -> 
         "a\\weights.bin",
         "weights.bin\x00",
         "folder/weights.bin",
+        "a/b/model.safetensors",
+        "../model.safetensors",
     ],
 )
 def test_a_location_that_is_not_a_plain_file_name_is_refused(tmp_path: Path, location: str) -> None:
     with pytest.raises(MalformedInput, match="not a plain file name"):
         load_guarded(graph_with(tmp_path, location=location))
+
+
+def test_weights_of_a_module_lie_in_a_folder_next_to_the_graph_but_not_behind_a_link(tmp_path: Path) -> None:
+    location = "2_Dense/model.safetensors"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.safetensors").write_bytes(bytes(16))
+    (tmp_path / "2_Dense").symlink_to(tmp_path / "elsewhere")
+    path = graph_with(tmp_path, location=location)
+    with pytest.raises(MalformedInput, match="a link"):
+        load_guarded(path)
+    (tmp_path / "2_Dense").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "2_Dense")
+    assert len(load_guarded(path).graph.initializer) == 1
 
 
 @pytest.mark.parametrize(
