@@ -83,6 +83,11 @@ def with_task(
             "graphs without a cache take tokens, and those of a multi-modal model take embeddings",
             hint="leave out `--task` and `--no-cache`",
         )
+    if extras := model.input_map.extra_inputs(model.config):
+        raise UnsupportedInput(
+            f"graphs without a cache take tokens alone, and this family has the input `{next(iter(extras))}`",
+            hint="leave out `--task` and `--no-cache`",
+        )
     spec = GraphSpec(NO_CACHE, logits=given["logits_dtype"])
     if task == GENERATE:
         return checkpoint, {SCORING: spec}
