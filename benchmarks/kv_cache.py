@@ -9,7 +9,8 @@ from statistics import median
 
 import numpy as np
 
-from llmconv.runtime.onnxruntime.runner import OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache, default_positions
 
 PAST, ROUNDS, STEPS = 1500, 12, 10

@@ -17,7 +17,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from llmconv.runtime.onnxruntime.runner import OrtGraph
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 
 ids = np.array([[5]])
 graphs = []

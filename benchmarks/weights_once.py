@@ -19,7 +19,8 @@ _CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 
 print("ready", flush=True)
 sys.stdin.readline()

@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 
 from llmconv.export import export
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.comparison.half_precision import IN_FLOAT32
 from llmconv.verify.reference.eager import Eager

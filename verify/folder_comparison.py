@@ -13,8 +13,8 @@ from onnx import numpy_helper
 
 from llmconv.checkpoint import read_json
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.guard import is_external
-from llmconv.runtime.onnxruntime.runner import open_graph
 from llmconv.runtime.onnxruntime.session_settings import CPU, provider_name
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.half_precision import (

@@ -19,9 +19,10 @@ import onnx
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
+from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings, open_graph
-from llmconv.runtime.onnxruntime.session_settings import GraphTransform
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.attention_nodes import AttentionNodes

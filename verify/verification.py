@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from llmconv.memory import reporting_out_of_memory
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.bisect.first_wrong_layer import localize
 from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import Replayable

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 
 __all__ = [

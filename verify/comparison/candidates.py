@@ -10,8 +10,9 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.token_choices import expected_count, measure_choices

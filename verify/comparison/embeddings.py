@@ -10,7 +10,7 @@ import onnx
 
 from llmconv.errors import LlmconvError
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check

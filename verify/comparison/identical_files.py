@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmconv.runtime.onnxruntime.runner import OrtGraph
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.verify.results.report import Check, Checks
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from llmconv.errors import LlmconvError
 from llmconv.runtime.eager.images import image_features, image_token, prefill_images
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.vision import IMAGE_FEATURES, VISION, VisionGraph
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Step, default_positions

@@ -33,9 +33,11 @@ from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
 from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate

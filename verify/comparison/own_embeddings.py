@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from llmconv.errors import LlmconvError
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array

@@ -12,8 +12,10 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.export.tracing.multimodal import MULTI_MODAL
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify.audit.structure import check_structure, name_problems
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario

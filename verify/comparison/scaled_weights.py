@@ -19,7 +19,7 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.guard import external_fields
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.comparison.scaled_graph import scale

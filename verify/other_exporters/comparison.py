@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.comparison.run import skipped
 from llmconv.verify.comparison.under_budget import not_run, scaled_rows

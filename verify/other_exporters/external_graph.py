@@ -18,7 +18,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_lin
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Extras, Step

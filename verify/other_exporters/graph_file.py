@@ -10,7 +10,7 @@ import onnx
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.maps import find_port_maps

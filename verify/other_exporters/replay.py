@@ -10,7 +10,7 @@ import onnx
 
 from llmconv.runtime.cache_names import past_of
 from llmconv.runtime.onnxruntime.guard import graphs, load_guarded
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.bisect.replay import ReplayedCall

@@ -14,7 +14,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config

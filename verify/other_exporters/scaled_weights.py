@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import initializer_values
 from llmconv.verify.comparison.scaled_graph import scale

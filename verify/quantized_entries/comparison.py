@@ -14,8 +14,8 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.onnxruntime.runner import open_graph
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.run import FolderComparison, open_graphs

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.runner import OrtRunner, open_graph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
 from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing

@@ -20,14 +20,14 @@ from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.split_products import split_products
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, Device
+from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph, step_of
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.linked_weights import followed
 from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings, step_of
-from llmconv.runtime.onnxruntime.session_settings import GraphTransform
+from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Extras, Step

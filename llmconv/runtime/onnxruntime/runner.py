@@ -1,258 +1,25 @@
-"""OrtRunner: runs exported graphs with onnxruntime; the cache stays in onnxruntime's memory between calls."""
+"""OrtRunner: runs prompts and steps on exported graphs with onnxruntime."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.errors import InputRefused
 from llmconv.files.hub import snapshot_home
-from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
-from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, as_array
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
-from llmconv.runtime.onnxruntime.extra_feeds import declared_extras, require_known
+from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries, single_pass_entries
-from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.lora_names import require_factors
-from llmconv.runtime.onnxruntime.session_settings import (
-    SessionSettings as SessionSettings,  # part of this module's interface
-)
-from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes
-from llmconv.runtime.onnxruntime.staged_session import SessionChain
-from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, for_concurrent_use
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step
+from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
-
-
-@dataclass(frozen=True)
-class OrtCache:
-    """A cache as OrtValues.
-
-    Attributes:
-        names: names of the graph's outputs.
-        values: one value per name.
-        length: number of tokens, padding included.
-    """
-
-    names: Sequence[str]
-    values: Sequence[ort.OrtValue]
-    length: int
-
-    def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`."""
-        return {name: as_array(value) for name, value in zip(self.names, self.values, strict=True)}
-
-
-LENGTH_AXIS = 2
-"""The token axis of keys and values."""
-
-
-class OrtGraph:
-    """One graph in one session, or in one session per stage.
-
-    Attributes:
-        entry: its entry in the manifest.
-        name: its name in reports.
-        inputs, outputs: declared shapes (sizes and symbols) by name, in the graph's order.
-        types: onnxruntime's type names of inputs and outputs.
-        past_names, present_names: the inputs and outputs of the cache.
-        result_names: the other outputs: `logits`, or `tokens` and `scores`.
-        takes_positions: whether it has the input `position_ids`.
-        extra_inputs: its extra inputs by name, as the input map declares them.
-        dtype: float type that it computes in, that of its cache unless that contains integer codes.
-        lora_inputs: declared shapes of the optional inputs for LoRA factors, by name.
-        sizes: the fixed sizes of a graph with shared cache buffers; None if the cache grows.
-
-    Args:
-        path: its file, or the file of its first stage.
-        settings: session settings; onnxruntime's defaults if None.
-        entry: its entry in the manifest, if it has one.
-
-    Raises:
-        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
-    """
-
-    def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
-        entry = entry or GraphEntry("", (path.name,))
-        settings = settings or SessionSettings()
-        settings = replace(settings, yields=settings.yields or len(entry.files) > 1)
-        self._fixed, self._device = settings.free_dimensions, settings.device
-        self._session = self._connect(entry.paths(path.parent), settings)
-        declared, results = self._session.get_inputs(), self._session.get_outputs()
-        self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
-        self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
-        self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
-        self.lora_inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_factors()}
-        self._factors: dict[str, ort.OrtValue] = {}
-        self.past_names = [arg.name for arg in declared if is_past(arg.name)]
-        self.present_names = [arg.name for arg in results if is_present(arg.name)]
-        self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
-        self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
-        self.takes_positions = "position_ids" in self.inputs
-        self.extra_inputs = declared_extras(self.inputs, self.types, settings.extra_inputs)
-        self._dtypes = {name: INPUT_DTYPES.get(self.types[name]) for name in self.inputs}
-        self.dtype = _computing_dtype(self.types.values())
-        self._table = None  # the embedding of a graph that takes embeddings
-        if INPUTS_EMBEDS in self.inputs:
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), for_concurrent_use(settings))
-        self._garbage = settings.garbage
-        self._widened = settings.widened  # the sessions read its memory
-        self._set_entry(entry)
-
-    def _set_entry(self, entry: GraphEntry) -> None:
-        """Sets what depends on the entry in the manifest."""
-        self.entry, self.name = entry, entry.name
-        single = "GroupQueryAttention" in self._session.op_types
-        self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=entry.role == "decode")
-        self._buffered = None
-        if self.sizes:
-            names = self.result_names
-            self._buffered = BufferedSession(
-                self._session.last, self.sizes, names, self.embed, self._garbage, self._device, self._factors
-            )
-
-    def under(self, entry: GraphEntry) -> OrtGraph:
-        """The same sessions, and so the same memory, as the graph of another entry with the same content."""
-        other = copy(self)
-        other._set_entry(entry)
-        return other
-
-    def with_factors(self, factors: Mapping[str, Array]) -> OrtGraph:
-        """The same sessions, and so the same memory, with LoRA factors; names and shapes are checked by the runner."""
-        other = copy(self)
-        other._factors = {name: self._device.place(array) for name, array in factors.items()}
-        other._set_entry(self.entry)
-        return other
-
-    def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
-        """Opens the sessions."""
-        return SessionChain(paths, settings)
-
-    @property
-    def embedding_size(self) -> int | None:
-        """Size of `inputs_embeds`; None if the graph takes `input_ids`."""
-        return int(self.inputs[INPUTS_EMBEDS][-1]) if self._table else None
-
-    def embed(self, input_ids: Array, placed: PlacedEmbeddings | None = None) -> dict[str, Array]:
-        """The token input by name: `input_ids`, or `inputs_embeds` if the graph takes those.
-
-        Args:
-            input_ids: int64 [batch, tokens].
-            placed: embeddings in place of those of some tokens, for a graph that takes embeddings.
-        """
-        if self._table is None:
-            return {"input_ids": input_ids}
-        embedded = self._table.run(input_ids)
-        return {INPUTS_EMBEDS: placed.into(embedded) if placed else embedded}
-
-    def run(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None = None,
-        extras: Extras | None = None,
-        placed: PlacedEmbeddings | None = None,
-    ) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill` and `Runner.prefill_placed`.
-
-        Raises:
-            MalformedInput: onnxruntime cannot run the graph on them.
-            UnsupportedInput: no input map declares an input of the graph, or a hook returns another shape or dtype.
-            UsageProblem: a given value is of no extra input, or has another shape or dtype.
-        """
-        call, values = ModelCall(input_ids, attention_mask, position_ids), self.extra_values(extras)
-        with self._refusing():
-            results, present = (
-                self._buffered.run(call, values, past, placed)
-                if self._buffered
-                else self._run_growing({**vars(call), **self.embed(input_ids, placed), **values.of(call)}, past)
-            )
-        return step_of(self.result_names, results, present)
-
-    def extra_values(self, extras: Extras | None) -> ExtraValues:
-        """The values of the extra inputs, of which the caller gives some.
-
-        Raises:
-            UnsupportedInput: no input map declares an input of the graph.
-            UsageProblem: a given value is of no extra input.
-        """
-        require_known(self.inputs, self.extra_inputs, self.name)
-        return ExtraValues(self.extra_inputs, extras or {})
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Context in which the graph runs; its errors are those of llmconv."""
-        try:
-            yield
-        except LlmconvError:
-            raise
-        except TimeoutError as error:
-            raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise_if_out_of_memory(error, f"in `{self.name}`")
-            fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
-            hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
-            raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
-
-    def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
-        """Runs a graph whose present is its past plus the new tokens."""
-        feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
-        feeds |= self._factors
-        feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
-        outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
-        results = [as_array(value) for value in outputs[: len(self.result_names)]]
-        present = outputs[len(self.result_names) :]
-        lengths = [present[at].shape()[LENGTH_AXIS] for at in self._grows]
-        return results, OrtCache(self.present_names, present, max(lengths, default=given["attention_mask"].shape[1]))
-
-    def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
-        if past is None:
-            return [self._empty(name, batch) for name in self.past_names]
-        if isinstance(past, OrtCache):
-            return past.values
-        arrays = past.arrays()
-        dtypes = [TENSOR_DTYPES.get(self.types[name], np.float32) for name in self.past_names]
-        typed = [array.astype(dtype, copy=False) for array, dtype in zip(arrays.values(), dtypes, strict=True)]
-        return [self._session.device_of(name).place(array) for name, array in zip(self.past_names, typed, strict=True)]
-
-    def _empty(self, name: str, batch: int) -> ort.OrtValue:
-        """Keys or values of no tokens, or a state of zeros.
-
-        Symbols other than the length stand for heads and head size with `--layout optimum`; such a graph reshapes an
-        empty past itself.
-        """
-        declared = self.inputs[name]
-        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(declared)]
-        dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return self._session.device_of(name).place(np.zeros([batch, *shape[1:]], dtype))
-
-
-def step_of(names: Sequence[str], results: Sequence[Array], present: Cache) -> Step:
-    """The outputs of a graph as a step.
-
-    Args:
-        names: `logits`, or `tokens` and `scores`.
-        results: the outputs of these names.
-        present: the cache.
-    """
-    if list(names) == ["logits"]:
-        return Step(results[0], present)
-    # `argmax` returns [batch, new tokens]
-    tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
-    return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
 
 class OrtRunner(Runner):
@@ -422,11 +189,6 @@ def _without_graphs(folder: Path) -> InputRefused:
     )
 
 
-def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:
-    """Settings of a graph whose threads release the cores to another graph after each run."""
-    return replace(settings or SessionSettings(), yields=True)
-
-
 def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
     """Mask and positions of tokens whose cache begins with a prefix.
 
@@ -437,17 +199,6 @@ def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry
     """
     ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
     return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
-
-
-def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
-    """A graph of a folder, see `OrtGraph`.
-
-    Args:
-        folder: of the graph.
-        entry: its entry in the manifest.
-        settings: how onnxruntime opens it.
-    """
-    return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 
 def _open_pair(
@@ -466,9 +217,3 @@ def _entry_of(path: Path) -> GraphEntry:
     """A graph's entry in the manifest; that of all stages for the path of any stage."""
     entries = [entry for entry in graph_entries(path.parent) if path.name in entry.files]
     return entries[0] if entries else GraphEntry("", (path.name,))
-
-
-def _computing_dtype(types: Iterable[str]) -> np.dtype[Any]:
-    """The narrowest float type of inputs and outputs."""
-    found = [np.dtype(TENSOR_DTYPES[name]) for name in types if name in TENSOR_DTYPES and name != "tensor(int8)"]
-    return min(found, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))

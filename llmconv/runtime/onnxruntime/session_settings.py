@@ -182,6 +182,11 @@ class SessionSettings:
 NAMES = "names and values are those of onnxruntime's `SessionOptions` and session configuration keys"
 
 
+def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:
+    """Settings of a graph whose threads release the cores to another graph after each run."""
+    return replace(settings or SessionSettings(), yields=True)
+
+
 def short_provider(provider: str) -> str:
     """The short name of a provider, such as `cuda` for `CUDAExecutionProvider`."""
     return provider.lower().removesuffix("executionprovider")

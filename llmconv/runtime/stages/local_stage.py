@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.runtime.cache_names import is_past, is_present, is_state
+from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, for_concurrent_use
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, for_concurrent_use
 from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
 from llmconv.runtime.runner import Cache
 from llmconv.runtime.stages.staged_export import MASK, StagedExport

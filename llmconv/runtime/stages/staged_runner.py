@@ -13,7 +13,8 @@ from llmconv.runtime.array_cache import CacheEdit, RemoteCache
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.onnxruntime.extra_feeds import extra_names
-from llmconv.runtime.onnxruntime.runner import after_prefix, step_of
+from llmconv.runtime.onnxruntime.graph import step_of
+from llmconv.runtime.onnxruntime.runner import after_prefix
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.runtime.stages.connection import Address

@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.errors import MalformedInput
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import OrtGraph
 
 
 def graph_with(folder: Path, op: str = "Identity", domain: str = "", **fields: str) -> Path:

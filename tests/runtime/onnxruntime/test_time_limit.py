@@ -11,8 +11,9 @@ import pytest
 
 from llmconv.errors import MalformedInput
 from llmconv.runtime.onnxruntime import time_limit
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import load_guarded
-from llmconv.runtime.onnxruntime.runner import OrtGraph, SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from tests.builders import graph_bombs as bombs
 
 TOKENS = np.ones((1, 2), np.int64)

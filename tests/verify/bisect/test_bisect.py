@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
-from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.first_wrong_node import name_node

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.onnxruntime.graph import OrtGraph
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario

@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
-from llmconv.runtime.onnxruntime.runner import OrtGraph
+from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify import verify
 from llmconv.verify.comparison.images import ImageChecks
