@@ -7,8 +7,10 @@ if __name__ != "llmconv.export":
 if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
-from llmconv.export.exporter import Exported, export
-from llmconv.export.families import INPUT_MAPS, InputMap, register_input_map
+from llmconv.export.exported import Exported
+from llmconv.export.exporter import export
+from llmconv.export.families import INPUT_MAPS, register_input_map
+from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmconv.errors import InputRefused
-from llmconv.export.families import decoder_config
+from llmconv.export.input_map import decoder_config
 from llmconv.progress import warn
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.families import InputMap
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
+from llmconv.export.input_map import InputMap
 from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.node_names import name_everything

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from math import prod
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, Unpack, get_type_hints
+from typing import Unpack, get_type_hints
 
 import torch
 
-from llmconv.argument_checks import checked, require_choice
+from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
-from llmconv.export.families import decoder_config
+from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import FLOAT32, GraphSpec, ShapeOptions, graph_specs
+from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
+from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.model_in_memory import checkpoint_in_memory, require_output
-from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
+from llmconv.export.option_checks import check_target, check_weight_options, for_target, require_exact, shape_options
+from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -43,7 +45,6 @@ from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
-from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.export.tasks import require_fitting, with_task
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
@@ -52,82 +53,12 @@ from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import code_of
 from llmconv.output.manifest import step
-from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
-from llmconv.output.writer import Place
 from llmconv.progress import warn
 from llmconv.quantized_export import is_quantized_export, refused_export
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
 from llmconv.runtime.prefix.trained import open_prefix
-from llmconv.tensors import FLOATS, LazyTensor
-
-
-@dataclass(frozen=True)
-class ExportSizes:
-    """Numbers of bytes of one export.
-
-    Attributes:
-        graphs: of all graph files.
-        mapped: of the weights that the graphs map, each counted once.
-        copied: of the weights that were written.
-    """
-
-    graphs: int
-    mapped: int
-    copied: int
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The result of an export or of its dry run.
-
-    Attributes:
-        place: the folder of the graphs, on this machine or in an object store.
-        graphs: role (`prefill`, `decode`, `unified`, `embeddings`, `scoring`, `embed`, …) to file names, one per stage.
-        sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
-        weight_bytes: bytes of the weights in the folder.
-        weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
-        traced_layers: number of layers that were traced; the others were replicated.
-        num_layers: number of layers of the model.
-        beside: paths of the clients' own files in the folder.
-        files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
-        quantized: what `quant` made of the weights; None without it.
-        missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
-    """
-
-    place: Place
-    graphs: dict[str, list[str]]
-    sizes: ExportSizes | None
-    weight_bytes: int
-    weight_bytes_written: int
-    traced_layers: int
-    num_layers: int
-    beside: tuple[str, ...] = ()
-    files: Mapping[str, int] = field(default_factory=dict)
-    quantized: QuantizedSizes | None = None
-    missing: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the graphs.
-
-        Raises:
-            InputRefused: it is in an object store.
-        """
-        if isinstance(self.place, Path):
-            return self.place
-        raise InputRefused(f"`{self.place}` is not a folder of this machine", hint="use `place`, or copy it here first")
-
-    @property
-    def weight_bytes_mapped(self) -> int:
-        """Bytes of weights that the graphs map, each counted once; for a dry run, all weights of the folder."""
-        return self.sizes.mapped if self.sizes else self.weight_bytes
-
-    def __repr__(self) -> str:
-        files = ", ".join(name for names in self.graphs.values() for name in names)
-        state = "a dry run" if self.sizes is None else f"{self.sizes.graphs:,} bytes"
-        return f"<Exported {self.place}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
 
 
 @fetches
@@ -155,8 +86,8 @@ def export(
     given = with_kv_cache({**DEFAULTS, **options})
     clients, roles = _clients_and_roles(given)
     require_fitting(given)
-    _check_target(given)
-    _check_weight_options(given, writes=output is not None)
+    check_target(given)
+    check_weight_options(given, writes=output is not None)
     require_possible(given, writes=output is not None)
     QuantizationSettings.parse(given)  # refuses before anything is opened
     if isinstance(model, torch.nn.Module):
@@ -186,12 +117,12 @@ def _of_checkpoint(
     prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
     language_model, checkpoint = _open_language_model(checkpoint, given)
     checkpoint, single = with_task(checkpoint, language_model, given)
-    given = _for_target(given, clients, language_model, checkpoint)
-    _check_weight_options(given, writes=output is not None)
+    given = for_target(given, clients, language_model, checkpoint)
+    check_weight_options(given, writes=output is not None)
     if given["kv_cache"]:
         past = language_model.input_map.past(language_model.config)
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
-    shapes = _shape_options(given)
+    shapes = shape_options(given)
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
     changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
@@ -203,7 +134,7 @@ def _of_checkpoint(
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
     plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
     if quantization:
-        _require_exact(given, checkpoint)
+        require_exact(given, checkpoint)
     folder = _output_folder(language_model, checkpoint, output, given)
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
@@ -303,44 +234,6 @@ def _quantized(
     return quantized, folder.quantized(quantized, importance, smoothing)
 
 
-def _check_target(given: ExportOptions) -> None:
-    """Refuses invalid options before the model is opened, as far as the target does not decide them."""
-    target = given["target"]
-    require_choice(target or "ort-cpu", tuple(TARGETS), "target")
-    if given["strict_target"] and not (target and TARGETS[target].compared):
-        raise UsageProblem(
-            "`--strict-target` compares graphs with the kernels of one provider",
-            hint=f"add `--target`, one of: {', '.join(name for name, row in TARGETS.items() if row.compared)}",
-        )
-    if target is None:
-        _shape_options(given)
-
-
-def _shape_options(given: ExportOptions) -> ShapeOptions:
-    """The options that decide axes, cache and precision."""
-    values: dict[str, Any] = {one.name: given[one.name] for one in fields(ShapeOptions)}  # type: ignore[literal-required]
-    return ShapeOptions(**{name: value for name, value in values.items() if value is not None})
-
-
-def _for_target(
-    given: ExportOptions, clients: Sequence[Client], model: LanguageModel, checkpoint: Checkpoint
-) -> ExportOptions:
-    """The options, with those that the target decides."""
-    if given["target"] is None:
-        return given
-    dynamic = given["shapes"] == "dynamic"
-    fits = dynamic and not given["prefix"] and given["stages"] == 1 and (given["opset"] or 24) >= 24
-    fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
-    preset = find_preset(
-        given["target"],
-        Preset(given["precision"] or "", given["cache"] or "", given["opset"]),
-        main_dtype(checkpoint),
-        buffers=fits and fits_grouped_query(model.input_map.past(model.config)),
-        growing=dynamic,
-    )
-    return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}
-
-
 def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
     """The chosen clients, and the graphs to write."""
     layout = given["layout"]
@@ -358,30 +251,6 @@ def _client_files(
     kinds = spec.cache, spec.precision, spec.target, quant
     fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
     return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
-
-
-def _check_weight_options(given: ExportOptions, *, writes: bool) -> None:
-    """Refuses invalid values, a dtype that the graphs cannot map, and a shard size if no weights are written."""
-    dtype, precision = given["dtype"], given["precision"] or FLOAT32
-    require_choice(dtype, ("keep", *FLOATS), "dtype")
-    if dtype not in ("keep", precision) and precision != FLOAT32:
-        raise UsageProblem(
-            f"graphs of `--precision {precision}` map weights of that dtype, and `--dtype {dtype}` stores others",
-            hint="leave out `--dtype`",
-        )
-    if given["quant"] == "a8w8" and precision != FLOAT32:
-        raise UsageProblem(
-            f"`--quant a8w8` computes in float32, and not in {precision}",
-            hint="leave out `--precision`, or give `--quant int8`",
-        )
-    require_shard_size(given["max_shard_size"])
-    if given["quant"] and not writes:
-        raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
-    if given["max_shard_size"] != DEFAULT_SIZE and not writes:
-        raise UsageProblem(
-            "`--max-shard-size` has no effect: without `-o` no weights are written",
-            hint="add `-o OUT`, or leave it out",
-        )
 
 
 def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
@@ -421,17 +290,6 @@ def _with_plain_weights(
             f"again, {bits}; `llmconv verify` measures what that costs"
         )
     return found.plain, settings or formats
-
-
-def _require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> None:
-    """Refuses a `--dtype` that would round weights beside codes of the weights before rounding."""
-    dtype, rounds = given["dtype"], given["dtype"] in ("float16", "bfloat16") and given["precision"] in (None, FLOAT32)
-    stored = {tensor.dtype.name for tensor in weights.values()}.intersection(FLOATS)
-    if rounds and stored != {dtype}:
-        raise UsageProblem(
-            f"`--dtype {dtype}` would round the weights that `--quant` leaves as they are, and no others",
-            hint=f"convert it first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
-        )
 
 
 def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:

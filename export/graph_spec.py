@@ -15,7 +15,7 @@ from typing import Any
 
 from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.families import Port
+from llmconv.export.input_map import Port
 from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.export.targets.presets import TARGETS
 from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent

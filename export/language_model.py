@@ -13,8 +13,9 @@ import torch
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.families import InputMap, find_input_map
+from llmconv.export.families import find_input_map
 from llmconv.export.graph_spec import GraphSpec
+from llmconv.export.input_map import InputMap
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import (
     build,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from llmconv.export.families import decoder_config
+from llmconv.export.input_map import decoder_config
 from llmconv.export.tracing.fake_model import kept_in_float32, period, stored_buffers
 from tools.state_configs import STATE_CONFIGS
 

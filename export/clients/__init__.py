@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.families import InputMap, Port
+from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
 from llmconv.plugins import plugins
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
-from llmconv.export.families import Port
+from llmconv.export.input_map import Port
 from llmconv.output.plan import json_bytes
 
 FILE = "genai_config.json"

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
-from llmconv.export.families import Port
+from llmconv.export.input_map import Port
 
 OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
 """Families for which optimum reads `head_dim`; for others it divides `hidden_size`."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmconv.export.families import Port
 from llmconv.export.graph_spec import CACHE_RANK
+from llmconv.export.input_map import Port
 from llmconv.export.node_editor import (
     MICROSOFT,
     NodeEditor,

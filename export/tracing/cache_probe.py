@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer
-from llmconv.export.families import InputMap, Port, decoder_config
+from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.tracing.extra_tensors import example_values, fitting
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput
 

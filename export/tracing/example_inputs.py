@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from llmconv.export.families import Port
+from llmconv.export.input_map import Port
 from llmconv.runtime.cache_names import MAX_LENGTH
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.export.families import InputMap
+from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
 
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.core_model_loading import build_glob_alternation
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.export.families import decoder_config
+from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from llmconv.export.families import decoder_config
+from llmconv.export.input_map import decoder_config
 from llmconv.export.tracing.fake_model import depth
 
 

@@ -12,8 +12,8 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.families import InputMap, Port
 from llmconv.export.graph_spec import GraphSpec
+from llmconv.export.input_map import InputMap, Port
 from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
 from llmconv.export.tracing.fake_model import CLASSIFY, depth
 from llmconv.runtime.cache_names import is_recurrent

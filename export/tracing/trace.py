@@ -23,8 +23,8 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.families import InputMap, Port, decoder_config
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
+from llmconv.export.input_map import InputMap, Port, decoder_config
 from llmconv.export.library_patches import (
     complex_as_pairs,
     exact_constants,

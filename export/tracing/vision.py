@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from llmconv.export.families import Port
 from llmconv.export.graph_spec import GROWING, GraphSpec
+from llmconv.export.input_map import Port
 from llmconv.export.library_patches import exact_constants, fake_parameters
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import period, shortened

@@ -15,7 +15,7 @@ from llmconv.progress import is_quiet
 
 if TYPE_CHECKING:
     from llmconv.export.export_options import ExportOptions
-    from llmconv.export.exporter import Exported
+    from llmconv.export.exported import Exported
     from llmconv.verify import Report
 
 

@@ -10,7 +10,7 @@ from llmconv.cli import options
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.export.families import InputMap
+    from llmconv.export.input_map import InputMap
 
 
 @click.command("families")

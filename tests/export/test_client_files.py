@@ -20,7 +20,8 @@ from llmconv.export import export
 from llmconv.export.clients import ClientModel, EncodedGraphs, find_clients, known_clients, roles_for, transformersjs
 from llmconv.export.clients import genai as genai_client
 from llmconv.export.clients.optimum import accept_any_empty_past, guess
-from llmconv.export.families import InputMap, Port, find_input_map
+from llmconv.export.families import find_input_map
+from llmconv.export.input_map import InputMap, Port
 from llmconv.export.tracing.fake_model import load_config
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import read_manifest

@@ -15,7 +15,8 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import InputMap, export, register_input_map
-from llmconv.export.families import INPUT_MAPS, Port
+from llmconv.export.families import INPUT_MAPS
+from llmconv.export.input_map import Port
 
 DEMO = Path(__file__).parents[2] / "examples/demo.py"
 BYTES = ("weight_bytes", "weight_bytes_mapped", "weight_bytes_copied", "weight_bytes_not_copied")
