@@ -11,9 +11,9 @@ from onnx import numpy_helper
 
 from llmconv.convert.lora_factors import lora_factors
 from llmconv.convert.opening.adapters import is_for_peft
-from llmconv.errors import UsageProblem
+from llmconv.errors import UsageProblem, listing
 from llmconv.files.sources import local_path
-from llmconv.runtime.onnxruntime.lora_names import declared_factors, require_factors
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.reference.eager import Eager
@@ -55,6 +55,19 @@ def adapted(
         require_factors(factors, inputs)
     eager = Eager(reference, "float32", code=code, adapter=path)
     return verified.changed(partial(_bake, factors=factors), NAMED), eager
+
+
+def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | None) -> list[str]:
+    """The inputs for factors that run with their empty defaults only, in words.
+
+    Args:
+        models: the graphs, with the factors of the adapter if there is one.
+        adapter: the adapter.
+    """
+    modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
+    if not modules:
+        return []
+    return ["LoRA factors, without `--adapter`" if adapter is None else f"LoRA factors of {listing(modules)}"]
 
 
 def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:

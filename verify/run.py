@@ -22,7 +22,7 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, s
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, has_vision
-from llmconv.verify.adapted_folder import adapted
+from llmconv.verify.adapted_folder import adapted, unseen_factors
 from llmconv.verify.arguments import require_folder, require_model, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
@@ -155,6 +155,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         report.notes.append(
             f"the graphs ran with the factors of `{Path(adapter).name}`, as constants of copies in memory"
         )
+    report.unseen += unseen_factors(verified.models, adapter)
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
         if record:

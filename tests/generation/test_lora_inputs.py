@@ -229,8 +229,18 @@ def test_verify_finds_a_graph_that_reads_the_factor_of_another_layer(
             node.input[:] = [exchanged.get(name, name) for name in node.input]
         onnx.save(model, folder / graph)
     options: dict[str, Any] = {"record": False, "allow_changed": True, "only": ["prefill, 7 tokens"]}
-    assert verify(folder, **options).verdict == "pass"
+    base = verify(folder, **options)
+    assert base.verdict == "pass" and "LoRA factors, without `--adapter`" in base.unseen
     assert verify(folder, adapter=adapter, **options).verdict == "fail"
+
+
+def test_verify_names_the_factors_that_an_adapter_does_not_have(
+    adaptable: Path, talking: Path, tmp_path: Path
+) -> None:
+    adapter = save_lora(talking, tmp_path / "adapter", target_modules=["q_proj"])
+    report = verify(adaptable, adapter=adapter, only=["left padding"])
+    assert report.verdict == "pass"
+    assert [one for one in report.unseen if one.startswith("LoRA factors of ") and "down_proj" in one]
 
 
 def test_verify_refuses_graphs_without_inputs_and_other_adapters(talking: Path, adapter: Path, adaptable: Path) -> None:

@@ -24,6 +24,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gemma2", {"last_logits": True}),
     ("gpt2", {"last_logits": True}),
     ("bloom", {"last_logits": True}),
+    ("llama", {"cache": "shared-buffer", "last_logits": True}),
     ("llama", {"postprocess": "argmax"}),
     ("gemma2", {"postprocess": "topk:5"}),
     ("llama", {"postprocess": "topk:3", "last_logits": True}),

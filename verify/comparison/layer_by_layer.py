@@ -45,7 +45,6 @@ from llmconv.verify.comparison.planned_chains import precompute_chains
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
-from llmconv.verify.results.sigma import ExpectedOutput
 from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
@@ -119,9 +118,10 @@ class StreamedEager(Eager):
             return replace(facts, parameters=0)  # the smallest limit of synthetic pasts
         return replace(facts, no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
 
-    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
-        """Unchanged: an additional call would read all weights again."""
-        return truths
+    @property
+    def _repeating(self) -> Runner:
+        """The model itself: results in the file would not be computed again. Each call reads all weights."""
+        return self._rounded_model
 
     def _merged(self, chain: Chain) -> None:
         """None: all calls of a scenario run in each layer anyway."""

@@ -342,8 +342,13 @@ class Eager:
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Chain) -> dict[str, ExpectedOutput]:
         """Adds to the outputs of the last call runs that round otherwise."""
-        runs = other_roundings(self._rounded_model, self._rounded, calls)
+        runs = other_roundings(self._rounded_model, self._repeating, calls)
         return {name: replace(truth, others=[partial(run, name) for run in runs]) for name, truth in truths.items()}
+
+    @property
+    def _repeating(self) -> Runner:
+        """The runner in the graph's dtype, which computes equal calls again."""
+        return self._rounded
 
     def _valid(self, call: Call, output: str) -> Array:
         """The rows that are not padding; in the cache, the prefix comes first."""

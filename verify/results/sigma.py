@@ -131,7 +131,12 @@ class ExpectedOutput:
         return ExpectedOutput(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
 
     def is_doubtful(self, found: Measure, gates: Gates) -> bool:
-        """Whether the noise may be small by chance: of an output of few rows, or of few rows that fail alone."""
+        """Whether the noise may be small by chance: of an output of few rows, or of few rows that fail alone.
+
+        Larger errors than `again` can explain are none of chance.
+        """
+        if found.sigma > CHANCE * gates.aggregate or found.row_sigma > CHANCE * gates.row:
+            return False
         few_fail = found.sigma <= gates.aggregate and found.rows_above(gates.row) <= FEW_ROWS
         return bool(self.others) and (few_fail or int(self.valid.sum()) <= FEW_ROWS)
 

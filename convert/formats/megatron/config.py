@@ -22,6 +22,9 @@ OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
 INTERPOLATION = "model_interpolation_factor"
 """The number that NeMo and Megatron Bridge divide positions by."""
 
+BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+"""Losses that balance the load of experts; `sinkhorn` is none: it weights experts without normalizing."""
+
 LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")
 """Names of the argument: until core 0.4 and since 0.16, and in between."""
@@ -110,6 +113,9 @@ def _experts(arguments: Arguments, family: Family) -> dict[str, Any]:
     size = arguments.count("moe_ffn_hidden_size", inner)
     before = arguments.flag("moe_router_pre_softmax")
     chosen = arguments.count("moe_router_topk", 2)
+    balanced = arguments.values.get("moe_router_load_balancing_type")
+    if balanced is not None and not all(one in BALANCED for one in _as_list(balanced)):
+        raise arguments.unsupported("moe_router_load_balancing_type")
     if family.model_type == "mixtral":
         if before:
             raise arguments.unsupported("moe_router_pre_softmax")
@@ -129,6 +135,10 @@ def _experts(arguments: Arguments, family: Family) -> dict[str, Any]:
             raise arguments.unsupported("moe_shared_expert_gate")
         config["shared_expert_intermediate_size"] = arguments.count("moe_shared_expert_intermediate_size")
     return config
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def dense_layers(arguments: Arguments) -> list[int]:

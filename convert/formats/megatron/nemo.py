@@ -118,7 +118,15 @@ def _transformer_config(config: Any, file: Path) -> dict[str, Any]:
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in config.items() if not name.startswith(UNREAD) and name not in READ}
-    return {RENAMED.get(name, name): None if isinstance(value, dict) else value for name, value in left.items()}
+    return {RENAMED.get(name, name): _plain(value) for name, value in left.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value of YAML; a tuple is written as a call. Other calls stay, so that one of an argument is refused."""
+    if isinstance(value, dict) and value.get("_target_") == "builtins.tuple":
+        inner = value.get("_args_")
+        return tuple(inner[0]) if isinstance(inner, list) and inner and isinstance(inner[0], list) else value
+    return value
 
 
 def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:

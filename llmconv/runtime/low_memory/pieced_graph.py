@@ -25,6 +25,7 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.linked_weights import followed
+from llmconv.runtime.onnxruntime.lora_names import declared_factors
 from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
@@ -89,17 +90,27 @@ class DeclaredGraph:
         produced: set[str] = set()
         inputs: dict[str, DeclaredValue] = {}
         for model in self.models:
-            for info in model.graph.input:
+            for info in _ports(model, factors=False):
                 if info.name not in produced:
                     inputs.setdefault(info.name, DeclaredValue.of(info))
             produced |= {info.name for info in model.graph.output}
         return list(inputs.values())
+
+    def get_factors(self) -> list[DeclaredValue]:
+        """As `SessionChain.get_factors`; a piece has their defaults."""
+        return [DeclaredValue.of(info) for model in self.models for info in _ports(model, factors=True)]
 
     def get_outputs(self) -> list[DeclaredValue]:
         """As `SessionChain.get_outputs`."""
         read = {info.name for model in self.models for info in model.graph.input}
         outputs = [info for model in self.models for info in model.graph.output if info.name not in read]
         return sorted(map(DeclaredValue.of, outputs), key=lambda value: value.name.startswith("present"))
+
+
+def _ports(model: onnx.ModelProto, *, factors: bool) -> list[onnx.ValueInfoProto]:
+    """The inputs of a graph for LoRA factors, which have a default, or the others."""
+    declared = declared_factors(model)
+    return [info for info in model.graph.input if (info.name in declared) is factors]
 
 
 def open_piece(

@@ -202,7 +202,10 @@ class BufferedSession:
         self._dtypes = {arg.name: TENSOR_DTYPES.get(arg.type, np.float32) for arg in session.get_inputs()}
         self._inputs = {arg.name: INPUT_DTYPES.get(arg.type) for arg in session.get_inputs()}
         self._past = [name for name in self._shapes if name.startswith("past_key_values.")]
-        self._present = [arg.name for arg in session.get_outputs() if arg.name.startswith("present.")]
+        declared = {arg.name: arg.shape for arg in session.get_outputs()}
+        self._present = [name for name in declared if name.startswith("present.")]
+        # a piece may be one token, so the declaration decides
+        self._last_only = sizes.tokens != 1 and declared[results[0]][1] == 1
 
     def run(
         self,
@@ -240,8 +243,7 @@ class BufferedSession:
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
             buffers.filled = filled + at.stop
-        last_only = pieces[-1][0].shape[1] < min(width, new - (len(pieces) - 1) * width)
-        is_whole = last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
+        is_whole = self._last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
         results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 

@@ -226,6 +226,18 @@ def test_a_model_of_nemo_2_that_is_not_supported_is_refused(tmp_path: Path, chan
         opened(nemo2(tmp_path, **changes)[0])
 
 
+def test_a_window_is_read_as_nemo_2_writes_tuples(tmp_path: Path) -> None:
+    window = {"_target_": "builtins.tuple", "_args_": [[8, 0]]}
+    with pytest.raises(UnsupportedInput, match="no supported model has"):
+        opened(nemo2(tmp_path, window_size=window)[0])
+
+
+@pytest.mark.parametrize("name", ["window_size", "rotary_base", "softmax_scale", "rope_of_the_future"])
+def test_an_argument_that_is_a_call_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputRefused, match=name):
+        opened(nemo2(tmp_path, **{name: {"_target_": "my.function"}})[0])
+
+
 def test_megatron_bridges_run_config_is_read(tmp_path: Path) -> None:
     folder, model = nemo2(tmp_path)
     place = tmp_path / "run/iter_0000010"

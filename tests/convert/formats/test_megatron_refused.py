@@ -120,6 +120,12 @@ def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     assert "each rank has 1 experts" in refusal(tmp_path, run).message
 
 
+@pytest.mark.parametrize("kind", ["sinkhorn", ["aux_loss", "sinkhorn"]], ids=str)
+def test_experts_that_are_weighted_otherwise_are_refused(tmp_path: Path, kind: Any) -> None:
+    run = save(tmp_path, Shape(layers=2, experts=4), moe_router_load_balancing_type=kind)
+    assert "`moe_router_load_balancing_type`" in refusal(tmp_path, run).message
+
+
 def test_grouped_experts_of_another_number_are_refused(tmp_path: Path) -> None:
     shape = Shape(layers=2, experts=4)
     run = save_megatron(tmp_path / "run", shape, hugging_face_state(shape), with_grouped_experts, num_experts=5)

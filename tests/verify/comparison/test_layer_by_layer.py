@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
+from llmconv.convert import to_hf
 from llmconv.errors import UnsupportedInput
+from llmconv.export import export
 from llmconv.runtime.low_memory.graph_pieces import cut_graph, values_read_by
 from llmconv.runtime.low_memory.pieced_graph import PiecedGraph
 from llmconv.runtime.low_memory.runner import StreamedRunner
@@ -20,6 +22,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.selection import Selection
 from tests.builders.mutants.mutants import MUTANTS, Mutant
+from tests.test_docs import ROOT
 
 Tiny = Callable[[str], Path]
 SMALL = 150_000
@@ -47,6 +50,19 @@ def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.
     streamed, usual = (verify(exported("llama"), only=PLAIN, low_memory=low) for low in (True, False))
     assert by_output(streamed) == by_output(usual)
     assert streamed.notes == usual.notes
+
+
+def test_noise_that_is_small_by_chance_is_measured_again(tmp_path: Path) -> None:
+    to_hf(ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt", tmp_path / "model")
+    export(tmp_path / "model")
+    report = verify(tmp_path / "model", only=["left padding"], low_memory=True)
+    assert report.verdict == "pass", report.summary()
+
+
+def test_graphs_with_lora_inputs_run_in_pieces(optioned: Callable[..., Path]) -> None:
+    folder = optioned("llama", lora_inputs="all-linear")
+    report = verify(folder, only=["left padding"], low_memory=True)
+    assert report.verdict == "pass", report.summary()
 
 
 def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
