@@ -24,6 +24,7 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.linked_weights import followed
+from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.onnxruntime.runner import LENGTH_AXIS, OrtCache, OrtGraph, SessionSettings, step_of
@@ -89,8 +90,9 @@ class DeclaredGraph:
         produced: set[str] = set()
         inputs: dict[str, DeclaredValue] = {}
         for model in self.models:
+            defaults = {tensor.name for tensor in model.graph.initializer}
             for info in model.graph.input:
-                if info.name not in produced:
+                if info.name not in produced | defaults:
                     inputs.setdefault(info.name, DeclaredValue.of(info))
             produced |= {info.name for info in model.graph.output}
         return list(inputs.values())
@@ -100,6 +102,12 @@ class DeclaredGraph:
         read = {info.name for model in self.models for info in model.graph.input}
         outputs = [info for model in self.models for info in model.graph.output if info.name not in read]
         return sorted(map(DeclaredValue.of, outputs), key=lambda value: value.name.startswith("present"))
+
+    def get_factors(self) -> list[DeclaredValue]:
+        """As `SessionChain.get_factors`."""
+        pairs = [({tensor.name for tensor in model.graph.initializer}, model.graph.input) for model in self.models]
+        optional = (info for defaults, inputs in pairs for info in inputs if info.name in defaults)
+        return [DeclaredValue.of(info) for info in optional if is_factor(info.name)]
 
 
 def open_piece(
