@@ -14,8 +14,10 @@ from llmconv.output.record_in_manifest import record_in_manifest
 from llmconv.output.recorded_verdict import RecordedVerdict
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.audit.weights import AS_RECORDED
 from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.images import FEATURES
 from llmconv.verify.results.report import LINE_LIMIT, Report, clean
 
 
@@ -49,7 +51,8 @@ def recording(
     yield
     known = {name: recorded.get(name, "") for name in _unchanged(report)} | {**(hashed or {})}
     files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
-    verdict = _verdict(report, reference, only, graphs, files)
+    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or _saw_images(report)}
+    verdict = _verdict(report, reference, only, judged, files)
     if problem := record_in_manifest(verified.path, VERIFIED, verdict.as_dict()):
         report.notes.append(f"the verdict is not recorded in `{MANIFEST}`: {problem}")
 
@@ -77,9 +80,14 @@ def _verdict(
 
 
 def _graph_files(verified: VerifiedFolder) -> list[Path]:
-    """All graph files that were judged, also those of stages and of an embedding table."""
-    table = [verified.path / EMBEDDINGS] if EMBEDDINGS in verified.models else []
-    return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *table]
+    """All graph files, also those of stages, of an embedding table and of a vision tower."""
+    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
+    return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
+
+
+def _saw_images(report: Report) -> bool:
+    """Whether the vision tower ran: layer by layer it is skipped."""
+    return any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
 
 
 def _weight_files(verified: VerifiedFolder) -> set[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from llmconv.convert import inspect
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
 from llmconv.runtime.onnxruntime.graph import OrtGraph
@@ -45,6 +46,14 @@ def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> 
     made = [found.features(), *found.answers(OrtGraph(folder / "prefill.onnx"))]
     assert {check.verdict for check in made} == {"pass"}
     assert {"image_features", "logits", "present.0.key"} <= {check.output for check in made}
+
+
+def test_the_recorded_verdict_is_one_on_the_tower_unless_it_was_skipped(folder: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "llava"))
+    verify(copied, only=("left padding",))
+    assert VISION in inspect(copied).summary()["verified"]["graphs"]
+    verify(copied, only=("left padding",), low_memory=True)
+    assert VISION in inspect(copied).summary()["verified"]["unjudged"]
 
 
 def _node(model: onnx.ModelProto, op: str, name: str) -> onnx.NodeProto:
