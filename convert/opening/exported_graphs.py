@@ -90,6 +90,10 @@ class CodesSummary:
         return {**{name: value for name, value in asdict(self).items() if name != "parameters"}, "matrices": matrices}
 
 
+WITHOUT_CACHE = ("embeddings", "vision")
+"""Roles of graphs whose entries declare no cache, because they never have one."""
+
+
 def graphs_in(folder: Path) -> tuple[GraphSummary, ...]:
     """The graphs that the manifest of a folder names.
 
@@ -114,7 +118,8 @@ def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
     form = form if isinstance(form, dict) else {}
     files = [part["file"] for part in entry.get("stages", [entry]) if "file" in part]
     opset = entry.get("opset")
-    cache = _word(form, "cache", "growing") + (f" {_word(form, 'kv_cache')}" if form.get("kv_cache") else "")
+    usual = "none" if role in WITHOUT_CACHE else "growing"
+    cache = _word(form, "cache", usual) + (f" {_word(form, 'kv_cache')}" if form.get("kv_cache") else "")
     return GraphSummary(
         role[:40],
         tuple(files),

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from llmconv.cli import generation_options, options
+from llmconv.cli.file_names import refuse_file_name
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 
 
@@ -24,6 +25,7 @@ from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 @click.option(
     "--output-file", type=options.Output(), metavar="FILE", help="Write a .npy array, or JSON lines, instead of stdout."
 )
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @generation_options.session
 @options.as_json
 @options.talk
@@ -34,6 +36,7 @@ def command(
     prompt_name: str | None,
     batch_size: int,
     output_file: Path | None,
+    overwrite: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -47,6 +50,7 @@ def command(
 
     if as_json and output_file:
         raise UsageProblem("`--json` prints to stdout, and `--output-file` writes a file", hint="give one of them")
+    _require_free(output_file, text_file, overwrite=overwrite)
     given_texts = _texts(texts, text_file)
     embedder = Embedder(model, generation_options.session_settings(given))
     found = embedder.encode(given_texts, prompt_name, batch_size)
@@ -68,6 +72,25 @@ def command(
         click.echo(lines, nl=False)
 
 
+def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool) -> None:
+    """Refuses an output file that exists, or whose texts would be lost.
+
+    Raises:
+        UsageProblem: there is no output file to overwrite, or it is that of the texts.
+        InputRefused: the file exists, or its folder does not.
+    """
+    if output is None:
+        if overwrite:
+            raise UsageProblem("`--overwrite` needs `--output-file`", hint="leave it out")
+        return
+    if text_file and text_file != "-" and Path(text_file).resolve() == output.resolve():
+        raise UsageProblem("`--output-file` is the same file as `--text-file`", hint="give another one")
+    if output.exists() and not overwrite:
+        raise InputRefused(f"`{output}` exists", hint="give another file, or `--overwrite`")
+    if not output.parent.is_dir():
+        raise InputRefused(f"`{output.parent}` is not a folder", hint="create the folder first")
+
+
 def _texts(texts: Sequence[str], file: str | None) -> list[str]:
     """Texts of the command line, or of a file without its empty lines.
 
@@ -77,6 +100,8 @@ def _texts(texts: Sequence[str], file: str | None) -> list[str]:
     """
     if texts and file:
         raise UsageProblem("texts are given both as arguments and in a file", hint="give only one of them")
+    for text in texts:
+        refuse_file_name(text, "text", "--text-file")
     if texts:
         return list(texts)
     if not file:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmconv.cli import generation_options, options
+from llmconv.cli.file_names import is_file, refuse_file_name
 from llmconv.cli.text_printer import TextPrinter
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
@@ -142,27 +141,12 @@ def _require_fitting(
     for text in texts:
         if is_file(text) and text.endswith(".onnx"):
             raise UsageProblem(f"the prompt `{text}` is a graph", hint=f"give the decode graph as `--decode {text}`")
-        if is_file(text) or PROMPT_FILE.fullmatch(text):
-            raise UsageProblem(
-                f"the prompt `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}",
-                hint=f"give `--prompt-file {text}` to read its prompts; `--prompt {text}` continues the name itself",
-            )
+        refuse_file_name(text, "prompt", "--prompt-file", f"; `--prompt {text}` continues the name itself")
     if is_file(prompt_prefix):
         raise UsageProblem(
             f"`--prompt-prefix` takes a text, but `{prompt_prefix}` is a file",
             hint="give the text itself; a tuned prefix is given with `--prefix-tuning PATH`",
         )
-
-
-PROMPT_FILE = re.compile(r"\S+\.(?:txt|jsonl?|csv)", re.IGNORECASE)
-"""A text that is most likely a file name given by mistake."""
-
-
-def is_file(text: str) -> bool:
-    """Whether a text has a suffix and is the name of a file."""
-    with suppress(OSError, ValueError):  # too long for a name, or with an invalid character
-        return bool(Path(text).suffix) and Path(text).is_file()
-    return False
 
 
 def _prompts(

@@ -185,12 +185,15 @@ def _inputs(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _images(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The field `image` of a JSON object: a path or several."""
-    found = given.get("image")
+    """The field `image`, or `images`, of a JSON object: a path or several."""
+    named = [name for name in ("image", "images") if given.get(name) is not None]
+    if len(named) > 1:
+        raise MalformedInput(f"{name} of the prompts has both `image` and `images`", hint="write one of them")
+    found = given[named[0]] if named else None
     several = [] if found is None else [found] if isinstance(found, str) else found
     if not isinstance(several, list) or not all(isinstance(one, str) and one and "\0" not in one for one in several):
         raise MalformedInput(
-            f"`image` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
+            f"`{named[0]}` in {name} of the prompts is not a path", hint="give the path of an image, or a list of paths"
         )
     return tuple(several)
 

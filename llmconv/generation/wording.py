@@ -63,7 +63,7 @@ class Wording:
         elif prompt.embeddings is not None:
             encoded = with_embeddings(prompt, self._tokens(model, prompt.content), model.tokenizer, name)
         else:
-            return EncodedPrompt(self._tokens(model, prompt.content))
+            return EncodedPrompt(_without_images(model, self._tokens(model, prompt.content), name))
         if self.src_length is not None and len(encoded.ids) > self.src_length:
             raise UsageProblem(f"{name} has images or embeddings, and is not cut", hint="leave out `--src-length`")
         return encoded
@@ -110,6 +110,20 @@ class Wording:
     def stops(self) -> tuple[str, ...]:
         """Stop strings of the template."""
         return find_template(self._chat_template).stops if self._chat_template else ()
+
+
+def _without_images(model: TextModel, tokens: list[int], name: str) -> list[int]:
+    """The tokens of a prompt without images.
+
+    Raises:
+        InputRefused: one of them stands for an image.
+    """
+    if model.images is not None and model.images.token in tokens:
+        raise InputRefused(
+            f"{name} has a placeholder of an image, and no image",
+            hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
+        )
+    return tokens
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
