@@ -92,7 +92,7 @@ def test_what_is_not_a_plain_model_is_refused(tmp_path: Path, make: Callable[[],
     assert hint in caught.value.hint and not [*tmp_path.iterdir()]
 
 
-class Doubled(LlamaForCausalLM):
+class Doubled(LlamaForCausalLM):  # type: ignore[misc]
     """A class of the user's own, which computes something else."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
