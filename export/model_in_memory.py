@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -87,6 +87,8 @@ def _require_plain(model: Any) -> PreTrainedModel:
             f"`model` is {type(model).__name__} around a {type(inner).__name__}", hint="give `model.module`"
         )
     model = require_causal_model(model)
+    _require_known_class(model)
+    _require_tied_head(model)
     if getattr(model, "hf_quantizer", None) or getattr(model.config, "quantization_config", None):
         raise UsageProblem(
             "the weights of the model are quantized",
@@ -98,6 +100,31 @@ def _require_plain(model: Any) -> PreTrainedModel:
             hint="save it: `trainer.save_model(FOLDER)`; then export FOLDER",
         )
     return model
+
+
+def _require_known_class(model: PreTrainedModel) -> None:
+    """Refuses a class of the user's own, which may compute something else than the one that its config names."""
+    kind, known = type(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    if kind.__module__.partition(".")[0] != "transformers" and kind not in (
+        known if isinstance(known, tuple) else (known,)
+    ):
+        raise UsageProblem(
+            f"the model's class `{kind.__name__}` is not of transformers, and its code is not in `config.json`",
+            hint="register it: `AutoModelForCausalLM.register(ConfigClass, ModelClass)`; see docs/adding-a-family.md",
+        )
+
+
+def _require_tied_head(model: PreTrainedModel) -> None:
+    """Refuses a head of its own where the config ties it to the embedding: graphs would read the embedding."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    own, shared = getattr(head, "weight", None), getattr(table, "weight", None)
+    if own is None or shared is None or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    if own is not shared and (own.shape != shared.shape or not torch.equal(own, shared.to(own))):
+        raise UsageProblem(
+            "`config.tie_word_embeddings` is true, and the output head differs from the embedding",
+            hint="set `model.config.tie_word_embeddings = False`, or call `model.tie_weights()`",
+        )
 
 
 def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from llmconv.errors import UsageProblem
 from llmconv.export import export
@@ -89,6 +90,33 @@ def test_what_is_not_a_plain_model_is_refused(tmp_path: Path, make: Callable[[],
     with pytest.raises(UsageProblem, match=problem) as caught:
         export(make(), tmp_path / "out")
     assert hint in caught.value.hint and not [*tmp_path.iterdir()]
+
+
+class Doubled(LlamaForCausalLM):  # type: ignore[misc]
+    """A class of the user's own, which computes something else."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        found = super().forward(*args, **options)
+        found.logits = 2 * found.logits
+        return found
+
+
+def own_head() -> Any:
+    """A model whose config ties the head that it has of its own."""
+    model = built("llama")
+    model.config = copy.deepcopy(model.config)
+    model.config.tie_word_embeddings = True
+    return model
+
+
+def test_a_model_that_its_config_does_not_describe_is_refused(tmp_path: Path) -> None:
+    for model, problem in (
+        (Doubled(CONFIGS["llama"]), "`Doubled` is not of transformers"),
+        (own_head(), "head differs"),
+    ):
+        with pytest.raises(UsageProblem, match=problem):
+            export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_in_memory_needs_a_folder_for_its_weights() -> None:
