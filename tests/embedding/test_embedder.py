@@ -112,6 +112,24 @@ def test_the_command_writes_an_array(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), Embedder(folder).encode(["t3", "t4 t5"]), atol=1e-6)
 
 
+def test_the_command_replaces_no_file_unasked(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("t3")
+    arguments = ["embed", str(folder), "--text-file", str(file), "--output-file"]
+    assert CliRunner().invoke(main, [*arguments, str(file), "--overwrite"]).exit_code == 2
+    (tmp_path / "out.jsonl").write_text("old")
+    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl")]).exit_code == 3
+    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "no/out.jsonl")]).exit_code == 3
+    assert (file.read_text(), (tmp_path / "out.jsonl").read_text()) == ("t3", "old")
+    assert CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl"), "--overwrite"]).exit_code == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"] == "t3"
+
+
+def test_a_name_of_a_file_in_place_of_a_text_is_refused(folder: Path) -> None:
+    result = CliRunner().invoke(main, ["embed", str(folder), "texts.txt"])
+    assert result.exit_code == 2 and "--text-file texts.txt" in result.stderr
+
+
 @pytest.mark.parametrize("texts", [[], ["t3", "--text-file", "x.txt"]])
 def test_no_text_or_two_sources_of_texts_are_refused(texts: list[str], folder: Path) -> None:
     assert CliRunner().invoke(main, ["embed", str(folder), *texts]).exit_code == 2

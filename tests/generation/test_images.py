@@ -118,6 +118,19 @@ def test_json_lines_refer_to_images_next_to_them(model: TextModel, pictures: lis
     assert len(generate(model, found, **OPTIONS).completions) == 2
 
 
+def test_json_lines_may_say_images(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "images": ["x.png"]}')
+    assert read_prompts(tmp_path / "p.jsonl")[0].images == (tmp_path / "x.png",)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "images": ["x.png"], "image": "y.png"}')
+    with pytest.raises(InputRefused, match="both `image` and `images`"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_a_placeholder_without_an_image_is_refused(model: TextModel) -> None:
+    with pytest.raises(InputRefused, match="a placeholder of an image, and no image"):
+        generate(model, "What is ~?", **OPTIONS)
+
+
 @pytest.mark.parametrize("line", ['{"prompt": "a", "image": 3}', '{"prompt": "a", "image": [""]}'])
 def test_images_in_lines_are_paths(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text(line)
