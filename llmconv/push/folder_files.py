@@ -88,8 +88,8 @@ def files_of(folder: Path) -> FolderFiles:
     if foreign := sorted({*others} - hidden - {*pages}):
         raise InputRefused(
             f"`{folder}` also contains {listing(foreign)}, which llmconv did not make",
-            hint="if the model was exported in place, push a copy: `llmconv export MODEL -o OUT`; else move them out of "
-            "the folder: only README, LICENSE and reports of `llmconv verify` go with a model",
+            hint="if the model was exported in place, push a copy: `llmconv export MODEL -o OUT`; or move them out "
+            "of the folder: only README, LICENSE and reports of `llmconv verify` go with a model",
         )
     files |= {name: own_file(folder, name) for name in pages}
     return FolderFiles(folder, manifest, dict(sorted(files.items())), tuple(sorted(hidden)))
