@@ -160,6 +160,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
     shared = {
         "--init--",
         "command-group",
+        "file-names",
         "generation-options",
         "options",
         "plans",
