@@ -13,9 +13,7 @@ from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.runtime.context_length import length_of
 from llmconv.runtime.eager.limit_margins import LimitMargins
-from llmconv.runtime.eager.runner import SMALL_MODEL
 from llmconv.runtime.eager.torch_runner import TorchRunner
-from llmconv.runtime.library_patches import continues_recurrent_state
 
 
 class GivenModel(TorchRunner):
@@ -36,12 +34,9 @@ class GivenModel(TorchRunner):
         self._model: Any = model.eval()
         self._device, self._folder, self._fields = model.device, Path(), {}
         self._code, self.dtype, self.limit_margins = None, "auto", LimitMargins()
-        arguments = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in arguments
-        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
-        self._continues = continues_recurrent_state(model)
-        self._fixed = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
-        self._is_small = model.num_parameters() <= SMALL_MODEL
+        self._set_interface(model)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self._fixed = {"logits_to_keep": 1}
 
     def release(self) -> None:
         """Nothing: the model belongs to the caller."""

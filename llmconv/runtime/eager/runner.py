@@ -110,7 +110,10 @@ class EagerRunner(Runner):
         self._factors, self.dtype, self.limit_margins = factors, dtype, LimitMargins()
         self._folder, self._fields = folder, fields
         self._model: Any = self._ready(copy.deepcopy(like.model)) if like else self._loaded()
-        model = without_adapter(self._model)
+        self._set_interface(without_adapter(self._model), extra_inputs)
+
+    def _set_interface(self, model: Any, extra_inputs: Sequence[ExtraInput] = ()) -> None:
+        """Sets what decides how the model is called."""
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self._extra_inputs = resolved_inputs(extra_inputs, self.config)
