@@ -110,6 +110,9 @@ class FolderComparison:
             yield from self._compare_images(graphs)
         elif EMBEDDINGS in self.models:
             self._note_images()
+        if self.varied:
+            yield from self._compare_scaled(graphs)
+            yield from self._compare_settings(graphs)
 
     def _note_images(self) -> None:
         """Notes that nothing was verified of a model's images, where it takes any."""
@@ -133,9 +136,6 @@ class FolderComparison:
         checks = ImageChecks(vision, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
         yield [checks.features()]
         yield from (checks.answers(graph) for graph in graphs)
-        if self.varied:
-            yield from self._compare_scaled(graphs)
-            yield from self._compare_settings(graphs)
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
