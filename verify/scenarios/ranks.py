@@ -53,6 +53,7 @@ RANKS = (
     ("prefill, 7 tokens", 117, 117),
     ("prefill, 3 tokens", 116, 116),
     ("beyond the original context", 0, 0),
+    ("first and last values of extra inputs", 0, 0),
 )
 """Name of a scenario, mutants that it catches and none above it does, and mutants that it catches in all.
 

@@ -105,8 +105,8 @@ def test_a_model_with_other_results_in_one_call_is_run_call_by_call(
     model = Eager(folder, "float32")
     prefill = model.runners[0].prefill
 
-    def by_length(ids: Any, mask: Any, positions: Any, past: Any = None) -> Any:
-        return prefill(ids, mask, positions * (1 + (ids.shape[1] == 19)), past)
+    def by_length(ids: Any, mask: Any, positions: Any, past: Any = None, extras: Any = None) -> Any:
+        return prefill(ids, mask, positions * (1 + (ids.shape[1] == 19)), past, extras)
 
     monkeypatch.setattr(model.runners[0], "prefill", by_length)
     for call, wanted in zip(truths_of(model)[0], expected[0], strict=True):
