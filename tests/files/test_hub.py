@@ -229,9 +229,11 @@ def test_graphs_are_not_written_next_to_weights_from_elsewhere(name: str) -> Non
     assert f"llmconv export {name} -o OUT" in done.stderr
 
 
-def test_the_error_of_verify_for_a_name_is_to_export_it_first() -> None:
+def test_verify_looks_for_a_name_in_the_cache_as_other_commands_do() -> None:
     done = llmconv("verify", "org/name")
-    assert done.exit_code == 3 and "llmconv export org/name -o OUT" in done.stderr
+    assert (
+        done.exit_code == 3 and "`org/name` does not exist on this machine and is not in the hub's cache" in done.stderr
+    )
 
 
 def cached(folder: Path, hub: Path, name: str) -> None:
