@@ -83,6 +83,8 @@ def with_task(
             "graphs without a cache take tokens, and those of a multi-modal model take embeddings",
             hint="leave out `--task` and `--no-cache`",
         )
+    if task != GENERATE:
+        _require_decoder(model, task)
     if extras := model.input_map.extra_inputs(model.config):
         raise UnsupportedInput(
             f"graphs without a cache take tokens alone, and this family has the input `{next(iter(extras))}`",
@@ -91,7 +93,6 @@ def with_task(
     spec = GraphSpec(NO_CACHE, logits=given["logits_dtype"])
     if task == GENERATE:
         return checkpoint, {SCORING: spec}
-    _require_decoder(model, task)
     modules = read_sentence_modules(checkpoint.path)
     return _with_modules(checkpoint, modules), {task: replace(spec, task=task, head=_head(task, modules))}
 
