@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.export.input_map import InputMap
+from llmconv.export.input_map import InputMap, Port
+from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, require_parameters
 
 
@@ -83,6 +84,24 @@ def extras_of(model: PreTrainedModel, input_map: InputMap) -> dict[str, ExtraInp
     extras = input_map.extra_inputs(model.config)
     require_parameters(model.forward, extras)
     return extras
+
+
+def require_declared(ports: Sequence[Port], extras: Mapping[str, ExtraInput]) -> None:
+    """Refuses an input that an own class of input maps adds to `inputs` alone: nothing would feed it.
+
+    Args:
+        ports: the inputs of the graph.
+        extras: the extra inputs by name, resolved.
+
+    Raises:
+        UnsupportedInput: names it.
+    """
+    names = {"input_ids", "attention_mask", "position_ids", *extras}
+    unknown = [port.name for port in ports if port.name not in names and not is_past(port.name)]
+    if unknown:
+        raise UnsupportedInput(
+            f"the input map has an unsupported input `{unknown[0]}`", hint="declare it as an `ExtraInput` in `extras`"
+        )
 
 
 def require_fit(module: nn.Module, arguments: Sequence[Any], extras: Mapping[str, ExtraInput]) -> None:

@@ -36,7 +36,7 @@ from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
 from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, extra_ports, is_cache, sizes
-from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_fit
+from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_declared, require_fit
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
@@ -157,6 +157,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
             found = (
                 (input_map.inputs(config), input_map.outputs(config)) if single else ports_of(model, input_map, extras)
             )
+        require_declared(found[0], extras)
         inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
         module = SinglePass(model, input_map, spec) if single else CacheAsTensors(model, past, spec, extras)

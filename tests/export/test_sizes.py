@@ -116,7 +116,7 @@ def test_only_an_input_map_can_be_registered() -> None:
     "options",
     [
         {"dtype": "int8", "output": "out"},
-        {"dtype": "fp16", "output": "out"},
+        {"dtype": "fp8", "output": "out"},
         {"shapes": "statik"},
         {"cache": "shared_buffer"},
         {"target": "ort-gpu"},
