@@ -13,7 +13,6 @@ import onnx
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.export.families import extra_inputs_of
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote
 from llmconv.output.manifest import MANIFEST, read_manifest
@@ -117,6 +116,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
             smallest failing piece is not empty.
     """
+    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     chosen = Method.of(method, layers)
     selection = Selection(suite, only, repeat, Budget.of(budget, only))

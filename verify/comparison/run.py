@@ -10,7 +10,6 @@ import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
-from llmconv.export.tracing.multimodal import MULTI_MODAL
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
@@ -116,6 +115,8 @@ class FolderComparison:
 
     def _note_images(self) -> None:
         """Notes that nothing was verified of a model's images, where it takes any."""
+        from llmconv.export.tracing.multimodal import MULTI_MODAL  # noqa: PLC0415 - the table alone
+
         fields, unseen = read_json(self.eager.folder / "config.json"), "prompts with images"
         if fields.get("vision_config") and unseen not in self.report.unseen:
             self.report.unseen.append(unseen)

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
-from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.cache_names import is_past, is_state
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.low_memory.runner import StreamedRunner
@@ -82,6 +81,8 @@ class SingleLayerChecks:
 
     def checks(self) -> Checks:
         """The checks of every distinct graph."""
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
         numbers = self.induction.run
         names = {number: self.induction.classes.names[number] for number in numbers}
         skipped = self.induction.left_out(numbers)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.context_length import LENGTHS
 from llmconv.runtime.eager.limit_margins import ModelLimit
@@ -104,6 +103,8 @@ class Eager:
     @property
     def _options(self) -> dict[str, Any]:
         """Options of every runner of the model."""
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
         inputs = {"extra_inputs": extra_inputs_of(self.folder)}
         return {"code": self._code, "factors": self._factors, "skipped": self._skipped, **inputs}
 
