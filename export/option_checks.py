@@ -97,7 +97,7 @@ def check_weight_options(given: ExportOptions, *, writes: bool) -> None:
 
 
 def require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> None:
-    """Refuses a `--dtype` that would round weights beside codes of the weights before rounding."""
+    """Refuses a `--dtype` that would round weights but not the codes that are computed from them."""
     dtype, rounds = given["dtype"], given["dtype"] in ("float16", "bfloat16") and given["precision"] in (None, FLOAT32)
     stored = {tensor.dtype.name for tensor in weights.values()}.intersection(FLOATS)
     if rounds and stored != {dtype}:

@@ -157,6 +157,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
             f"the graphs ran with the factors of `{Path(adapter).name}`, as constants of copies in memory"
         )
     report.unseen += unseen_factors(verified.models, adapter)
+    report.unseen += ["graphs without a cache"] if single and rest is None else []
     floats = FloatFolder(verified, reference, report, session, code, allow_changed)
     with ExitStack() as stack:
         if record:
