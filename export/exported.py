@@ -38,7 +38,7 @@ class Exported:
         weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
         traced_layers: number of layers that were traced; the others were replicated.
         num_layers: number of layers of the model.
-        beside: paths of the clients' own files in the folder.
+        client_files: paths of the clients' own files in the folder.
         files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
         quantized: what `quant` made of the weights; None without it.
         missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
@@ -51,7 +51,7 @@ class Exported:
     weight_bytes_written: int
     traced_layers: int
     num_layers: int
-    beside: tuple[str, ...] = ()
+    client_files: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedSizes | None = None
     missing: Mapping[str, int] = field(default_factory=dict)

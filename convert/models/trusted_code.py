@@ -54,7 +54,7 @@ def trusted_code(options: Mapping[str, Any]) -> TrustedCode | None:
 
 
 def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
-    """The configuration of a model with trusted code of its own; None if there is no consent, or no such code.
+    """The configuration of a model with trusted code of its own; None without consent or without own code.
 
     Args:
         stored: the checkpoint's own configuration, empty if it has none.

@@ -76,7 +76,7 @@ def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool
     """Refuses an output file that exists, or whose texts would be lost.
 
     Raises:
-        UsageProblem: there is no output file to overwrite, or it is that of the texts.
+        UsageProblem: `--overwrite` without an output file, or an output file that is the text file.
         InputRefused: the file exists, or its folder does not.
     """
     if output is None:

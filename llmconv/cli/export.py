@@ -217,7 +217,7 @@ def _result(exported: Exported) -> dict[str, Any]:
     return {
         "folder": str(exported.place),
         "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
-        "beside": exported.beside,
+        "client_files": exported.client_files,
         "files": dict(exported.files),
         "graph_bytes": sizes.graphs if sizes else 0,
         "weight_bytes": exported.weight_bytes,
@@ -241,7 +241,7 @@ def _print(exported: Exported) -> None:
         for name, size in exported.files.items():
             click.echo(f"  {name}  {size:,} bytes")
     else:
-        for name in (*(name for names in exported.graphs.values() for name in names), *exported.beside):
+        for name in (*(name for names in exported.graphs.values() for name in names), *exported.client_files):
             click.echo(f"{exported.place}/{name}")
     click.echo(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"), err=True)
     if exported.quantized:

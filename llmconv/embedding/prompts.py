@@ -56,7 +56,7 @@ class TextRules:
             prompt_name: name of the prompt; None for the default.
 
         Raises:
-            UsageProblem: there is no such prompt.
+            UsageProblem: an unknown prompt name.
         """
         name = self.default if prompt_name is None else prompt_name
         if name is not None and name not in self.prompts:

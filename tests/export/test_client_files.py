@@ -270,7 +270,7 @@ def test_the_command_lists_the_written_files(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--layout", "genai", "--layout", "optimum", "--json"])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
-    assert printed["graphs"] == {"unified": "model.onnx"} and printed["beside"] == ["genai_config.json"]
+    assert printed["graphs"] == {"unified": "model.onnx"} and printed["client_files"] == ["genai_config.json"]
 
 
 def test_optimums_graph_of_one_shared_head_has_the_sizes_of_the_model(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_transformersjs_finds_a_quantized_graph_without_options(
 ) -> None:
     folder = save_tiny("llama", tmp_path / "llama")
     made = export(folder, tmp_path / "out", quant=quant, layout="transformersjs", **options)
-    assert made.beside[1:] == (f"onnx/{name}", f"onnx/{name}_data")
+    assert made.client_files[1:] == (f"onnx/{name}", f"onnx/{name}_data")
     assert sorted(path.name for path in (made.folder / "onnx").iterdir()) == [name, f"{name}_data"]
     assert (made.folder / "onnx" / f"{name}_data").resolve() == (made.folder / "quantized.safetensors").resolve()
     content = json.loads((made.folder / "config.json").read_text())["transformers.js_config"]

@@ -77,7 +77,7 @@ def is_megatron_distributed(folder: Path) -> bool:
 
 
 def _backend(folder: Path) -> str | None:
-    """`sharded_backend` of `metadata.json`; None if there is no such file."""
+    """`sharded_backend` of `metadata.json`; None without `metadata.json`."""
     file = folder / BACKEND_FILE
     if not file.is_file() or file.stat().st_size > SMALL:
         return None
@@ -123,7 +123,7 @@ def find_save(path: Path) -> Save:
 
     Raises:
         InputRefused: the folder contains several saves and no tracker file.
-        MalformedInput: the tracker file names a save that is not there, or there is no save at all.
+        MalformedInput: the checkpoint that the tracker file names does not exist, or the folder contains none.
         UnsupportedInput: a container that is not read.
     """
     if path.is_file():

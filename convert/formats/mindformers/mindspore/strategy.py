@@ -105,7 +105,7 @@ class Strategy:
 
 
 def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
-    """The layouts of all strategy files in or next to a folder of ranks; None if there is no such file.
+    """The layouts of all strategy files in or next to a folder of ranks; None if there are none.
 
     Args:
         folder: of the ranks.
@@ -124,7 +124,8 @@ def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
             return Strategy(place, _layouts(files))
     if given:
         raise InputRefused(
-            f"there is no strategy file at `{given}`", hint="give a `ckpt_strategy_rank_N.ckpt`, or a folder of them"
+            f"`{given}` is not a strategy file, and contains none",
+            hint="give a `ckpt_strategy_rank_N.ckpt`, or a folder of them",
         )
     return None
 
