@@ -91,7 +91,11 @@ def test_a_strategy_of_another_run_is_refused_by_name(
 
 
 def test_what_is_not_a_strategy_is_refused(run: Path, tmp_path: Path) -> None:
-    wrong = {"model": "no strategy file at", "runs/one/run.yaml": "is not a strategy file", "none": "does not exist"}
+    wrong = {
+        "model": "not a strategy file, and contains none",
+        "runs/one/run.yaml": "is not a strategy file",
+        "none": "does not exist",
+    }
     for name, reason in wrong.items():
         with pytest.raises(LlmconvError, match=reason):
             to_hf(run, tmp_path / "out", strategy=tmp_path / name)
