@@ -20,6 +20,7 @@ from llmconv.convert.formats.megatron.argument_tables import (
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 COUNT_LIMIT = 1 << 31
+CAPACITY = "moe_expert_capacity_factor"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,10 @@ def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list
             f"`{arguments.source}` was trained with unknown arguments that may change the model: {listing(unknown)}",
             hint="if they do not change it, give the model's whole `config.json` with `--config`",
         )
-    return [f"ignored unknown arguments: {listing(unknown)}"] if unknown else []
+    warnings = [f"ignored unknown arguments: {listing(unknown)}"] if unknown else []
+    if not _is_one_of(arguments.values.get(CAPACITY), OFF):
+        warnings.append(f"`{CAPACITY}` drops tokens of full experts in Megatron; the converted model drops none")
+    return warnings
 
 
 def _unknown(arguments: Arguments) -> Iterator[str]:

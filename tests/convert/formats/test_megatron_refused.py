@@ -126,6 +126,13 @@ def test_experts_that_are_weighted_otherwise_are_refused(tmp_path: Path, kind: A
     assert "`moe_router_load_balancing_type`" in refusal(tmp_path, run).message
 
 
+def test_experts_that_drop_tokens_are_reported(tmp_path: Path) -> None:
+    run = save(tmp_path, Shape(layers=2, experts=4), moe_expert_capacity_factor=1.25)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": SHAPE.words}))
+    found = open_training(run, config=(tmp_path / "config.json",))
+    assert any("`moe_expert_capacity_factor` drops tokens" in warning for warning in found.warnings)
+
+
 def test_grouped_experts_of_another_number_are_refused(tmp_path: Path) -> None:
     shape = Shape(layers=2, experts=4)
     run = save_megatron(tmp_path / "run", shape, hugging_face_state(shape), with_grouped_experts, num_experts=5)
