@@ -12,7 +12,8 @@ from llmconv.checkpoint import INDEX, own_file, read_small
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.graph_files import GraphFiles, GraphPlan
-from llmconv.export.output import InPlace, sources_of
+from llmconv.export.in_place import InPlace
+from llmconv.export.output import sources_of
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only

@@ -23,7 +23,7 @@ from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.model_parts import parts_of_object, room_in
 from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule, positions_of
-from llmconv.generation.prompts import token_lists
+from llmconv.generation.prompts import prompt_names, token_lists
 from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of
 from llmconv.generation.runners import (
     is_model,
@@ -423,8 +423,3 @@ class TextModel:
                 hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
             )
         return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
-
-
-def prompt_names(count: int) -> list[str]:
-    """The names of prompts in messages."""
-    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]

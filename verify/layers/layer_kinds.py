@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llmconv.runtime.eager.runner import layer_modules
+from llmconv.runtime.eager.layer_modules import layer_modules
 from llmconv.verify.layers.graph_index import NotLayered
 
 Kind = tuple[Any, ...]

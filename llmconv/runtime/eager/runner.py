@@ -37,6 +37,7 @@ from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_num
 from llmconv.runtime.eager.computed_values import restore_computed_values
 from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.layer_modules import layer_modules
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
@@ -379,15 +380,6 @@ def _class_of(folder: Path) -> Any:
     """The auto class of a folder: of a language model, or of a model with image input."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-
-
-def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The elements of all outermost `ModuleList`s by name."""
-    found: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
-            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
-    return found
 
 
 @contextmanager

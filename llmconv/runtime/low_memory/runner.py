@@ -26,7 +26,8 @@ from transformers.cache_utils import DynamicLayer
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
-from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
+from llmconv.runtime.eager.layer_modules import layer_modules
+from llmconv.runtime.eager.runner import EagerRunner, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
 from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput
 from llmconv.runtime.extra_values import ExtraValues
