@@ -10,6 +10,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
+from llmconv.generation.prompt_names import prompt_names
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
 from llmconv.tensors import BY_NAME, Array
 
@@ -81,6 +82,30 @@ def _prompt_call(tokens: int) -> ModelCall:
     """A call of one prompt; only its sizes are used."""
     ids = np.ones((1, tokens), dtype=np.int64)
     return ModelCall(ids, ids, ids)
+
+
+def inputs_of_prompts(
+    prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None, known: Mapping[str, ExtraInput]
+) -> list[GivenInputs | None]:
+    """The values of each prompt, checked; None for a prompt without any.
+
+    Args:
+        prompts: token ids.
+        inputs: values by name, for each prompt; None for no values.
+        known: the extra inputs of the model, resolved.
+
+    Raises:
+        InputRefused: a value does not fit an extra input.
+        UsageProblem: there are more or fewer mappings than prompts.
+    """
+    if inputs is None:
+        return [None] * len(prompts)
+    if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
+        count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
+        raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
+    several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
+    found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+    return [one if one.values else None for one in found]
 
 
 def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput]) -> None:

@@ -17,30 +17,27 @@ from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start,
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.given_inputs import GivenInputs, RequestInputs, require_together
+from llmconv.generation.given_inputs import GivenInputs, RequestInputs, inputs_of_prompts, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.model_parts import parts_of_object, room_in
+from llmconv.generation.model_parts import parts_of_files, parts_of_object
 from llmconv.generation.own_embeddings import require_size
-from llmconv.generation.positions import PositionRule, positions_of
-from llmconv.generation.prompts import prompt_names, token_lists
+from llmconv.generation.positions import PositionRule
+from llmconv.generation.prompt_names import prompt_names
+from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of
 from llmconv.generation.runners import (
     is_model,
-    load_genai,
-    load_images,
-    load_runner,
-    refuse_prefix,
-    refuse_stages,
     with_lora,
 )
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.streamers import feed, require_streamer
+from llmconv.generation.token_limit import limit_of
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import context_length, has_window
+from llmconv.runtime.context_length import has_window
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
+from llmconv.runtime.prefix.runner import PrefixedRunner
 from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
@@ -127,22 +124,8 @@ class TextModel:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
             tokenizer = find_tokenizer(tokenizer, files.tokenizer or files.folder, trust_remote_code)
-            if backend == "genai":
-                options.refuse()
-                refuse_stages(stages, backend)
-                refuse_prefix(prefix)
-                engine = load_genai(files, settings)
-                runner, length = engine.model, engine.context_length
-            else:
-                engine = None
-                rest = {"trust_remote_code": trust_remote_code}
-                runner = load_runner(files, backend, settings, options, stages, **rest)
-                runner = with_prefix(runner, prefix) if prefix else runner
-                length = room_in(context_length(files.folder), runner)
-            defaults = GenerationSettings.of(files.generation_config or files.folder)
-            rule = positions_of(files.folder)
-            images = load_images(files, backend, runner, settings)
-            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine, images)
+            given: dict[str, Any] = {"stages": stages, "prefix": prefix, "trust_remote_code": trust_remote_code}
+            opened = cls(tokenizer, **parts_of_files(files, backend, settings, options, **given))
             fetched.keep_for(opened)
         return opened
 
@@ -219,6 +202,23 @@ class TextModel:
             UsageProblem: an unknown template.
         """
         return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens)
+
+    def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
+        """The tokens of a prompt without images, none of which stands for one.
+
+        Args:
+            ids: the tokens.
+            name: of the prompt, for messages.
+
+        Raises:
+            InputRefused: there is a placeholder of an image.
+        """
+        if self.images is not None and self.images.token in ids:
+            raise InputRefused(
+                f"{name} has a placeholder of an image, and no image",
+                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
+            )
+        return ids
 
     def require_images(self) -> ImageEncoder:
         """What prepares prompts with images.
@@ -299,8 +299,29 @@ class TextModel:
                 extra input.
             UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
-        prompts = token_lists(prompts)
         settings = self.defaults if settings is None else require_settings(settings)
+        starts = self._starts(token_lists(prompts), settings, samples, embeddings, inputs)
+        decode = decode or self.decode
+        placed = any(start.embeddings for start in starts)
+        cache = None if placed or any(start.inputs for start in starts) else cache
+        if streamer is not None:
+            require_streamer(streamer, len(prompts), settings)
+            return feed(streamer, starts[0].prompt, self._engine.grow(starts, settings, decode, cache, most))
+        if settings.num_beams > 1:
+            if placed:
+                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
+            return self._search(starts, settings, decode)
+        return self._engine.grow(starts, settings, decode, cache, most)
+
+    def _starts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        samples: Sequence[int],
+        embeddings: Sequence[PromptEmbeddings | None],
+        inputs: Sequence[RequestInputs] | None,
+    ) -> list[RowStart]:
+        """The rows of a batch before the first token; arguments and errors as in `stream`."""
         samples = samples or [0] * len(prompts)
         if len(samples) != len(prompts):
             raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
@@ -309,27 +330,15 @@ class TextModel:
                 "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
                 hint="give one prompt at a time",
             )
-        limits, rows = self.limits(prompts, settings), embeddings or [None] * len(prompts)
-        given = self.given_inputs(prompts, inputs)
-        starts = list(map(RowStart, prompts, limits, samples, rows, given))
-        decode = decode or self.decode
+        limits, given = self.limits(prompts, settings), self.given_inputs(prompts, inputs)
         placed = [one for one in embeddings if one is not None]
-        cache = None if placed or any(given) else cache
         if any(given):
             if placed:
                 raise UsageProblem("a prompt has both embeddings and `inputs`", hint="give one of them")
             require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
         for one in placed:
             require_size(self.embedding_size, one.rows, TOKENS_ONLY)
-        if streamer is not None:
-            require_streamer(streamer, len(prompts), settings)
-            grown = self._engine.grow(starts, settings, decode, cache, most)
-            return feed(streamer, prompts[0], grown)
-        if settings.num_beams > 1:
-            if placed:
-                raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
-            return self._search(starts, settings, decode)
-        return self._engine.grow(starts, settings, decode, cache, most)
+        return list(map(RowStart, prompts, limits, samples, embeddings or [None] * len(prompts), given))
 
     def given_inputs(
         self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None
@@ -344,15 +353,7 @@ class TextModel:
             InputRefused: a value does not fit an extra input.
             UsageProblem: there are more or fewer mappings than prompts.
         """
-        if inputs is None:
-            return [None] * len(prompts)
-        if not (isinstance(inputs, Sequence) and len(inputs) == len(prompts)):
-            count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
-            raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
-        known = {} if self.engine else self.runner.extra_inputs
-        several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
-        found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
-        return [one if one.values else None for one in found]
+        return inputs_of_prompts(prompts, inputs, {} if self.engine else self.runner.extra_inputs)
 
     @property
     def embedding_size(self) -> int | None:
@@ -407,19 +408,5 @@ class TextModel:
         Raises:
             InputRefused: it is empty, or too long for the context.
         """
-        wanted = settings.new_tokens(prompt_tokens)
-        if prompt_tokens == 0:
-            raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
-        if wanted == 0:
-            raise InputRefused(
-                f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}",
-                hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
-            )
-        if self.context_length is None:
-            return wanted
-        if prompt_tokens > self.context_length:
-            raise InputRefused(
-                f"{name} has {prompt_tokens} tokens, but the model's context is {self.context_length}",
-                hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
-            )
-        return min(wanted, self.context_length - prompt_tokens + (not self._engine.runs_last_token))
+        room = None if self.context_length is None else self.context_length + (not self._engine.runs_last_token)
+        return limit_of(name, prompt_tokens, settings, self.context_length, room)

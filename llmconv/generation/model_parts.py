@@ -1,4 +1,4 @@
-"""Parts of a TextModel: those of a model in memory, and the room in the context."""
+"""Parts of a TextModel: those of files, and those of a model in memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.runners import load_object
+from llmconv.generation.genai import GenaiEngine
+from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.positions import positions_of
+from llmconv.generation.runners import load_genai, load_images, load_object, load_runner, refuse_prefix, refuse_stages
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.torch_options import TorchOptions
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.prefix.runner import with_prefix
+from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Runner
+from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import find_tokenizer
 
 
@@ -46,6 +53,54 @@ def parts_of_object(
         "defaults": GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict()),
         "context_length": runner.context_length,
         "backend": "torch",
+    }
+
+
+def parts_of_files(
+    files: ModelFiles,
+    backend: str,
+    settings: SessionSettings | None,
+    options: TorchOptions,
+    *,
+    stages: StageAddresses | None,
+    prefix: Prefix | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """The fields of a `TextModel` for files, except for the tokenizer.
+
+    Args:
+        files: where they are.
+        backend: `onnx`, `torch` or `genai`.
+        settings: session settings of onnxruntime.
+        options: adapter, device and dtype.
+        stages: see `TextModel.open`.
+        prefix: tuned prefix before every prompt.
+        trust_remote_code: see `TextModel.open`.
+
+    Raises:
+        InputRefused, OutOfMemory, StageFailed, UnsupportedInput, UsageProblem: see `TextModel.open`.
+    """
+    engine: GenaiEngine | None = None
+    runner: Any
+    if backend == "genai":
+        options.refuse()
+        refuse_stages(stages, backend)
+        refuse_prefix(prefix)
+        engine = load_genai(files, settings)
+        runner, length = engine.model, engine.context_length
+    else:
+        runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
+        runner = with_prefix(runner, prefix) if prefix else runner
+        length = room_in(context_length(files.folder), runner)
+    return {
+        "runner": runner,
+        "defaults": GenerationSettings.of(files.generation_config or files.folder),
+        "context_length": length,
+        "backend": backend,
+        "positions": positions_of(files.folder),
+        "folder": files.folder,
+        "engine": engine,
+        "images": load_images(files, backend, runner, settings),
     }
 
 

@@ -138,9 +138,10 @@ class TextGeneration:
 
     def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
         if _is_chat(content):
-            return self.model.encode_chat(content, shape.get("template", TOKENIZER))
+            return self.model.without_images(self.model.encode_chat(content, shape.get("template", TOKENIZER)))
         text = (shape.get("prefix") or "") + content
-        return self.model.encode(text, add_special_tokens=shape.get("add_special_tokens") is not False)
+        special = shape.get("add_special_tokens") is not False
+        return self.model.without_images(self.model.encode(text, add_special_tokens=special))
 
     def _continued(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]

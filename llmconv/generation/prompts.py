@@ -142,8 +142,3 @@ def shared_start(prompts: Sequence[Sequence[int]]) -> list[int]:
     first, last = min(map(list, prompts)), max(map(list, prompts))
     same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return list(first[: min(same, min(map(len, prompts)) - 1)])
-
-
-def prompt_names(count: int) -> list[str]:
-    """The names of prompts in messages."""
-    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]

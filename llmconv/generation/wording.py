@@ -64,7 +64,7 @@ class Wording:
         elif prompt.embeddings is not None:
             encoded = with_embeddings(prompt, self._tokens(model, prompt.content), model.tokenizer, name)
         else:
-            return EncodedPrompt(_without_images(model, self._tokens(model, prompt.content), name))
+            return EncodedPrompt(model.without_images(self._tokens(model, prompt.content), name))
         if self.src_length is not None and len(encoded.ids) > self.src_length:
             raise UsageProblem(f"{name} has images or embeddings, and is not cut", hint="leave out `--src-length`")
         return encoded
@@ -121,20 +121,6 @@ def _require_no_input(model: TextModel, prompt: Prompt, name: str) -> None:
             f"{name} has a field `{named}`, which is an input of the model",
             hint=f'write it as {{"prompt": "…", "inputs": {{"{named}": …}}}}',
         )
-
-
-def _without_images(model: TextModel, tokens: list[int], name: str) -> list[int]:
-    """The tokens of a prompt without images.
-
-    Raises:
-        InputRefused: one of them stands for an image.
-    """
-    if model.images is not None and model.images.token in tokens:
-        raise InputRefused(
-            f"{name} has a placeholder of an image, and no image",
-            hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
-        )
-    return tokens
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -151,14 +151,14 @@ class ServedModel:
         system = [{"role": "system", "content": self._system}] if is_missing else []
         messages = [*system, *request.messages]
         if not request.images:
-            return EncodedPrompt(self.model.encode_chat(messages, self._template))
+            return EncodedPrompt(self.model.without_images(self.model.encode_chat(messages, self._template)))
         if not self.sees:
             raise ApiError("this server takes no images", parameter="messages")
         return self.model.encode_images(messages, request.images, self._template)
 
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(self.model.encode(prompt))
+            return EncodedPrompt(self.model.without_images(self.model.encode(prompt)))
         most = len(self.model.tokenizer)
         if any(not 0 <= token < most for token in prompt):
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")

@@ -70,6 +70,12 @@ BAD: dict[str, Any] = {
 }
 
 
+def test_a_placeholder_without_an_image_is_refused(clients: Callable[..., TestClient], seeing: TextModel) -> None:
+    question = [{"role": "user", "content": "What is ~?"}]
+    answer = clients(served=seeing).post(CHAT, json={"messages": question})
+    assert answer.status_code == 400 and "no image" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_other_images_are_refused(clients: Callable[..., TestClient], seeing: TextModel, bad: Any) -> None:
     answer = ask(clients(served=seeing), bad)
