@@ -41,13 +41,25 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     return to_adapter(folder, (weights,), config, read_tensors(weights))
 
 
+GRAPH_ADAPTER = ".onnx_adapter"
+"""Suffix of the files that `llmconv onnx-adapter` writes."""
+
+
 def _not_an_adapter(path: Path) -> InputRefused:
     hint = "give the folder that PEFT's `save_pretrained` wrote, or another program's adapter, see docs/merging.md"
     if path.is_file():
+        if path.suffix == GRAPH_ADAPTER:
+            return InputRefused(
+                f"`{path}` has the factors of an adapter for graphs", hint="give the adapter that it was made from"
+            )
         refuse_git_lfs(path.read_bytes()[:64] if path.stat().st_size < 1024 else b"", path.name)
         return InputRefused(f"`{path}` is not an adapter: it has no `{CONFIG}` next to it", hint=hint)
     if any((path / name).is_file() for name in (SINGLE, INDEX)):
         return InputRefused(f"`{path}` is a model, not an adapter: it has no `{CONFIG}`", hint=hint)
+    if (path / "delta.json").is_file():
+        return InputRefused(
+            f"`{path}` is a delta, not an adapter", hint=f"run `llmconv delta apply BASE {path} -o OUT`"
+        )
     inner = sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name))
     if inner:
         names = ", ".join(file.parent.name for file in inner)

@@ -195,6 +195,17 @@ def test_a_missing_file_is_named(
         merge_lora(base, [adapter], tmp_path / "out")
 
 
+def test_a_delta_and_a_file_for_graphs_are_told_their_command(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "delta").mkdir()
+    (tmp_path / "delta/delta.json").write_text("{}")
+    with pytest.raises(InputRefused, match="is a delta") as refusal:
+        merge_lora(base, [tmp_path / "delta"], tmp_path / "out")
+    assert "llmconv delta apply" in refusal.value.hint
+    (tmp_path / "style.onnx_adapter").write_bytes(b"x")
+    with pytest.raises(InputRefused, match="an adapter for graphs"):
+        merge_lora(base, [tmp_path / "style.onnx_adapter"], tmp_path / "out")
+
+
 def test_several_adapters_in_folders_are_named(base: Path, tmp_path: Path) -> None:
     for name in ("default", "style"):
         (tmp_path / "many" / name).mkdir(parents=True)
