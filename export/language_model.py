@@ -27,8 +27,8 @@ from llmconv.export.tracing.fake_model import (
     shortened,
 )
 from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming, alone, find_naming
-from llmconv.export.tracing.vision import VISION_TOWERS
-from llmconv.export.vision_graph import build_vision
+from llmconv.export.vision.graph import build_vision
+from llmconv.export.vision.towers import VISION_TOWERS
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.generation.chat.reused_cache import PrefixCache
-from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.runner import Runner
 
 Decode = Callable[[Sequence[int]], str]

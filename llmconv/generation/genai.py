@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
-from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
 from llmconv.runtime.context_length import has_window
+from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 

@@ -1,9 +1,9 @@
-"""GivenInputs: the values that a request gives for a model's extra inputs, over its prompt and the new tokens."""
+"""The values that a request gives for a model's extra inputs, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.generation.prompt_names import prompt_names
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, ModelCall
+from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.tensors import BY_NAME, Array
 
 RequestInputs = Mapping[str, Any]
@@ -21,39 +22,21 @@ KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
 """numpy's kinds of the numbers that an input of a dtype may be given as."""
 
 
-@dataclass(frozen=True)
-class GivenInputs:
-    """The values of one prompt.
+def given_inputs(given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
+    """The values of a prompt, checked.
 
-    Attributes:
+    Args:
+        given: from the request.
         tokens: number of tokens of the prompt.
-        values: arrays by name, without the axis of the batch.
+        known: the extra inputs of the model, resolved.
+        name: of the prompt, for messages.
+
+    Raises:
+        InputRefused: the model has no such input, or a value of another shape or kind.
     """
-
-    tokens: int
-    values: Mapping[str, Array] = field(default_factory=dict)
-
-    @property
-    def content(self) -> tuple[tuple[str, tuple[int, ...], bytes], ...]:
-        """Equal for equal values."""
-        return tuple((name, array.shape, array.tobytes()) for name, array in sorted(self.values.items()))
-
-    @classmethod
-    def of(cls, given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
-        """The values of a prompt, checked.
-
-        Args:
-            given: from the request.
-            tokens: number of tokens of the prompt.
-            known: the extra inputs of the model, resolved.
-            name: of the prompt, for messages.
-
-        Raises:
-            InputRefused: the model has no such input, or a value of another shape or kind.
-        """
-        if not isinstance(given, Mapping):
-            raise InputRefused(f"the inputs of {name} are {kind_of(given)}", hint='give {"name": values}')
-        return cls(tokens, {one: _array(one, value, tokens, known, name) for one, value in given.items()})
+    if not isinstance(given, Mapping):
+        raise InputRefused(f"the inputs of {name} are {kind_of(given)}", hint='give {"name": values}')
+    return GivenInputs(tokens, {one: _array(one, value, tokens, known, name) for one, value in given.items()})
 
 
 def _array(input_name: str, value: Any, tokens: int, known: Mapping[str, ExtraInput], prompt: str) -> Array:
@@ -104,7 +87,7 @@ def inputs_of_prompts(
         count = len(inputs) if isinstance(inputs, Sequence) else kind_of(inputs)
         raise UsageProblem(f"{len(prompts)} prompts, and inputs for {count}", hint="give one dict for each prompt")
     several = zip(prompts, inputs, prompt_names(len(prompts)), strict=True)
-    found = [GivenInputs.of(one, len(prompt), known, name) for prompt, one, name in several]
+    found = [given_inputs(one, len(prompt), known, name) for prompt, one, name in several]
     return [one if one.values else None for one in found]
 
 
@@ -129,45 +112,3 @@ def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput
             raise UsageProblem(
                 f"`{name}` has one value for a batch, and its prompts differ", hint="give `--batch-size 1`"
             )
-
-
-def batch_values(
-    rows: Sequence[GivenInputs], call: ModelCall, longest: int, known: Mapping[str, ExtraInput]
-) -> dict[str, Array]:
-    """The values in one call of a batch, of the inputs that any of its prompts gives.
-
-    Args:
-        rows: the values of each row.
-        call: new tokens, with a mask of all columns so far.
-        longest: columns of the padded prompts.
-        known: the extra inputs of the model, resolved.
-    """
-    found = {}
-    for name in dict.fromkeys(name for row in rows for name in row.values):
-        found[name] = known[name].value(call).copy()
-        for at, row in enumerate(rows):
-            if name in row.values:
-                _place(known[name], found[name], at, row.values[name], (longest - row.tokens, longest), call)
-    return found
-
-
-def _place(extra: ExtraInput, target: Array, row: int, given: Array, prompt: tuple[int, int], call: ModelCall) -> None:
-    """Writes a prompt's value into its row; `prompt` is the range of its columns."""
-    inner = [axis for axis in extra.axes if axis != BATCH]
-    if BATCH in extra.axes:  # a slice, because an element is not a view
-        target = np.moveaxis(target, extra.axes.index(BATCH), -1)[..., row : row + 1]
-        given = given[..., None]
-    starts = {SEQUENCE: call.sizes[PAST], TOTAL: 0}
-    into, source = [slice(None)] * target.ndim, [slice(None)] * target.ndim
-    for at, axis in enumerate(inner):
-        if axis in starts:
-            start, length = starts[str(axis)], target.shape[at]
-            first, last = max(start, prompt[0]), min(start + length, prompt[1])
-            into[at] = slice(max(first - start, 0), max(last - start, 0))
-            source[at] = slice(max(first - prompt[0], 0), max(last - prompt[0], 0))
-    target[tuple(into)] = given[tuple(source)]
-    tokens = [at for at, axis in enumerate(inner) if axis in starts]
-    if extra.repeats and len(tokens) == 1:
-        at = tokens[0]
-        later = np.moveaxis(target, at, 0)[max(prompt[1] - starts[str(inner[at])], 0) :]
-        later[...] = np.moveaxis(given, at, 0)[-1:]

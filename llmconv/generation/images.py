@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
-from llmconv.runtime.onnxruntime.vision import PIXEL_VALUES
+from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.tensors import Array
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+TEXT_INPUTS = ("input_ids", "attention_mask")
+"""What a processor makes of the text; the rest is of the images."""
 
 MOST_IMAGES = 16
 """Maximum number of images in a prompt."""
 
-ImageFeatures = Callable[[Array], Array]
-"""Pixels [images, channels, height, width] to features [images, tokens, hidden]."""
+ImageFeatures = Callable[[Given], Features]
+"""What the processor makes of the images of one prompt, to their features."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class ImageEncoder:
 
     Attributes:
         folder: has the processor's files and `config.json`.
+        family: of the model.
         open_features: opens the vision tower.
     """
 
     folder: Path
+    family: ImageFamily
     open_features: Callable[[], ImageFeatures] = field(repr=False)
 
     @cached_property
@@ -71,8 +74,7 @@ class ImageEncoder:
     @cached_property
     def token(self) -> int:
         """The placeholder token whose embeddings the features replace."""
-        fields = read_json(self.folder / "config.json")
-        found = next((fields[name] for name in ("image_token_id", "image_token_index") if name in fields), None)
+        found = getattr(self.family.config, "image_token_id", None)
         found = getattr(self.processor, "image_token_id", None) if found is None else found
         if not isinstance(found, int):
             raise InputRefused("`config.json` has no `image_token_id`", hint="copy the config of the original model")
@@ -83,6 +85,11 @@ class ImageEncoder:
         """Text of the placeholder token."""
         text: str = self.processor.tokenizer.convert_ids_to_tokens(self.token)
         return text
+
+    @property
+    def marker(self) -> str:
+        """Text that stands for one image in a prompt, before the processor expands it."""
+        return self.family.marker(self.processor, self.placeholder)
 
     def encode(self, text: str, images: Sequence[Any], *, starts: bool) -> EncodedPrompt:
         """A prompt with images as the model takes it.
@@ -97,28 +104,30 @@ class ImageEncoder:
         """
         if len(images) > MOST_IMAGES:
             raise InputRefused(f"the prompt has {len(images)} images", hint=f"give at most {MOST_IMAGES}")
-        found = text.count(self.placeholder)
+        found = text.count(self.marker)
         if found not in (0, len(images)):
             raise InputRefused(
-                f"the prompt has {found} placeholders `{self.placeholder}` and {len(images)} images",
+                f"the prompt has {found} placeholders `{self.marker}` and {len(images)} images",
                 hint="write one for each image, or none",
             )
         if not found:
-            text = f"{self.placeholder}\n" * len(images) + text
+            text = self.family.text_of_image(self.marker) * len(images) + text
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
 
     def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
-        given = self._prepared(text, images, starts)
-        features = self._features(np.asarray(given[PIXEL_VALUES], dtype=np.float32))
-        rows = features.reshape(-1, features.shape[-1]).astype(np.float32)
-        at = np.flatnonzero(np.asarray(given["input_ids"])[0] == self.token)
-        if len(at) != len(rows):
+        prepared = self._prepared(text, images, starts)
+        given = {name: np.asarray(value) for name, value in prepared.items() if name not in TEXT_INPUTS}
+        where = np.asarray(prepared["input_ids"])[0] == self.token
+        features = self._features(given)
+        rows = features.rows.astype(np.float32)
+        if where.sum() != len(rows):
             raise InputRefused(
-                f"the processor makes {len(at)} placeholder tokens, and the vision tower {len(rows)} features",
+                f"the processor makes {where.sum()} placeholder tokens, and the vision tower {len(rows)} features",
                 hint="the processor's files are of another model than `config.json`",
             )
-        return PromptEmbeddings(at, rows)
+        inputs = self.family.inputs(where, features, given)
+        return PromptEmbeddings(np.flatnonzero(where), rows, inputs=inputs, read_whole=self.family.read_whole)
 
     def _prepared(self, text: str, images: Sequence[Any], starts: bool) -> Any:
         opened: list[Any] = []

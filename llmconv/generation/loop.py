@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmconv.generation.given_inputs import batch_values
 from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.runtime.given_inputs import batch_values
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
@@ -61,7 +61,8 @@ class Batch:
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
-        in_parts = most and self._runner.continues_in_one_run(len(mask), done + most, most)
+        whole = any(row.embeddings and row.embeddings.read_whole for row in self.rows)
+        in_parts = most and not whole and self._runner.continues_in_one_run(len(mask), done + most, most)
         self._most = most if in_parts else self._ids.shape[1]
 
     def read(self) -> Step | None:
@@ -74,7 +75,7 @@ class Batch:
         given = *call.arrays, past.cache if past else None
         placed = self._placed.columns(done, end) if self._placed else None
         runner, extras = self._runner, self._extras(call)
-        step = runner.prefill_placed(*given, placed) if placed else runner.prefill(*given, extras)
+        step = runner.prefill(*given, extras, placed)
         self.past = Past(step.present, end)
         return step if end == longest else None
 

@@ -17,7 +17,7 @@ from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start,
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.given_inputs import GivenInputs, RequestInputs, inputs_of_prompts, require_together
+from llmconv.generation.given_inputs import RequestInputs, inputs_of_prompts, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.model_parts import parts_of_files, parts_of_object
@@ -35,6 +35,7 @@ from llmconv.generation.streamers import feed, require_streamer
 from llmconv.generation.token_limit import limit_of
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import has_window
+from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.prefix.runner import PrefixedRunner
@@ -333,8 +334,6 @@ class TextModel:
         limits, given = self.limits(prompts, settings), self.given_inputs(prompts, inputs)
         placed = [one for one in embeddings if one is not None]
         if any(given):
-            if placed:
-                raise UsageProblem("a prompt has both embeddings and `inputs`", hint="give one of them")
             require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
         for one in placed:
             require_size(self.embedding_size, one.rows, TOKENS_ONLY)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from llmconv.errors import UsageProblem
-from llmconv.generation.given_inputs import GivenInputs
 from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
+from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
@@ -79,6 +79,8 @@ class Row:
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
         self.inputs = start.inputs or GivenInputs(len(self.prompt))
+        if self.embeddings and self.embeddings.inputs:
+            self.inputs = replace(self.inputs, values={**self.embeddings.inputs, **self.inputs.values})
         self.length = len(self.prompt)
         self._ids = np.empty(self.length + min(self.room, 1024), dtype=np.int64)
         self._ids[: self.length] = self.prompt

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.sources import local_path
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.images import ImageEncoder
+from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.images.families import family_in
+from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import OrtRunner
@@ -168,15 +170,19 @@ def load_images(
     if files.prefill or backend not in ("onnx", "torch"):
         return None
     if backend == "onnx":
-        if not has_vision(files.folder):
-            return None
-        return ImageEncoder(files.folder, lambda: VisionGraph(files.folder / VISION, settings).run)
-    from llmconv.runtime.eager.images import image_features, takes_images  # noqa: PLC0415 - imports torch
+        family = family_in(files.folder) if has_vision(files.folder) else None
+        return ImageEncoder(files.folder, family, partial(_tower, files.folder, family, settings)) if family else None
+    from llmconv.runtime.eager.images import family_of, image_features  # noqa: PLC0415 - imports torch
     from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415
 
-    if not isinstance(runner, EagerRunner) or not takes_images(runner):
+    if not isinstance(runner, EagerRunner) or not (family := family_of(runner)):
         return None
-    return ImageEncoder(files.folder, lambda: partial(image_features, runner))
+    return ImageEncoder(files.folder, family, lambda: partial(image_features, runner))
+
+
+def _tower(folder: Path, family: ImageFamily, settings: SessionSettings | None) -> ImageFeatures:
+    """The vision graph of a folder."""
+    return partial(family.features, VisionGraph(folder / VISION, settings).run)
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:

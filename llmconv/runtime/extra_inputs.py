@@ -77,6 +77,7 @@ class ExtraInput:
         values: which values a request may give: for integers their number (0 to `values - 1`), for floats their
             standard deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides.
         repeats: new tokens have the last value that a request gave for its prompt, and not the default.
+        counts_on: new tokens have the next numbers after the largest that a request gave for its prompt.
 
     Raises:
         UsageProblem: a name, an axis, a dtype or a default that no graph can have.
@@ -88,6 +89,7 @@ class ExtraInput:
     default: float | Hook = 0
     values: float | OfConfig | None = None
     repeats: bool = False
+    counts_on: bool = False
 
     def __post_init__(self) -> None:
         problem = _problem(self)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,11 +18,16 @@ class PromptEmbeddings:
         at: positions of these tokens in the prompt, int64 [count], ascending.
         rows: their embeddings, float32 [count, hidden].
         before: number of them that precede the prompt and stand for no token; penalties do not count these.
+        inputs: values of extra inputs of the model that belong to them, for all tokens of the prompt, by name, without
+            the axis of the batch.
+        read_whole: the prompt is read in one run, because some tokens attend to later ones.
     """
 
     at: Array
     rows: Array
     before: int = 0
+    inputs: Mapping[str, Array] = field(default_factory=dict)
+    read_whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Runner(Protocol):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt.
 
@@ -116,29 +117,12 @@ class Runner(Protocol):
             position_ids: [batch, new tokens] int64; ignored by models without such an input.
             past: the cache to continue; None for an empty one. It remains unchanged.
             extras: values of `extra_inputs` by name, with the batch; the others have their defaults.
-        """
-
-    def prefill_placed(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings,
-    ) -> Step:
-        """As `prefill`, with embeddings in place of those of some tokens; only if there is an `embedding_size`.
-
-        Args:
-            input_ids: any tokens of the vocabulary where embeddings are placed.
-            attention_mask: see `prefill`.
-            position_ids: see `prefill`.
-            past: see `prefill`.
-            placed: the embeddings, for the tokens of `input_ids`.
+            placed: embeddings in place of those of some of `input_ids`, which may be any tokens of the vocabulary; only
+                if there is an `embedding_size`.
 
         Raises:
             UsageProblem: there is no `embedding_size`.
         """
-        raise UsageProblem("this model takes tokens, and no embeddings", hint=TOKENS_ONLY)
 
     def decode(
         self,
@@ -150,6 +134,16 @@ class Runner(Protocol):
     ) -> Step:
         """Runs one step of the generation; arguments, and the default, as `prefill`."""
         return self.prefill(input_ids, attention_mask, position_ids, past, extras)
+
+
+def refuse_placed(placed: PlacedEmbeddings | None) -> None:
+    """Refuses embeddings in a prompt, for a runner without `embedding_size`.
+
+    Raises:
+        UsageProblem: there are some.
+    """
+    if placed is not None:
+        raise UsageProblem("this model takes tokens, and no embeddings", hint=TOKENS_ONLY)
 
 
 def default_positions(attention_mask: Array, new_tokens: int) -> Array:

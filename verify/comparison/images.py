@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,11 +11,14 @@ import numpy as np
 from llmconv.errors import LlmconvError
 from llmconv.runtime.eager.images import image_features, image_token, prefill_images
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.given_inputs import GivenInputs, batch_values
+from llmconv.runtime.images.family import IMAGE_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.vision import IMAGE_FEATURES, VISION, VisionGraph
+from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Step, default_positions
+from llmconv.runtime.runner import Extras, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, with_checked_noise
 from llmconv.verify.reference.chain_runs import rows_of
@@ -24,13 +28,8 @@ from llmconv.verify.results.sigma import GATES, ExpectedOutput, Gates, Measure, 
 from llmconv.verify.scenarios.calls import Call
 
 FEATURES, ANSWERS = "features of images", "prompts with images"
-COUNTS = (1, 3)
-"""Numbers of images per call."""
-
-CONTRASTS = (1.0, 0.1, 4.0)
-"""Sizes of pixel values: usual ones have a standard deviation of 1."""
-
-BEFORE, AFTER, SEED = 2, 3, 31
+BEFORE, BETWEEN, AFTER, SEED = 2, 1, 3, 31
+"""Number of tokens of text before, between and after images; seed of tokens and pixels."""
 
 
 @dataclass(frozen=True)
@@ -39,54 +38,63 @@ class ImageChecks:
 
     Attributes:
         vision: the graph.
+        family: of the model.
         eager: the multimodal model.
         gates: the largest sigma that passes.
     """
 
     vision: VisionGraph
+    family: ImageFamily
     eager: Eager
     gates: Gates
 
     def features(self) -> Check:
         """One check of the features of several images, in several batches."""
         floor = NoiseFloor(self.eager.dtype, self.eager.width)
-        pixels = [self._pixels(count, contrast) for contrast in CONTRASTS for count in COUNTS]
         blank = Check(FEATURES, VISION, IMAGE_FEATURES)
-        found = [self._measure_features(floor, one) for one in pixels]
+        found = [self._measure_features(floor, given) for given in self._examples(SEED)]
         return fold(blank, IMAGE_FEATURES, found, GATES[self.eager.dtype])
 
-    def _measure_features(self, floor: NoiseFloor, pixels: Array) -> Measure:
-        model, rounded_model = self.eager.eager_runners
-        exact, rounded = image_features(model, pixels), image_features(rounded_model, pixels)
+    def _measure_features(self, floor: NoiseFloor, given: Given) -> Measure:
+        exact, rounded = (image_features(model, given).rows[None] for model in self.eager.eager_runners)
         truth = floor.truth(IMAGE_FEATURES, exact, rounded, np.ones(exact.shape[:2], dtype=bool))
         try:
-            return measure(truth, self.vision.run(pixels))
+            rows = self.family.features(self.vision.run, given).rows[None]
         except LlmconvError as error:
             return Measure(problem=error.message)
+        return measure(truth, rows)
+
+    def _examples(self, seed: int) -> list[Given]:
+        """Images of prompts as a processor returns them, floats as numbers of the graph's dtype."""
+        drawn = self.family.examples(self.vision.shape, np.random.default_rng(seed))
+        return [{name: self._rounded(array) for name, array in given.items()} for given in drawn]
+
+    def _rounded(self, array: Array) -> Array:
+        if array.dtype.kind != "f":
+            return array
+        return array.astype(np.float16 if self.eager.dtype == "float16" else np.float32).astype(np.float32)
 
     def answers(self, graph: OrtGraph) -> list[Check]:
-        """One check per output: a batch of prompts with an image each, then one token.
+        """One check per output: batches of two prompts with an image each, and with two, then one token.
 
         Args:
             graph: takes embeddings.
         """
         blank = Check(ANSWERS, graph.name, "")
-        prompt, step = self._calls
         candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-        if reason := candidate.refuses(prompt) or candidate.refuses(step):
-            return [replace(blank, output="logits", verdict="skip", detail=reason)]
+        for prompts in self._prompts:
+            if reason := candidate.refuses(prompts.prompt) or candidate.refuses(prompts.step):
+                return [replace(blank, output="logits", verdict="skip", detail=reason)]
         try:
-            first = candidate.runner.prefill_placed(
-                prompt.input_ids, prompt.attention_mask, prompt.position_ids, None, self._placed(prompt)
-            )
-            second = candidate.runner.decode(*_inputs(step), first.present)
+            made = [prompts.run(candidate.runner, self._features_of(prompts)) for prompts in self._prompts]
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
-        if first.choices is not None:
+        if made[0][0].choices is not None:
             return [replace(blank, output="logits", verdict="skip", detail="the graph chooses tokens")]
         measures = [
-            self._measured(truths, made, last=candidate.last_logits and not number)
-            for number, (truths, made) in enumerate(zip(self._truths, (first, second), strict=True))
+            self._measured(truths, step, last=candidate.last_logits and not number)
+            for prompts, steps in zip(self._prompts, made, strict=True)
+            for number, (truths, step) in enumerate(zip(self._truths(prompts), steps, strict=True))
         ]
         return [fold(blank, name, [found[name] for found in measures], self.gates) for name in measures[0]]
 
@@ -100,45 +108,113 @@ class ImageChecks:
             return Measure(problem="missing output")
         return with_checked_noise(truth, lambda truth: measure(truth, rows), self.gates)
 
-    def _placed(self, prompt: Call) -> PlacedEmbeddings:
-        features = self.vision.run(self._pixels(2))
-        return PlacedEmbeddings(self._places(prompt), features.reshape(-1, features.shape[-1]).astype(np.float32))
-
-    def _places(self, prompt: Call) -> Array:
-        found: Array = prompt.input_ids == image_token(self.eager.eager_runners[0])
-        return found
+    def _features_of(self, prompts: PromptsWithImages) -> list[Features]:
+        return [self.family.features(self.vision.run, given) for given in prompts.images]
 
     @cached_property
-    def _truths(self) -> list[dict[str, ExpectedOutput]]:
+    def _prompts(self) -> list[PromptsWithImages]:
+        """Prompts with one image, and with two."""
+        token, vocabulary = image_token(self.eager.eager_runners[0].model.config), self.eager.facts().vocab_size
+        first, second = self._examples(SEED), self._examples(SEED + 1)
+        several = [(first[number], second[number]) for number in (0, 1)]
+        counts = [self.family.features_of(given[0], self.vision.tokens) for given in several]
+        made = [calls_of(count, token, vocabulary) for count in counts]
+        known = self.eager.extra_inputs
+        return [
+            PromptsWithImages(self.family, images, call.input_ids == token, call, step, known)
+            for images, (call, step) in zip(several, made, strict=True)
+        ]
+
+    def _truths(self, prompts: PromptsWithImages) -> list[dict[str, ExpectedOutput]]:
         """Every output of the whole eager model on pixels and tokens: of the prompts, then of one more token each."""
-        prompt, step = self._calls
-        pixels = self._pixels(2)
+        if id(prompts) not in self._known_truths:
+            call, step = prompts.prompt, prompts.step
 
-        def first(model: EagerRunner) -> Step:
-            return prefill_images(model, prompt.input_ids, prompt.attention_mask, pixels)
+            def first(model: EagerRunner) -> Step:
+                return prefill_images(model, call.input_ids, call.attention_mask, prompts.together)
 
-        def second(model: EagerRunner) -> Step:
-            return model.decode(*_inputs(step), first(model).present)
+            def second(model: EagerRunner) -> Step:
+                extras = prompts.values(step, [image_features(model, given) for given in prompts.images])
+                return model.decode(*_inputs(step), first(model).present, extras)
 
-        return [self.eager.outputs_of(prompt, first), self.eager.outputs_of(step, second)]
+            found = [self.eager.outputs_of(call, first), self.eager.outputs_of(step, second)]
+            self._known_truths[id(prompts)] = found
+        return self._known_truths[id(prompts)]
 
     @cached_property
-    def _calls(self) -> tuple[Call, Call]:
-        """Two prompts with an image each, one of them padded on the left, and the token after them."""
-        random, image = np.random.default_rng(SEED), image_token(self.eager.eager_runners[0])
-        length = BEFORE + self.vision.tokens + AFTER
-        ids = random.integers(0, self.eager.facts().vocab_size - 1, (2, length + 1))
-        ids += ids >= image  # all tokens but that of images
-        ids[:, BEFORE : BEFORE + self.vision.tokens] = image
-        mask = np.ones_like(ids)
-        mask[1, 0] = 0
-        positions = default_positions(mask, length + 1)
-        prompt = Call(ids[:, :length], mask[:, :length], positions[:, :length])
-        return prompt, Call(ids[:, length:], mask, positions[:, length:])
+    def _known_truths(self) -> dict[int, list[dict[str, ExpectedOutput]]]:
+        return {}
 
-    def _pixels(self, count: int, contrast: float = 1.0) -> Array:
-        pixels = np.random.default_rng(SEED).standard_normal((count, *self.vision.shape)) * contrast
-        return pixels.astype(np.float16 if self.eager.dtype == "float16" else np.float32).astype(np.float32)
+
+@dataclass(frozen=True)
+class PromptsWithImages:
+    """A batch of two prompts with equally many features, one of them padded on the left, and one more token each.
+
+    Attributes:
+        family: of the model.
+        images: of each prompt, as a processor returns them.
+        where: which tokens are placeholders, bool [batch, tokens].
+        prompt: the prompts.
+        step: one more token for each.
+        known: extra inputs of the decoder by name, resolved.
+    """
+
+    family: ImageFamily
+    images: Sequence[Given]
+    where: Array
+    prompt: Call
+    step: Call
+    known: Mapping[str, ExtraInput]
+
+    @property
+    def together(self) -> Given:
+        """The images of all prompts."""
+        return {name: np.concatenate([one[name] for one in self.images]) for name in self.images[0]}
+
+    def values(self, call: Call, features: Sequence[Features]) -> Extras:
+        """The values of the decoder's extra inputs that depend on images, in a call.
+
+        Args:
+            call: `prompt` or `step`.
+            features: of the images of each prompt.
+        """
+        rows = []
+        for where, mask, given, own in zip(self.where, self.prompt.attention_mask, self.images, features, strict=True):
+            is_token = mask.astype(bool)
+            rows.append(GivenInputs(int(is_token.sum()), self.family.inputs(where[is_token], own, given)))
+        return batch_values(rows, call.tokens, self.where.shape[1], self.known)
+
+    def run(self, runner: Runner, features: Sequence[Features]) -> tuple[Step, Step]:
+        """The prompts, and then the step.
+
+        Args:
+            runner: takes embeddings.
+            features: of the images of each prompt.
+        """
+        placed = PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
+        first = runner.prefill(*_inputs(self.prompt), None, self.values(self.prompt, features), placed)
+        return first, runner.decode(*_inputs(self.step), first.present, self.values(self.step, features))
+
+
+def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, Call]:
+    """Two prompts of random tokens with equally many placeholders, one padded on the left, and the token after them.
+
+    Args:
+        counts: number of placeholders of each image.
+        image: the placeholder token.
+        vocabulary: number of tokens.
+    """
+    random = np.random.default_rng(SEED)
+    images = [np.repeat([False, True], [BETWEEN, count]) for count in counts]
+    where = np.concatenate([np.zeros(BEFORE - BETWEEN, bool), *images, np.zeros(AFTER + 1, bool)])
+    ids = random.integers(0, vocabulary - 1, (2, len(where)))
+    ids += ids >= image  # all tokens but that of images
+    ids[:, where] = image
+    mask = np.ones_like(ids)
+    mask[1, 0] = 0
+    positions, last = default_positions(mask, len(where)), len(where) - 1
+    prompt = Call(ids[:, :last], mask[:, :last], positions[:, :last])
+    return prompt, Call(ids[:, last:], mask, positions[:, last:])
 
 
 def _inputs(call: Call) -> tuple[Array, Array, Array]:

@@ -36,10 +36,10 @@ def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Ch
     candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
     if reason := candidate.refuses(call):
         return [replace(blank, output="logits", verdict="skip", detail=reason)]
-    given = call.input_ids, call.attention_mask, call.position_ids, None, placed
-    truths = eager.outputs_of(call, lambda model: model.prefill_placed(*given))
+    given = call.input_ids, call.attention_mask, call.position_ids
+    truths = eager.outputs_of(call, lambda model: model.prefill(*given, placed=placed))
     try:
-        step = candidate.runner.prefill_placed(*given)
+        step = candidate.runner.prefill(*given, placed=placed)
     except LlmconvError as error:
         return [replace(blank, output="logits", verdict="fail", detail=error.message)]
     rows = rows_of(step)

@@ -10,6 +10,7 @@ import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
@@ -130,11 +131,13 @@ class FolderComparison:
             self.report.unseen.append("prompts with images")
             return
         try:
-            vision = VisionGraph(self.folder / VISION, self.settings)
+            vision, family = VisionGraph(self.folder / VISION, self.settings), family_in(self.eager.folder)
+            if family is None:
+                raise UnsupportedInput("the images of this type of model do not reach graphs", hint="remove the graph")
         except LlmconvError as error:
             yield [Check(FEATURES, VISION, "", verdict="fail", detail=error.message)]
             return
-        checks = ImageChecks(vision, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
+        checks = ImageChecks(vision, family, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
         yield [checks.features()]
         yield from (checks.answers(graph) for graph in graphs)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmconv.runtime.runner import Cache, Extras, Runner, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 
@@ -22,8 +23,10 @@ class ExternalRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt."""
+        refuse_placed(placed)
         return self._prefill.run(input_ids, attention_mask, position_ids, past, extras)
 
     def decode(
@@ -51,6 +54,7 @@ class RecordedSteps(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """The next step."""
         return next(self._steps)

@@ -16,6 +16,7 @@ from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
@@ -73,11 +74,12 @@ class PrefixedRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """As `Runner.prefill`; without a past the prefix is the past."""
         mask = np.pad(attention_mask, ((0, 0), (self.start.length, 0)), constant_values=1)
         past = past or self.start.of_batch(len(input_ids))
-        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past, extras)
+        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past, extras, placed)
 
 
 Start = Callable[[EagerRunner], PrefixStart]

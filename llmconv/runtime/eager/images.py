@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import numpy as np
+import torch
 
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.onnxruntime.vision import PIXEL_VALUES
+from llmconv.runtime.images.families import image_family
+from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 
 
-def image_token(runner: EagerRunner) -> int:
-    """The placeholder token whose embeddings the features of images replace."""
-    return int(runner.model.config.image_token_id)
+def image_token(config: Any) -> int:
+    """The placeholder token whose embeddings the features of images replace.
+
+    Args:
+        config: the whole model's transformers config.
+    """
+    return int(config.image_token_id)
 
 
-WHOLE_IMAGES = {"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"}
-"""Types of models whose features depend on the pixels of single images only, and whose language model attends to the
-features as it does to tokens."""
+def family_of(runner: EagerRunner) -> ImageFamily | None:
+    """The model's family; None if its images do not reach the graphs."""
+    return image_family(runner.model.config)
 
 
-def takes_images(runner: EagerRunner) -> bool:
-    """Whether the model is of a type whose features of images can be placed in a prompt."""
-    return runner.model.config.model_type in WHOLE_IMAGES
-
-
-def image_features(runner: EagerRunner, pixel_values: Array) -> Array:
-    """Features of images, float [images, tokens, hidden].
+def image_features(runner: EagerRunner, given: Given) -> Features:
+    """Features of images as the whole model computes them, with all that it does to them before it places them.
 
     Args:
         runner: a multimodal model.
-        pixel_values: float [images, channels, height, width].
+        given: what the processor made of the images of one prompt; what the model does not take is left out.
     """
+    compute = runner.model.model.get_image_features
+    taken = inspect.signature(compute).parameters
     with runner.compute_mode():
-        found = runner.model.model.get_image_features(**runner.tensors({PIXEL_VALUES: pixel_values}), return_dict=True)
-    return np.stack([to_numpy(one) for one in found.pooler_output])
+        found = compute(**runner.tensors({name: one for name, one in given.items() if name in taken}), return_dict=True)
+    parts = found.pooler_output
+    images = [parts] if isinstance(parts, torch.Tensor) else parts
+    return Features(np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images]))
 
 
-def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, pixel_values: Array) -> Step:
+def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, given: Given) -> Step:
     """Runs prompts with images as transformers does, in one call of the whole model.
 
     Args:
         runner: a multimodal model.
         input_ids: int64 [batch, tokens], with a placeholder token for each feature.
         attention_mask: int64 [batch, tokens], 0 for padding.
-        pixel_values: float [images, channels, height, width], in the order of the placeholders.
+        given: what the processor made of the images of all prompts, in the order of the placeholders.
     """
+    family = family_of(runner)
+    assert family
     positions = default_positions(attention_mask, input_ids.shape[1])
-    given = {"input_ids": input_ids, "attention_mask": attention_mask, PIXEL_VALUES: pixel_values}
-    if runner.takes_positions:
-        given["position_ids"] = positions
+    where = input_ids == image_token(runner.model.config)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **family.model_inputs(where, given)}
+    if runner.takes_positions and family.counts_positions:
+        inputs["position_ids"] = positions
     cache = runner.cache_of(None)
-    return Step(to_numpy(runner.call(given, cache)), EagerCache(cache, input_ids, positions))
+    return Step(to_numpy(runner.call(inputs, cache)), EagerCache(cache, input_ids, positions))

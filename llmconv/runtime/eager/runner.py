@@ -247,6 +247,7 @@ class EagerRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt; `past` remains unchanged.
 
@@ -254,23 +255,12 @@ class EagerRunner(Runner):
             UnsupportedInput: the hook of an extra input returns another shape or dtype.
             UsageProblem: a token is not in the vocabulary, or a given value is of no extra input or does not fit.
         """
-        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras)
+        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
 
     @property
     def embedding_size(self) -> int | None:
         """Number of columns of the embedding table; None if the model takes tokens only."""
         return int(self.model.get_input_embeddings().weight.shape[1]) if self._takes_embeddings else None
-
-    def prefill_placed(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings,
-    ) -> Step:
-        """Runs the prompt; arguments as in `Runner.prefill_placed`."""
-        return self._run(ModelCall(input_ids, attention_mask, position_ids), past, None, placed)
 
     def _require_tokens(self, input_ids: Array) -> None:
         if input_ids.size and int(input_ids.max()) >= self.vocab_size:

@@ -16,7 +16,8 @@ import numpy as np
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
-from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step, refuse_placed
 from llmconv.tensors import Array
 
 MAX_TOKENS = 2048
@@ -261,12 +262,14 @@ class PrecomputedRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """As `Runner.prefill`; a call that was not precomputed runs now.
 
         Raises:
             LlmconvError: the error of the call.
         """
+        refuse_placed(placed)
         call = PlannedCall(input_ids, attention_mask, position_ids, extras=extras or {})
         if past is not None and not isinstance(past, KeyedCache):
             return self._run_all([replace(call, past=past)])[0]

@@ -36,7 +36,8 @@ from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.weights import MetaTensor, StreamedWeights
-from llmconv.runtime.runner import Cache, Extras, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Step, refuse_placed
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24
@@ -120,8 +121,10 @@ class StreamedRunner(EagerRunner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """As `Runner.prefill`. Every call reads all weights; `run_all` reads them once for several calls."""
+        refuse_placed(placed)
         return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past, extras=extras or {})])[0]
 
     def embed(self, input_ids: Array) -> Array:

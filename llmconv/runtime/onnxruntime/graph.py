@@ -161,7 +161,7 @@ class OrtGraph:
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Continues `past` by `input_ids`; arguments as in `Runner.prefill` and `Runner.prefill_placed`.
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
 
         Raises:
             MalformedInput: onnxruntime cannot run the graph on them.

@@ -141,21 +141,11 @@ class OrtRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
-
-    def prefill_placed(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings,
-    ) -> Step:
-        """Runs the prompt on the prefill graph; arguments as in `Runner.prefill_placed`."""
         tokens = input_ids, *self._after_prefix(attention_mask, position_ids, past)
-        return self._prefill.run(*tokens, past, placed=placed)
+        return self._prefill.run(*tokens, past, extras, placed)
 
     def decode(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.output.manifest import read_manifest
+from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES, Given
 from llmconv.runtime.onnxruntime.device import TENSOR_DTYPES, as_array
 from llmconv.runtime.onnxruntime.graph_entry import VISION_ROLE
 from llmconv.runtime.onnxruntime.io_binding import as_input
@@ -16,7 +17,6 @@ from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.tensors import Array
 
 VISION = "vision.onnx"
-PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
 
 
 def has_vision(folder: Path) -> bool:
@@ -26,11 +26,11 @@ def has_vision(folder: Path) -> bool:
 
 
 class VisionGraph:
-    """Maps `pixel_values` to `image_features`.
+    """Maps `pixel_values`, and in some families their sizes, to `image_features`.
 
     Attributes:
-        shape: of one image: channels, height, width.
-        tokens: number of features of one image.
+        shape: of `pixel_values` as declared; [images, channels, height, width] for images of one size.
+        tokens: number of features of one image; 0 if that depends on the image.
 
     Args:
         path: file of the graph.
@@ -42,37 +42,51 @@ class VisionGraph:
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
         self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
-        inputs = {arg.name: arg for arg in self._session.get_inputs()}
+        self._inputs = {arg.name: arg for arg in self._session.get_inputs()}
         outputs = {arg.name: arg for arg in self._session.get_outputs()}
-        if inputs.keys() != {PIXEL_VALUES} or IMAGE_FEATURES not in outputs:
+        if PIXEL_VALUES not in self._inputs or IMAGE_FEATURES not in outputs:
             raise MalformedInput(
                 f"`{path.name}` is not a graph of `{PIXEL_VALUES}` to `{IMAGE_FEATURES}`",
                 hint="run `llmconv export` again",
             )
-        given = inputs[PIXEL_VALUES]
-        self.shape, self._dtype = tuple(given.shape[1:]), TENSOR_DTYPES.get(given.type, np.float32)
-        self.tokens = outputs[IMAGE_FEATURES].shape[1]
-        self._name = path.name
+        self.shape: tuple[int | str, ...] = tuple(self._inputs[PIXEL_VALUES].shape)
+        declared = outputs[IMAGE_FEATURES].shape
+        self.tokens = int(declared[1]) if len(declared) == 3 and isinstance(declared[1], int) else 0
+        self._name, self._results = path.name, list(outputs)
 
-    def run(self, pixel_values: Array) -> Array:
-        """Features, float [images, tokens, hidden], of `pixel_values`, float [images, channels, height, width].
+    def run(self, given: Given) -> dict[str, Array]:
+        """The outputs by name.
+
+        Args:
+            given: the inputs by name; floats are cast to the dtype of the graph.
 
         Raises:
             InputRefused: images of another shape.
-            MalformedInput: onnxruntime cannot run the graph.
+            MalformedInput: the graph has other inputs, or onnxruntime cannot run it.
         """
-        if pixel_values.ndim != 4 or pixel_values.shape[1:] != self.shape:
-            raise InputRefused(
-                f"`{self._name}` takes images {list(self.shape)}, not {list(pixel_values.shape[1:])}",
-                hint="the processor in the folder prepares images of another size than `config.json` has",
+        if given.keys() != self._inputs.keys():
+            raise MalformedInput(
+                f"`{self._name}` takes {', '.join(self._inputs)}, and not {', '.join(given)}",
+                hint="run `llmconv export` again",
             )
-        pixels = np.ascontiguousarray(pixel_values, dtype=self._dtype)
+        feeds = {name: as_input(self._fitted(name, array)) for name, array in given.items()}
         try:
-            (features,) = self._session.run_with_ort_values([IMAGE_FEATURES], {PIXEL_VALUES: as_input(pixels)})
+            results = self._session.run_with_ort_values(self._results, feeds)
         except LlmconvError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
                 f"`{self._name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
-        return as_array(features)
+        return {name: as_array(value) for name, value in zip(self._results, results, strict=True)}
+
+    def _fitted(self, name: str, array: Array) -> Array:
+        """An input in the graph's dtype, its shape checked."""
+        declared = self._inputs[name]
+        axes = list(zip(declared.shape, array.shape, strict=False))
+        if array.ndim != len(declared.shape) or any(isinstance(axis, int) and axis != size for axis, size in axes):
+            raise InputRefused(
+                f"`{self._name}` takes `{name}` {list(declared.shape)}, not {list(array.shape)}",
+                hint="the processor in the folder prepares images of another size than `config.json` has",
+            )
+        return np.ascontiguousarray(array, dtype=TENSOR_DTYPES.get(declared.type, array.dtype))

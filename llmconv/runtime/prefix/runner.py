@@ -65,28 +65,10 @@ class PrefixedRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt after the prefix."""
-        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
-
-    def prefill_placed(
-        self,
-        input_ids: Array,
-        attention_mask: Array,
-        position_ids: Array,
-        past: Cache | None,
-        placed: PlacedEmbeddings,
-    ) -> Step:
-        """As `prefill`, with embeddings in place of those of some tokens.
-
-        Args:
-            input_ids: see `Runner.prefill_placed`.
-            attention_mask: see there.
-            position_ids: see there.
-            past: see there.
-            placed: see there.
-        """
-        return self._runner.prefill_placed(*self._after_prefix(input_ids, attention_mask, position_ids, past), placed)
+        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras, placed)
 
     def decode(
         self,
@@ -184,4 +166,4 @@ def _embedded(runner: Runner, prefix: Prefix) -> Cache:
         )
     ids, mask = np.zeros((1, length), dtype=np.int64), np.ones((1, length), dtype=np.int64)
     placed = PlacedEmbeddings(mask.astype(bool), prefix.content)
-    return runner.prefill_placed(ids, mask, default_positions(mask, length), None, placed).present
+    return runner.prefill(ids, mask, default_positions(mask, length), placed=placed).present

@@ -16,7 +16,8 @@ from llmconv.runtime.onnxruntime.extra_feeds import extra_names
 from llmconv.runtime.onnxruntime.graph import step_of
 from llmconv.runtime.onnxruntime.runner import after_prefix
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import Cache, Extras, Runner, Step
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
 from llmconv.runtime.stages.connection import Address
 from llmconv.runtime.stages.local_stage import LocalStage, is_cuttable
 from llmconv.runtime.stages.ray_stages import ON_RAY, RayStages
@@ -140,8 +141,10 @@ class StagedRunner(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt; see `Runner.prefill`."""
+        refuse_placed(placed)
         return self._run("prefill", ModelCall(input_ids, attention_mask, position_ids), past, extras)
 
     def decode(

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
@@ -37,9 +38,10 @@ class Unsteady(Runner):
         position_ids: Array,
         past: Cache | None = None,
         extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs it."""
-        step = self.runner.prefill(input_ids, attention_mask, position_ids, past, extras)
+        step = self.runner.prefill(input_ids, attention_mask, position_ids, past, extras, placed)
         if next(self.runs) % 2:
             step = replace(step, logits=np.nextafter(step.logits, np.float32(np.inf)))
         return step

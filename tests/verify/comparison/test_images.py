@@ -13,6 +13,7 @@ import pytest
 from llmconv.convert import inspect
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
+from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify import verify
@@ -38,7 +39,9 @@ def eager(folder: Path) -> Eager:
 
 
 def checks(path: Path, eager: Eager) -> ImageChecks:
-    return ImageChecks(VisionGraph(path), eager, GATES["float32"])
+    family = family_in(eager.folder)
+    assert family
+    return ImageChecks(VisionGraph(path), family, eager, GATES["float32"])
 
 
 def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:

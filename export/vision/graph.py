@@ -13,7 +13,9 @@ from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import refusing
 from llmconv.export.tracing.multimodal import TensorNaming
-from llmconv.export.tracing.vision import VISION_TOWERS, build_whole, is_vision, trace_vision
+from llmconv.export.vision.tower import VisionTower
+from llmconv.export.vision.towers import VISION_TOWERS
+from llmconv.export.vision.trace import build_whole, depth_of, is_vision, trace_vision
 from llmconv.progress import say
 
 
@@ -30,7 +32,9 @@ def build_vision(config: Any, naming: TensorNaming, precision: str = FLOAT32) ->
     """
     with refusing("trace the vision tower"):
         whole = build_whole(config, precision)
-        traced = _replicated(config, precision) or _prepared(trace_vision(config, whole, precision))
+        traced = _replicated(config, precision) or _prepared(
+            trace_vision(VISION_TOWERS[config.model_type], config, whole, precision)
+        )
         name_everything(traced.model)
     names = {name for name, _ in whole.named_parameters()}
     own = {name: tuple(whole.get_parameter(name).shape) for name in names if is_vision(name)}
@@ -39,13 +43,13 @@ def build_vision(config: Any, naming: TensorNaming, precision: str = FLOAT32) ->
     return traced
 
 
-def _replicated(config: Any, precision: str) -> TracedGraph | None:
+def _replicated(tower: VisionTower, config: Any, precision: str) -> TracedGraph | None:
     """The graph of a few traced layers and clones of the last; None if that saves nothing, or layers are not alike."""
     total, few = used_layers(config), warm_up(0, 1) + 2
-    if total is None or few >= total or not VISION_TOWERS[config.model_type].alike:
+    if total is None or few >= total or not tower.alike:
         return None
     short = with_layers(config, few)
-    traced = _prepared(trace_vision(short, build_whole(short, precision), precision))
+    traced = _prepared(trace_vision(tower, short, build_whole(short, precision), precision))
     traced.num_layers = few
     try:
         replicate(traced, total, 1)
@@ -61,7 +65,7 @@ def used_layers(config: Any) -> int | None:
     Args:
         config: the whole model's config.
     """
-    total, at = int(config.vision_config.num_hidden_layers), getattr(config, "vision_feature_layer", None)
+    total, at = depth_of(config), getattr(config, "vision_feature_layer", None)
     if at is None:
         return total
     if not isinstance(at, int):
@@ -77,7 +81,8 @@ def with_layers(config: Any, count: int) -> Any:
         count: number of layers.
     """
     short, at = copy.deepcopy(config), getattr(config, "vision_feature_layer", None)
-    short.vision_config.num_hidden_layers = count if at is None or at >= 0 else count - 1 - at
+    layers = count if at is None or at >= 0 else count - 1 - at
+    setattr(short.vision_config, "depth" if hasattr(short.vision_config, "depth") else "num_hidden_layers", layers)
     if at is not None and at >= 0:
         short.vision_feature_layer = count
     return short

@@ -1,0 +1,99 @@
+"""VisionTower: how the vision tower of one family is traced; the default takes images of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmconv.export.input_map import Port
+from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
+
+IMAGES = "num_images"
+"""The symbolic axis of graphs of images of one size."""
+
+PROJECTOR = "multi_modal_projector"
+
+
+@dataclass(frozen=True)
+class TowerInput:
+    """One input of the graph.
+
+    Attributes:
+        port: its name, dtype and axes, symbols for dynamic ones.
+        example: its value in the trace; dynamic axes have sizes of 2 or more.
+    """
+
+    port: Port
+    example: Tensor
+
+
+class _Captured:
+    """Stands for the projector's output in the code after it, which would count the images one by one."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def reshape(self, *shape: int) -> _Captured:
+        """The same."""
+        return self
+
+
+class ImageFeatures(nn.Module):
+    """The model's features of images of one size, up to the output of its projector."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Features [images, tokens, hidden] of `pixel_values` [images, channels, height, width]."""
+        found: list[Tensor] = []
+
+        def capture(module: nn.Module, given: Any, output: Tensor) -> _Captured:
+            found.append(output)
+            return _Captured()
+
+        hook = self.model.model.get_submodule(PROJECTOR).register_forward_hook(capture)
+        try:
+            self.model.model.get_image_features(pixel_values=pixel_values)
+        finally:
+            hook.remove()
+        features = found[0]
+        return features.reshape(pixel_values.shape[0], -1, features.shape[-1])
+
+
+def pixels_of_one_size(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """The input of a tower for images of the size in `vision_config`.
+
+    Args:
+        config: the whole model's config.
+        precision: dtype of the pixels.
+    """
+    size = config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    shape = (int(getattr(config.vision_config, "num_channels", 3)), int(height), int(width))
+    example = torch.zeros((2, *shape), dtype=getattr(torch, precision))
+    return (TowerInput(Port(PIXEL_VALUES, precision, (IMAGES, *shape)), example),)
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """A family's tower.
+
+    Attributes:
+        alike: all of its layers are alike, so a few are traced and the others replicated.
+        module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
+            `inputs` and returns features, or a tuple of features and further outputs.
+        inputs: of the graph, of the whole model's config and the graph's precision.
+        outputs: names of the graph's outputs, and of the symbolic axis that each has at first.
+    """
+
+    alike: bool = True
+    module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
+    inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
+    outputs: tuple[tuple[str, str], ...] = ((IMAGE_FEATURES, IMAGES),)

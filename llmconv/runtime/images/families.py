@@ -1,0 +1,46 @@
+"""The table of families of multimodal models whose images reach the graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import MalformedInput, first_line
+from llmconv.runtime.images.family import ImageFamily
+
+IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
+    "aya_vision": ImageFamily,
+    "got_ocr2": ImageFamily,
+    "internvl": ImageFamily,
+    "llava": ImageFamily,
+    "vipllava": ImageFamily,
+}
+"""By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""
+
+
+def image_family(config: Any) -> ImageFamily | None:
+    """The family of a model; None if its images do not reach the graphs.
+
+    Args:
+        config: the whole model's transformers config.
+    """
+    family = IMAGE_FAMILIES.get(config.model_type)
+    return family(config) if family else None
+
+
+def family_in(folder: Path) -> ImageFamily | None:
+    """The family of the model in a folder, see `image_family`.
+
+    Raises:
+        MalformedInput: transformers cannot read `config.json`.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - only for models with a vision graph
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # an invalid config may raise anything
+        raise MalformedInput(
+            f"transformers cannot read the config in `{folder}`: {first_line(error)}",
+            hint="copy `config.json` of the original model again",
+        ) from error
+    return image_family(config)
