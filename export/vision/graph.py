@@ -31,10 +31,8 @@ def build_vision(config: Any, naming: TensorNaming, precision: str = FLOAT32) ->
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace the vision tower"):
-        whole = build_whole(config, precision)
-        traced = _replicated(config, precision) or _prepared(
-            trace_vision(VISION_TOWERS[config.model_type], config, whole, precision)
-        )
+        whole, tower = build_whole(config, precision), VISION_TOWERS[config.model_type]
+        traced = _replicated(tower, config, precision) or _prepared(trace_vision(tower, config, whole, precision))
         name_everything(traced.model)
     names = {name for name, _ in whole.named_parameters()}
     own = {name: tuple(whole.get_parameter(name).shape) for name in names if is_vision(name)}
