@@ -17,6 +17,7 @@ class ExportOptions(TypedDict, total=False):
         incremental: write `decode.onnx`.
         unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
             graphs that `layout` needs.
+        graph_name: `ROLE=FILE` each: names of `prefill`, `decode`, `unified`, `scoring`, … other than the usual ones.
         layout: names of the clients that will open the folder, one file each in `export/clients/`.
         embeds: graphs take `inputs_embeds` instead of `input_ids`, and `embeddings.onnx` is the embedding table; always
             so for multimodal models.
@@ -69,6 +70,7 @@ class ExportOptions(TypedDict, total=False):
     prefill: bool
     incremental: bool
     unified: bool
+    graph_name: str | Sequence[str]
     layout: str | Sequence[str]
     embeds: bool
     last_logits: bool
@@ -110,6 +112,7 @@ DEFAULTS: ExportOptions = {
     "prefill": False,
     "incremental": False,
     "unified": False,
+    "graph_name": (),
     "layout": (),
     "embeds": False,
     "last_logits": False,

@@ -23,6 +23,7 @@ from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
 from llmconv.export.graph_files import GraphPlan
+from llmconv.export.graph_names import graph_names
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
 from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
@@ -126,7 +127,9 @@ def _of_checkpoint(
     shapes = shape_options(given)
     text = text_of(given) if given["kv_cache"] else None
     rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
-    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest)
+    layouts = [client.name for client in clients if client.name != DEFAULT]
+    names = graph_names(given["graph_name"], list(single or roles), layouts)
+    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest, names)
     extras = language_model.extra_inputs
     for option in (name for name in ("prefix", "kv_cache") if given[name]):
         refuse_option(extras, f"--{option.replace('_', '-')}")

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
 from llmconv.export.float32_nodes import float32_fields
+from llmconv.export.graph_names import FILES
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.prefix.file import PrefixFile
@@ -29,12 +30,8 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
-from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
-from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 
-FILES = {**GRAPH_FILES, **SINGLE_PASS_FILES, EMBEDDINGS_ROLE: EMBEDDINGS, VISION_ROLE: VISION}
 PROMPT_ROLES = {"prefill", "unified"}
 """Graphs that run prompts; afterwards the prefix is in the cache."""
 
@@ -110,7 +107,7 @@ class GraphPlan:
 
     def file_names(self, role: str) -> list[str]:
         """The files of a role: one, or one per stage."""
-        whole, count = FILES[role], self.options.stages
+        whole, count = self.options.names.get(role, FILES[role]), self.options.stages
         if count == 1:
             return [whole]
         return [f"{whole.removesuffix('.onnx')}-{number}-of-{count}.onnx" for number in range(1, count + 1)]
@@ -125,6 +122,7 @@ class GraphPlan:
             "stages": options.stages if options.stages > 1 else None,
             "prefix": options.prefix.kind if options.prefix else None,
             "opset": options.opset,
+            "graph_names": dict(options.names) or None,
             **spec.manifest_fields(),
         }
 
@@ -223,7 +221,7 @@ class GraphPlan:
 
     def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
         """Adds the clients' files; those of a graph's own name replace it."""
-        files = {role: FILES[role] for role in self.specs}
+        files = {role: self.file_names(role)[0] for role in self.specs}
         contents = {role: made.files[name] for role, name in files.items()}
         graphs = EncodedGraphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weight_files)
         made.files.update(self.clients.files(graphs))

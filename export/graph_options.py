@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.errors import UsageProblem
@@ -26,6 +27,7 @@ class GraphOptions:
         strict_target: refuse nodes for which the target's provider has no kernel; otherwise they are listed.
         quantization: which weights become integer codes, or are stored as such; None for none.
         lora: linear layers with optional inputs for LoRA factors, see `rewrite.lora_inputs`.
+        names: file names of roles that do not have their usual one.
         cache_text: sha256 of the text on which the ranges of an int8 cache are measured; empty for a cache of floats.
 
     Raises:
@@ -41,6 +43,7 @@ class GraphOptions:
     quantization: QuantizationSettings | StoredFormats | None = None
     cache_text: str = ""
     lora: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.opset is not None and self.opset not in IR_VERSIONS:

@@ -64,7 +64,7 @@ class InPlace:
         graphs = {role: plan.file_names(role) for role in plan.specs}
         _require_replaceable(self.place, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
         recorded = read_manifest(self.place).graphs
-        names = [name for role in graphs if role in recorded for name in graphs[role]]
+        names = [name for role in graphs if role in recorded for name in (*graphs[role], *files_of(recorded[role]))]
         existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.place / name)]
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")

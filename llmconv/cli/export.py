@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
 @click.option(
+    "--graph-name",
+    multiple=True,
+    metavar="ROLE=FILE",
+    help="Name of a graph, such as decode=step.onnx. May be repeated.",
+)
+@click.option(
     "--layout",
     multiple=True,
     metavar="CLIENT",

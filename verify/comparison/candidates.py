@@ -260,6 +260,7 @@ class PrefillDecodeAgreement:
         self._gates = replace(gates, aggregate=2 * gates.aggregate, row=2 * gates.row)
         self._prefill: dict[CallKey, dict[str, Array]] = {}
         self._measures: dict[str, list[Measure]] = defaultdict(list)
+        self._names: dict[str, str] = {}
 
     def see(
         self, candidate: Candidate, place: CallKey, truth: dict[str, ExpectedOutput], rows: dict[str, Array]
@@ -274,6 +275,7 @@ class PrefillDecodeAgreement:
         """
         if self._prefill and next(iter(self._prefill))[0] != place[0]:
             self._prefill = {}
+        self._names[candidate.role] = candidate.name
         if candidate.role == "prefill":
             self._prefill[place] = rows
         elif candidate.role == "decode" and place in self._prefill:
@@ -285,5 +287,5 @@ class PrefillDecodeAgreement:
 
     def checks(self) -> list[Check]:
         """One check per output."""
-        blank = Check("prefill and decode agree", "prefill.onnx+decode.onnx", "")
+        blank = Check("prefill and decode agree", f"{self._names.get('prefill')}+{self._names.get('decode')}", "")
         return [fold(blank, name, found, self._gates) for name, found in sorted(self._measures.items())]

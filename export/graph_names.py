@@ -1,0 +1,62 @@
+"""The names of graph files: the usual ones by role, and those of `--graph-name ROLE=FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from llmconv.errors import UsageProblem
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES, SINGLE_PASS_FILES, VISION_ROLE
+from llmconv.runtime.onnxruntime.vision import VISION
+
+FILES: Mapping[str, str] = {
+    **GRAPH_FILES,
+    **SINGLE_PASS_FILES,
+    EMBEDDINGS_ROLE: EMBEDDINGS,
+    VISION_ROLE: VISION,
+}
+"""The usual names by role."""
+
+OPTION, SUFFIX = "--graph-name", ".onnx"
+
+
+def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
+    """File names by role.
+
+    Args:
+        given: `ROLE=FILE` each.
+        roles: of the graphs that are exported; names of the graphs of embeddings and images are fixed.
+        layouts: names of clients with files of their own.
+
+    Raises:
+        UsageProblem: there is such a client, no such role, a role or a name twice, or a name that no graph in a folder
+            can have.
+    """
+    if given and layouts:
+        raise UsageProblem(
+            f"the layout `{next(iter(layouts))}` has names of its own", hint=f"leave out `{OPTION}`, or `--layout`"
+        )
+    found: dict[str, str] = {}
+    for one in [given] if isinstance(given, str) else given:
+        role, _, name = one.partition("=")
+        if role not in roles:
+            raise UsageProblem(f"`{OPTION} {one}`: no graph `{role}` is exported", hint=f"one of: {', '.join(roles)}")
+        if role in found:
+            raise UsageProblem(f"`{OPTION}` is given twice for `{role}`", hint="leave out one of them")
+        if problem := _problem(name):
+            raise UsageProblem(f"`{OPTION} {one}`: {problem}", hint=f"for example `{OPTION} {role}=my-{role}{SUFFIX}`")
+        found[role] = name
+    names = [found.get(role, FILES[role]) for role in roles]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UsageProblem(f"two graphs would have the name `{double}`", hint="give each a name of its own")
+    return found
+
+
+def _problem(name: str) -> str:
+    """Why a graph cannot have a name, in words; empty if it can."""
+    if Path(name).name != name or "\\" in name or not name.isprintable():
+        return "a name without a folder is needed"
+    if not name.endswith(SUFFIX) or name == SUFFIX or name.startswith("."):
+        return f"the name must end in `{SUFFIX}`"
+    return f"`{name}` is the name of another graph" if name in (EMBEDDINGS, VISION) else ""
