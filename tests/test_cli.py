@@ -49,7 +49,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """The function behind each command; the other commands only list a registry."""
 
-PRESENTATION = {"as_json", "stream", "null", "report_folder", "github", "help"}
+PRESENTATION = {"as_json", "stream", "null", "github", "help"}
 """Options for the output of a command, which are not parameters of the function."""
 
 
@@ -64,8 +64,6 @@ ELSEWHERE = {
 SPELLED: dict[str, str] = {
     "from": "format",  # a word of Python
     "stop": "stop_strings",  # as in transformers
-    "scenario": "only",
-    "report": "report_folder",
     "no_record": "record",
     "json": "as_json",
     "csv": "csv_file",

@@ -15,7 +15,6 @@ from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say
 
 if TYPE_CHECKING:
-    from llmconv.runtime import SessionSettings
     from llmconv.verify import Report
 
 OF_GRAPHS = ("input_map",)
@@ -46,7 +45,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 @click.option(
     "--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Which scenarios to run."
 )
-@click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario; may be repeated.")
+@click.option("--scenario", multiple=True, metavar="NAME", help="Run only this scenario; may be repeated.")
 @click.option(
     "--budget",
     type=options.Duration(),
@@ -79,7 +78,6 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 )
 @click.option(
     "--report",
-    "report_folder",
     type=options.Output(),
     help="Write JSON, JUnit, Markdown and HTML reports to this folder.",
 )
@@ -144,10 +142,6 @@ def command(
     /,
     folder: str | None,
     graphs: tuple[Path, ...],
-    provider: str | None,
-    threads: int,
-    timeout: float | None,
-    report_folder: Path | None,
     github: bool,
     as_json: bool,
     **choices: Any,
@@ -167,29 +161,21 @@ def command(
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
-    from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
-    from llmconv.verify.report.files import require_writable, write_report
     from llmconv.verify.report.github import annotation_lines
 
     _require_compatible(folder, graphs, choices)
-    if report_folder:
-        require_writable(report_folder)
     started = time.perf_counter()
     shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
-    settings = SessionSettings(
-        threads=threads, timeout=timeout, provider=provider_name(CPU if provider is None else provider)
-    )
-    report = _verified(folder, graphs, choices, settings=settings, show=None if quiet else shown)
-    if report_folder:
-        write_report(report, report_folder)
+    report = _verified(folder, graphs, choices, show=None if quiet else shown)
     if as_json:
         options.print_json(report.as_dict())
     else:
         print_report(report, shown, quiet=quiet)
     for line in annotation_lines(report) if github else ():
         click.echo(line, err=as_json)
-    say(f"{time.perf_counter() - started:.1f} s" + (f", report in {report_folder}" if report_folder else ""))
+    where = f", report in {choices['report']}" if choices["report"] else ""
+    say(f"{time.perf_counter() - started:.1f} s{where}")
     ctx.exit(report.exit_code)
 
 
@@ -198,14 +184,13 @@ def _verified(
     graphs: tuple[Path, ...],
     choices: dict[str, Any],
     *,
-    settings: SessionSettings,
     show: Show | None,
 ) -> Report:
     """The report; `choices` are the options that the library takes under the same names."""
     from llmconv.verify import verify, verify_graphs
 
     of_both = {name: value for name, value in choices.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
-    given = {**of_both, "settings": settings, "on_checks": show}
+    given = {**of_both, "on_checks": show}
     if folder is None:
         return verify_graphs(
             graphs, **{name: choices[name] for name in OF_GRAPHS if choices[name] is not None}, **given

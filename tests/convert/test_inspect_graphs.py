@@ -120,7 +120,7 @@ def verified(model: Path, tmp_path: Path) -> Path:
     """A folder of two graphs with a recorded verdict."""
     folder = tmp_path / "verified"
     export(model, folder)
-    assert verify(folder, only=["prefill, 3 tokens"])
+    assert verify(folder, scenario=["prefill, 3 tokens"])
     return folder
 
 
@@ -189,7 +189,7 @@ def test_a_malformed_verdict_is_shown_as_unreadable(verified: Path, content: obj
     (line,) = shown_verdict(verified)
     assert line.startswith("unreadable: invalid `")
     assert inspect(verified).summary()["verified"]["unreadable"]
-    assert verify(verified, only=["prefill, 3 tokens"]), "it does not disturb the next run, which replaces it"
+    assert verify(verified, scenario=["prefill, 3 tokens"]), "it does not disturb the next run, which replaces it"
     assert shown_verdict(verified)[0].startswith("pass by whole")
 
 

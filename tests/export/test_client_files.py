@@ -277,7 +277,7 @@ def test_optimums_graph_of_one_shared_head_has_the_sizes_of_the_model(tmp_path: 
     """Falcon with `multi_query` keeps one head, whatever the number of its query heads."""
     folder = save_tiny("falcon", tmp_path / "falcon", **FALCON)
     export(folder, layout=["optimum", "genai"])
-    assert verify(folder, only=["decode chain, 16 steps"]).verdict == "pass"
+    assert verify(folder, scenario=["decode chain, 16 steps"]).verdict == "pass"
     decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
     assert decoder["num_key_value_heads"] == 1
 

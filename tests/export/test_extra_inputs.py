@@ -93,7 +93,7 @@ def test_a_graph_that_computes_with_another_value_fails(spice: Path, name: str) 
     given = [name, name] if kind == "Sub" else [name]
     model.graph.node.insert(0, onnx.helper.make_node(kind, given, [f"{name}.other"], name=changed))
     onnx.save(model, spice / "model.onnx")
-    report = verify(spice, record=False, allow_changed=True, only=["batch of 3", "left padding"])
+    report = verify(spice, record=False, allow_changed=True, scenario=["batch of 3", "left padding"])
     failed = {check.name for check in report.checks if check.verdict == "fail"}
     assert failed & {"batch of 3", "left padding"}
 
@@ -159,7 +159,7 @@ def test_a_graph_without_an_input_of_the_row_fails_the_verification(spice: Path)
     register_input_map("spice", InputMap(extras=(LANGUAGE,)))
     export(spice)
     register_input_map("spice", InputMap(extras=(LANGUAGE, FILLED)))
-    report = verify(spice, record=False, only=["batch of 3"])
+    report = verify(spice, record=False, scenario=["batch of 3"])
     assert "inputs are not those of the model" in next(c.detail for c in report.checks if c.name == "structure")
     assert report.verdict == "fail"
 

@@ -27,7 +27,7 @@ def test_graphs_with_names_of_their_own_are_found_and_verified(model: Path) -> N
     assert sorted(path.name for path in model.glob("*.onnx")) == ["prompt.onnx", "step.onnx"]
     assert set(made.graphs) == {"prefill", "decode"}
     OrtRunner.from_folder(model)
-    report = verify(model, only=("prefill, 7 tokens",))
+    report = verify(model, scenario=("prefill, 7 tokens",))
     assert report.verdict == "pass"
     assert {"prompt.onnx", "step.onnx"} <= {check.graph for check in report.checks}
 

@@ -43,7 +43,7 @@ def test_the_folder_has_everything_but_the_weights(sharded: Path, tmp_path: Path
 def test_the_graphs_are_right_once_the_weights_are_there(sharded: Path, tmp_path: Path) -> None:
     for name in export(sharded, tmp_path / "out", graphs_only=True).missing:
         shutil.copy(sharded / name, tmp_path / "out")
-    assert verify(tmp_path / "out", only=["rows exchanged"])
+    assert verify(tmp_path / "out", scenario=["rows exchanged"])
 
 
 def test_the_manifest_records_the_files_that_belong_there(sharded: Path, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_prefix_in_half_precision_is_refused(stored: Stored, tmp_path: Path) -
 def test_other_options_verify_in_half_precision(stored: Stored, options: dict[str, Any]) -> None:
     folder = stored("llama", "float16")
     export(folder, precision="float16", **options)
-    report = verify(folder, only=["prefill, 7 tokens"])
+    report = verify(folder, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()
 
 
@@ -217,7 +217,7 @@ def test_other_options_verify_in_half_precision(stored: Stored, options: dict[st
 def test_verify_compares_the_graphs_as_they_are_and_in_float32(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
     export(folder, precision=dtype)
-    report = verify(folder, only=["prefill, 7 tokens"])
+    report = verify(folder, scenario=["prefill, 7 tokens"])
     names = {check.name for check in report.checks}
     assert report.verdict == "pass", report.closing_lines()
     assert {"prefill, 7 tokens", "prefill, 7 tokens, in float32"} <= names
@@ -233,7 +233,7 @@ def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dty
         for attribute in (one for node in norms for one in node.attribute if one.name == "epsilon"):
             attribute.f *= 1.2
         onnx.save(model, path)
-    report = verify(folder, only=["prefill, 7 tokens"], allow_changed=True, bisect=True)
+    report = verify(folder, scenario=["prefill, 7 tokens"], allow_changed=True, bisect=True)
     assert report.verdict == "fail"
     assert report.where and report.where.scenario.endswith("in float32")
     assert "epsilon" in report.where.text
@@ -243,7 +243,7 @@ def test_verify_catches_an_epsilon_that_half_precision_hides(stored: Stored, dty
 def test_verify_goes_layer_by_layer_in_half_precision(stored: Stored, dtype: str) -> None:
     folder = stored("llama", dtype)
     export(folder, precision=dtype)
-    report = verify(folder, only=["prefill, 7 tokens"], low_memory=True)
+    report = verify(folder, scenario=["prefill, 7 tokens"], low_memory=True)
     assert report.verdict == "pass", report.closing_lines()
 
 

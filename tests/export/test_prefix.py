@@ -74,7 +74,7 @@ def test_a_soft_prompt_comes_before_the_scale_of_half_precision_embeddings(tiny:
     folder = cast_folder(Path(shutil.copytree(tiny("gemma2"), tmp_path / "gemma2")), "bfloat16")
     adapter = save_adapter(folder, tmp_path / "adapter", "PromptTuning")
     export(folder, prefix=adapter, overwrite=True)
-    assert verify(folder, only=["prefill, 7 tokens"]).verdict == "pass"
+    assert verify(folder, scenario=["prefill, 7 tokens"]).verdict == "pass"
 
 
 def test_the_cache_is_longer_by_the_prefix(prefixed: Callable[[str, str], tuple[Path, Path]]) -> None:

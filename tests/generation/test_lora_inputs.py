@@ -236,7 +236,7 @@ def test_verify_finds_a_graph_that_reads_the_factor_of_another_layer(
 
 def test_verify_names_the_factors_that_an_adapter_does_not_have(adaptable: Path, talking: Path, tmp_path: Path) -> None:
     adapter = save_lora(talking, tmp_path / "adapter", target_modules=["q_proj"])
-    report = verify(adaptable, adapter=adapter, only=["left padding"])
+    report = verify(adaptable, adapter=adapter, scenario=["left padding"])
     assert report.verdict == "pass"
     assert [one for one in report.unseen if one.startswith("LoRA factors of ") and "down_proj" in one]
 

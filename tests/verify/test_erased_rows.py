@@ -58,12 +58,12 @@ def weights(report: Report) -> str:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_row_of_zero_points_is_named(preset: str, talking: Path, tmp_path: Path) -> None:
     export(talking, clean := tmp_path / "out", incremental=True, **PRESETS[preset])
-    assert weights(verify(clean, reference=talking, only=FIRST)) == ""
+    assert weights(verify(clean, reference=talking, scenario=FIRST)) == ""
     stored, original = load_file(clean / "quantized.safetensors"), load_file(talking / SINGLE)[UP]
     broken = clean
     for name, values in erased(stored, UP, original).items():
         broken = damaged(broken, tmp_path / name, name, partial(replaced, other=values))
-    assert f"`{UP}`" in (found := weights(verify(broken, reference=talking, only=FIRST))) and "scale of" in found
+    assert f"`{UP}`" in (found := weights(verify(broken, reference=talking, scenario=FIRST))) and "scale of" in found
 
 
 def scaled(values: Array, factor: float) -> Array:
@@ -83,7 +83,7 @@ def zero_output(tiny: Callable[[str], Path], target: Path, factor: float = 0.0) 
 def test_a_matrix_of_zeros_passes(quant: str, factor: float, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = zero_output(tiny, tmp_path / "model", factor)
     export(model, tmp_path / "out", incremental=True, quant=quant)
-    report = verify(tmp_path / "out", reference=model, only=FIRST)
+    report = verify(tmp_path / "out", reference=model, scenario=FIRST)
     assert report.verdict == "pass", report.closing_lines()
 
 
@@ -116,7 +116,7 @@ def test_a_changed_matrix_of_zeros_is_named(fault: str, tiny: Callable[[str], Pa
     broken = tmp_path / "out"
     for suffix, edit in TAMPERED[fault]:
         broken = damaged(broken, tmp_path / f"broken{suffix}", DOWN + suffix, edit)
-    assert DOWN in weights(verify(broken, reference=model, only=FIRST))
+    assert DOWN in weights(verify(broken, reference=model, scenario=FIRST))
 
 
 def test_graphs_with_codes_that_the_manifest_does_not_record_fail(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_graphs_with_codes_that_the_manifest_does_not_record_fail(tiny: Callable
     manifest = json.loads((out / "llmconv.json").read_text())
     del manifest["steps"][0]["options"]["quant"]
     (out / "llmconv.json").write_text(json.dumps(manifest))
-    report = verify(out, reference=tiny("llama"), only=FIRST)
+    report = verify(out, reference=tiny("llama"), scenario=FIRST)
     assert any(
         "records an export without `quant`" in check.detail for check in report.checks if check.verdict == "fail"
     )

@@ -36,7 +36,7 @@ def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_clean_folder_passes(model: Path, four: Path) -> None:
-    report = verify(four, reference=model, only=["prefill, 7 tokens"])
+    report = verify(four, reference=model, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()
 
 
@@ -60,7 +60,7 @@ FEEDBACK_FAULTS: dict[str, tuple[str, Edit]] = {
 def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tmp_path: Path) -> None:
     suffix, edit = FEEDBACK_FAULTS[fault]
     report = verify(
-        damaged(four, tmp_path / "broken", DOWN + suffix, edit), reference=model, only=["prefill, 7 tokens"]
+        damaged(four, tmp_path / "broken", DOWN + suffix, edit), reference=model, scenario=["prefill, 7 tokens"]
     )
     assert report.verdict == "fail"
     assert any(DOWN in check.detail for check in report.checks if check.verdict == "fail" and check.name == "weights")
@@ -73,7 +73,7 @@ def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Pat
     for suffix in (".codes", ".scales", ".zeros"):
         other = stored[DOWN.replace(".1.", ".2.") + suffix]
         broken = damaged(broken, tmp_path / suffix, DOWN + suffix, partial(replaced, other=other))
-    assert verify(broken, reference=model, only=["prefill, 7 tokens"]).verdict == "fail"
+    assert verify(broken, reference=model, scenario=["prefill, 7 tokens"]).verdict == "fail"
 
 
 def test_a_few_codes_that_are_not_the_nearest_fail_in_a_matrix_that_claims_feedback(
@@ -83,10 +83,12 @@ def test_a_few_codes_that_are_not_the_nearest_fail_in_a_matrix_that_claims_feedb
     manifest = json.loads((out / "llmconv.json").read_text())
     manifest["steps"][0]["options"]["method"] = "gptq"
     (out / "llmconv.json").write_text(json.dumps(manifest))
-    assert verify(out, reference=model, only=["prefill, 7 tokens"]).verdict == "pass", "it fell back for want of tokens"
+    assert verify(out, reference=model, scenario=["prefill, 7 tokens"]).verdict == "pass", (
+        "it fell back for want of tokens"
+    )
     for number, (row, place) in enumerate(((7, 4), (3, 0))):
         broken = damaged(out, tmp_path / str(number), DOWN + ".codes", partial(one_bit, row=row, place=place))
-        assert verify(broken, reference=model, only=["prefill, 7 tokens"]).verdict == "fail"
+        assert verify(broken, reference=model, scenario=["prefill, 7 tokens"]).verdict == "fail"
 
 
 def one_bit(codes: Array, row: int, place: int) -> Array:

@@ -71,7 +71,7 @@ def test_a_rounding_that_erases_the_logits_of_steps_is_found(
     kind: str, model: Path, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     broken = with_pair(folders(kind), tmp_path / "out", "logits", HUGE, HUGE)
-    report = verify(broken, reference=model, only=FIRST, allow_changed=True)
+    report = verify(broken, reference=model, scenario=FIRST, allow_changed=True)
     assert "decode.onnx" in {check.graph for check in report.checks if check.verdict == "fail"}
 
 
@@ -83,7 +83,7 @@ def test_a_rounding_that_is_restored_with_another_scale_is_found(
     nodes = onnx.load(folders(kind) / "decode.onnx", load_external_data=False).graph.node
     norm = [node.output[0] for node in nodes if node.op_type.endswith(("RMSNormalization", "LayerNormalization"))][-1]
     broken = with_pair(folders(kind), tmp_path / "out", norm, 0.05, 0.15)
-    report = verify(broken, reference=model, only=FIRST, allow_changed=True)
+    report = verify(broken, reference=model, scenario=FIRST, allow_changed=True)
     assert "decode.onnx" in {check.graph for check in report.checks if check.verdict == "fail"}
 
 
@@ -91,5 +91,5 @@ def test_a_graph_of_another_exporter_that_knows_nothing_of_the_model_is_found(
     model: Path, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     broken = with_pair(folders("floats"), tmp_path / "out", "logits", HUGE, HUGE)
-    report = verify_graphs([broken / "decode.onnx"], reference=model, only=FIRST)
+    report = verify_graphs([broken / "decode.onnx"], reference=model, scenario=FIRST)
     assert any("equal probabilities" in check.detail for check in report.checks if check.verdict == "fail")

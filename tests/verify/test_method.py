@@ -140,12 +140,12 @@ def test_quantized_folders_take_no_method(llama: Path, tmp_path: Path) -> None:
 def test_graphs_that_do_not_fall_into_layers_are_run_whole(
     options: dict[str, object], why_not: str, optioned: Tiny
 ) -> None:
-    report = verify(optioned("llama", **options), method="induction", only=("prefill, 7 tokens",), record=False)
+    report = verify(optioned("llama", **options), method="induction", scenario=("prefill, 7 tokens",), record=False)
     assert (report.method, report.verdict) == ("whole", "pass")
     assert any(why_not in note for note in report.notes), report.notes
 
 
 def test_graphs_with_the_last_logits_are_shown_by_induction(tmp_path: Path) -> None:
     folder = save_layered("llama", tmp_path / "last", last_logits=True)
-    report = verify(folder, method="induction", only=("prefill, 7 tokens",), record=False)
+    report = verify(folder, method="induction", scenario=("prefill, 7 tokens",), record=False)
     assert (report.method, report.verdict) == ("induction", "pass"), report.lines()

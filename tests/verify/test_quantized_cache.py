@@ -95,7 +95,7 @@ WRONG_SCALES = [
 
 
 def checked(folder: Path, model: Path, prose: Path) -> Report:
-    return verify(folder, reference=model, calibrate=prose, only=["left padding"])
+    return verify(folder, reference=model, calibrate=prose, scenario=["left padding"])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -184,7 +184,7 @@ def choosing(talking_as: Callable[[str], Path], prose: Path, tmp_path_factory: p
 def test_the_codes_behind_chosen_tokens_are_compared(
     choosing: Path, talking_as: Callable[[str], Path], prose: Path
 ) -> None:
-    report = verify(choosing, reference=talking_as("llama"), only=["prefill, 7 tokens"], calibrate=prose)
+    report = verify(choosing, reference=talking_as("llama"), scenario=["prefill, 7 tokens"], calibrate=prose)
     assert report.verdict == "pass", report.lines()
     assert {"tokens", "scores"} <= {check.output for check in report.checks}
     assert {"cache codes", "cache scales", "cost of quantization"} <= {check.name for check in report.checks}
@@ -194,7 +194,7 @@ def test_a_wrong_scale_behind_chosen_tokens_fails(
     choosing: Path, talking_as: Callable[[str], Path], prose: Path, tmp_path: Path
 ) -> None:
     folder = damaged(choosing, tmp_path / "broken", with_scales(of_another_layer))
-    report = verify(folder, reference=talking_as("llama"), only=["prefill, 7 tokens"], calibrate=prose)
+    report = verify(folder, reference=talking_as("llama"), scenario=["prefill, 7 tokens"], calibrate=prose)
     assert "cache scales" in {check.name for check in report.checks if check.verdict == "fail"}
 
 
@@ -203,5 +203,5 @@ def test_values_and_logits_of_zeros_pass(talking_as: Callable[[str], Path], pros
     for name in ("model.layers.1.self_attn.v_proj.weight", "lm_head.weight"):
         change_tensor(model / SINGLE, name, np.zeros_like)
     export(model, tmp_path / "out", unified=True, kv_cache="int8", calibrate=prose)
-    report = verify(tmp_path / "out", reference=model, calibrate=prose, only=["prefill, 7 tokens"])
+    report = verify(tmp_path / "out", reference=model, calibrate=prose, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()

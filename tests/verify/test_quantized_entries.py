@@ -74,7 +74,7 @@ def failed(report: Report) -> set[str]:
 def test_codes_scenarios_and_cost_of_every_kind_are_compared(
     kind: str, model: Callable[[str], Path], made: Callable[..., Path]
 ) -> None:
-    report = verify(made("llama", kind), reference=model("llama"), only=ONE)
+    report = verify(made("llama", kind), reference=model("llama"), scenario=ONE)
     assert report.verdict == "pass", report.lines()
     assert {"weights", *ONE, "cost of quantization"} <= {check.name for check in report.checks}
     assert report.quantization and report.quantization.cost and report.quantization.rounding
@@ -86,11 +86,11 @@ def test_one_wrong_code_fails(
 ) -> None:
     flipped = next(mutant for mutant in FOLDER_MUTANTS if "one bit" in mutant.name)
     assert flipped.apply(made("llama", kind), tmp_path / "mutant")
-    assert "weights" in failed(verify(tmp_path / "mutant", reference=model("llama"), only=ONE))
+    assert "weights" in failed(verify(tmp_path / "mutant", reference=model("llama"), scenario=ONE))
 
 
 def test_limits_of_the_cost_apply_to_chosen_tokens(model: Callable[[str], Path], made: Callable[..., Path]) -> None:
-    report = verify(made("llama", "argmax"), reference=model("llama"), only=ONE, max_divergence=1e-6)
+    report = verify(made("llama", "argmax"), reference=model("llama"), scenario=ONE, max_divergence=1e-6)
     assert failed(report) == {"cost of quantization"}
     assert any("logits from which the graphs choose" in note for note in report.notes)
 
@@ -114,7 +114,7 @@ def test_a_fault_in_what_is_stored_fails(
 ) -> None:
     if not mutant.apply(made("llama", kind), tmp_path / "mutant"):
         pytest.skip("no place for it in this model")
-    assert verify(tmp_path / "mutant", reference=model("llama"), only=ONE, allow_changed=True).verdict == "fail"
+    assert verify(tmp_path / "mutant", reference=model("llama"), scenario=ONE, allow_changed=True).verdict == "fail"
 
 
 @pytest.mark.slow
@@ -124,4 +124,4 @@ def test_products_that_read_each_others_codes_fail(
 ) -> None:
     exchanged = next(mutant for mutant in FOLDER_MUTANTS if "each other" in mutant.name)
     assert exchanged.apply(made("llama", kind), tmp_path / "mutant")
-    assert set(ONE) & failed(verify(tmp_path / "mutant", reference=model("llama"), only=ONE, allow_changed=True))
+    assert set(ONE) & failed(verify(tmp_path / "mutant", reference=model("llama"), scenario=ONE, allow_changed=True))

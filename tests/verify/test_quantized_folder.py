@@ -106,7 +106,7 @@ def test_it_needs_the_model_before_quantization(four: Path) -> None:
 
 
 def test_limits_of_the_cost_apply(model: Path, four: Path) -> None:
-    report = verify(four, reference=model, max_divergence=1e-6, only=["prefill, 7 tokens"])
+    report = verify(four, reference=model, max_divergence=1e-6, scenario=["prefill, 7 tokens"])
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
 
 
@@ -123,7 +123,7 @@ def spoken(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_cost_is_judged_by_plain_rounding_on_a_text_of_llmconv(talking: Path, spoken: Path) -> None:
-    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"])
+    report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"])
     section = report.quantization
     assert report.verdict == "pass" and section is not None and section.cost and section.rounding and section.excess
     assert section.cost.source == "evaluation text" and section.cost.perplexities
@@ -137,24 +137,24 @@ def test_the_cost_is_judged_by_plain_rounding_on_a_text_of_llmconv(talking: Path
 def test_the_cost_of_bfloat16_graphs_is_judged_by_plain_rounding(talking: Path, tmp_path: Path) -> None:
     """They run as copies that round after every node, and the codes are not in the folder of the copy."""
     export(talking, tmp_path / "out", incremental=True, quant="int4", precision="bfloat16")
-    report = verify(tmp_path / "out", reference=talking, only=["prefill, 7 tokens"])
+    report = verify(tmp_path / "out", reference=talking, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass" and report.quantization and report.quantization.rounding
 
 
 def test_lines_of_the_cost_are_whole(talking: Path, spoken: Path) -> None:
-    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"])
+    report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"])
     lines = [line for line in report.closing_lines() if "perplexity" in line]
     assert len(lines) == 2 and all(re.search(r"\(x [0-9.]+ ± [0-9.]+\)$", line) for line in lines)
 
 
 def test_limits_of_the_user_replace_the_gate(talking: Path, spoken: Path) -> None:
-    report = verify(spoken, reference=talking, only=["prefill, 7 tokens"], max_divergence=10)
+    report = verify(spoken, reference=talking, scenario=["prefill, 7 tokens"], max_divergence=10)
     (check,) = (check for check in report.checks if check.name == "cost of quantization")
     assert check.verdict == "pass" and "plain rounding" not in check.detail
 
 
 def test_without_a_tokenizer_the_cost_is_not_judged(model: Path, four: Path) -> None:
-    report = verify(four, reference=model, only=["prefill, 7 tokens"])
+    report = verify(four, reference=model, scenario=["prefill, 7 tokens"])
     assert not any(check.name == "cost of quantization" for check in report.checks)
     assert any("the cost of `int4` was not judged" in note for note in report.notes)
     assert report.quantization and report.quantization.cost and report.quantization.cost.source == "random tokens"

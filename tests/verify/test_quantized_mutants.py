@@ -66,7 +66,7 @@ def test_a_mutant_fails(
 ) -> None:
     if not mutant.apply(four(model_type), tmp_path / "mutant"):
         pytest.skip("no place for it in this family")
-    assert verify(tmp_path / "mutant", reference=model(model_type), only=ONE, allow_changed=True).verdict == "fail"
+    assert verify(tmp_path / "mutant", reference=model(model_type), scenario=ONE, allow_changed=True).verdict == "fail"
 
 
 @pytest.mark.slow
@@ -78,5 +78,5 @@ def test_a_clean_folder_passes(preset: str, model_type: str, model: Callable[[st
         shutil.copytree(model(model_type), drawn)
         draw_weights(drawn, seed, size)
         export(drawn, out, incremental=True, **PRESETS[preset])
-        report = verify(out, reference=drawn, only=(*ONE, "decode chain, 16 steps"))
+        report = verify(out, reference=drawn, scenario=(*ONE, "decode chain, 16 steps"))
         assert report.verdict == "pass", report.lines()

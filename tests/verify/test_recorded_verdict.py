@@ -43,7 +43,7 @@ def folder(exported: Tiny, tmp_path: Path) -> Path:
 @pytest.fixture
 def verified(folder: Path, eager: Callable[[str], Eager]) -> Callable[..., Report]:
     """`verified(**options)` is the report on one scenario."""
-    return lambda **options: verify(folder, eager=eager("llama"), only=ONE, **options)
+    return lambda **options: verify(folder, eager=eager("llama"), scenario=ONE, **options)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_the_judged_files_are_identified(folder: Path, verified: Callable[..., R
 
 def test_a_compared_sha256_of_the_weights_is_recorded(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "out", incremental=True)
-    verify(tmp_path / "out", only=ONE)
+    verify(tmp_path / "out", scenario=ONE)
     found = manifest_of(tmp_path / "out")["verified"]["weights"]["model.safetensors"]
     assert found["sha256"] == digest(tmp_path / "out" / "model.safetensors")
 
@@ -90,7 +90,7 @@ def test_equal_runs_give_equal_bytes_wherever_the_folder_is(
     first = (folder / "llmconv.json").read_bytes()
     other = Path(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
     monkeypatch.chdir(other)
-    verify(".", only=ONE)
+    verify(".", scenario=ONE)
     assert (other / "llmconv.json").read_bytes() == first and str(tmp_path).encode() not in first
 
 
@@ -159,7 +159,7 @@ def test_a_full_disk_is_a_note_and_leaves_the_old_manifest(folder: Path, small_d
     full = Path(shutil.copytree(folder, small_disk / "model"))
     before = (full / "llmconv.json").read_bytes()
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    report = verify(full, only=ONE)
+    report = verify(full, scenario=ONE)
     assert report.exit_code == 0
     assert report.notes[-1] == "the verdict is not recorded in `llmconv.json`: No space left on device"
     assert (full / "llmconv.json").read_bytes() == before and not list(full.glob(".llmconv-*"))
@@ -191,7 +191,7 @@ def report_of(folder: Path) -> Report:
 def verified_folder(folder: Path) -> VerifiedFolder:
     from llmconv.runtime.onnxruntime.graph_entry import graph_entries  # noqa: PLC0415
     from llmconv.runtime.onnxruntime.session_settings import SessionSettings  # noqa: PLC0415
-    from llmconv.verify.run import _models  # noqa: PLC0415
+    from llmconv.verify.graph_folder import _models  # noqa: PLC0415
 
     entries = graph_entries(folder)
     return VerifiedFolder(folder, entries, _models(folder, entries), SessionSettings())
@@ -240,7 +240,7 @@ def test_a_resumed_export_still_detects_a_changed_source(folder: Path, tmp_path:
     export(folder, tmp_path / "out", incremental=True)
     made = (tmp_path / "out" / "llmconv.json").stat().st_mtime_ns
     os.utime(folder / "config.json", ns=(made + 10**9, made + 10**9))
-    verify(tmp_path / "out", only=ONE)
+    verify(tmp_path / "out", scenario=ONE)
     assert "verified" in manifest_of(tmp_path / "out")
     with pytest.raises(InputRefused, match=r"`config\.json` has changed since"):
         export(folder, tmp_path / "out", incremental=True, resume=True)
@@ -248,7 +248,7 @@ def test_a_resumed_export_still_detects_a_changed_source(folder: Path, tmp_path:
 
 def test_a_new_export_over_a_verified_folder_has_no_verdict(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "out", incremental=True)
-    verify(tmp_path / "out", only=ONE)
+    verify(tmp_path / "out", scenario=ONE)
     export(folder, tmp_path / "out", incremental=True, overwrite=True)
     assert "verified" not in manifest_of(tmp_path / "out")
 

@@ -103,13 +103,13 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "phi3", "gemma2", "bloom"])
 def test_verify_accepts_other_families(model_type: str, tmp_path: Path) -> None:
     source = tiny_talking(model_type, tmp_path)
-    report = verify(exported(source, tmp_path / "out"), reference=source, only=FIRST)
+    report = verify(exported(source, tmp_path / "out"), reference=source, scenario=FIRST)
     assert report.verdict == "pass", report.closing_lines()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: Callable[[onnx.GraphProto], None], model: Path, folder: Path, tmp_path: Path) -> None:
-    report = verify(edited(folder, tmp_path / "out", fault), reference=model, only=FIRST, allow_changed=True)
+    report = verify(edited(folder, tmp_path / "out", fault), reference=model, scenario=FIRST, allow_changed=True)
     assert "activation ranges" in [check.name for check in report.checks if check.verdict == "fail"]
 
 

@@ -58,7 +58,7 @@ def test_columns_that_hardly_count_may_be_cut_off(model: Path, four: Path) -> No
     stored, original = load_file(four / "quantized.safetensors"), open_weights(model)[GATE].read()
     scales = np.repeat(stored[GATE + ".scales"], 32, axis=1)[:, : original.shape[1]]
     assert (np.abs(original / scales) > 20).any()  # more than 4 bits hold
-    report = verify(four, reference=model, only=FIRST)
+    report = verify(four, reference=model, scenario=FIRST)
     assert report.verdict == "pass", report.closing_lines()
 
 
@@ -67,7 +67,7 @@ def test_columns_that_hardly_count_may_be_cut_off(model: Path, four: Path) -> No
 def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tmp_path: Path) -> None:
     suffix, edit = FAULTS[fault]
     broken = damaged(four, tmp_path / "broken", DOWN + suffix, edit)
-    assert DOWN in failures(verify(broken, reference=model, only=FIRST))
+    assert DOWN in failures(verify(broken, reference=model, scenario=FIRST))
 
 
 def test_a_block_of_extreme_codes_is_named(model: Path, four: Path, tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_a_block_of_extreme_codes_is_named(model: Path, four: Path, tmp_path: Pa
     for number, (suffix, values) in enumerate(((".zeros", zeros), (".codes", codes))):
         broken = damaged(broken, tmp_path / str(number), DOWN + suffix, partial(replaced, other=values))
     assert "all values of row 3, columns 0 to 31, are beyond the codes" in failures(
-        verify(broken, reference=model, only=FIRST)
+        verify(broken, reference=model, scenario=FIRST)
     )

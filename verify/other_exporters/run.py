@@ -14,7 +14,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
@@ -41,6 +41,7 @@ from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOption
 from llmconv.verify.other_exporters.weights import audit_contents, initializer_contents, missing_tensors
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.report.files import reporter
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
 from llmconv.verify.scenarios.budget import Budget
@@ -56,9 +57,12 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     reference: str | Path | None = None,
     input_map: str = AUTO,
     suite: str = "quick",
-    only: Sequence[str] = (),
+    scenario: Sequence[str] = (),
     repeat: int = 1,
     settings: SessionSettings | None = None,
+    provider: str | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
     on_checks: OnChecks | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
@@ -68,6 +72,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     max_divergence: float | None = None,
     min_agreement: float | None = None,
     budget: float | None = None,
+    report: Written | None = None,
 ) -> Report:
     """Compares a graph of any exporter, or a prefill and a decode graph, with the eager model.
 
@@ -75,7 +80,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         paths: one or two graph files.
         reference: Hugging Face folder of the model; default: the folder of the graph.
         input_map: name of an input map, see `maps`; `auto`; or a JSON file.
-        suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize, budget: as for `verify`.
+        suite, scenario, repeat, settings, provider, threads, timeout, on_checks, eager, trust_remote_code, bisect,
+            minimize, budget, report: as for `verify`.
         text: text file on which the accuracy of quantized weights is measured; default: a text that ships with llmconv.
         max_divergence: maximum mean divergence from the model at full precision, in nats per token.
         min_agreement: minimum share of tokens with the same most likely next token.
@@ -86,20 +92,22 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         OutOfMemory: memory ran out.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    selection = Selection(suite, only, repeat, Budget.of(budget, only))
-    session = Session.of(selection, settings, on_checks, bisect=bisect, minimize=minimize)
+    written = reporter(report)
+    selection = Selection(suite, scenario, repeat, Budget.of(budget, scenario))
+    own = with_options(settings, provider, threads, timeout)
+    session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:
         choose(CostEstimate.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
-    report = session.new_report(" and ".join(file.name for file in files))
-    report.reference = folder.name
+    made = session.new_report(" and ".join(file.name for file in files))
+    made.reference = folder.name
     limits = AccuracyLimits(max_divergence, min_agreement)
     options = QuantizationOptions(Path(text) if text else None, limits, code=folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
-        checks = compare_graph_files(verified, folder, report, session, eager, options, stack)
-        return session.run(report, checks, most_precise)
+        checks = compare_graph_files(verified, folder, made, session, eager, options, stack)
+        return written(session.run(made, checks, most_precise))
 
 
 def compare_graph_files(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,6 +92,28 @@ def require_writable(folder: Path) -> None:
             for name in NAMES:
                 if home.find(name):
                     home.remove(name)
+
+
+def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
+    """A function that writes a report and returns it; whether it can be written is checked now.
+
+    Args:
+        folder: see `write_report`; None to write nothing.
+
+    Raises:
+        InputRefused: see `require_writable`.
+        OutputFailed: see there.
+    """
+    if folder is None:
+        return lambda report: report
+    home = Path(folder)
+    require_writable(home)
+
+    def written(report: Report) -> Report:
+        write_report(report, home)
+        return report
+
+    return written
 
 
 def _unwritable(folder: Path, error: OSError) -> OutputFailed:

@@ -208,3 +208,22 @@ def provider_name(provider: str) -> str:
             hint=f"it has {short}; other builds (`pip install onnxruntime-gpu`, docs/targets.md) have others",
         )
     return found
+
+
+def with_options(
+    settings: SessionSettings | None, provider: str | None, threads: int | None, timeout: float | None
+) -> SessionSettings:
+    """Settings with single options in place of theirs.
+
+    Args:
+        settings: None for those of a new session.
+        provider: execution provider, such as `cpu`; None for that of `settings`.
+        threads: number of threads; None likewise.
+        timeout: time limit in seconds; None likewise.
+
+    Raises:
+        UsageProblem: an invalid provider.
+    """
+    given = {"provider": provider and provider_name(provider), "threads": threads, "timeout": timeout}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(settings or SessionSettings(), **changes)

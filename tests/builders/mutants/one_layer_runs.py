@@ -165,7 +165,7 @@ def verify_changed(
     """
     onnx.save(graph, target / "decode.onnx")
     require_valid(graph, layer, target)
-    report = verify(target, reference=model, method=method, only=only, allow_changed=True, record=False)
+    report = verify(target, reference=model, method=method, scenario=only, allow_changed=True, record=False)
     where = report.where
     return Outcome(name, layer, report.verdict, where.layer if where else None, where.text if where else "")
 

@@ -82,7 +82,7 @@ def test_a_fault_is_named(fault: str, made: Callable[[str], tuple[Path, Path]], 
     model, folder = made("llama")
     suffix, edit = FAULTS[fault]
     report = verify(
-        damaged(folder, tmp_path / "broken", UP + suffix, edit), reference=model, only=["prefill, 7 tokens"]
+        damaged(folder, tmp_path / "broken", UP + suffix, edit), reference=model, scenario=["prefill, 7 tokens"]
     )
     assert any("up_proj.weight" in check.detail for check in report.checks if check.verdict == "fail")
 
@@ -96,7 +96,7 @@ def test_a_wrong_zero_point_is_found(made: Callable[[str], tuple[Path, Path]], t
     graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(count, np.int8), "zero"))
     node.input.append("zero")
     onnx.save(graph, broken / "decode.onnx")
-    report = verify(broken, reference=model, only=["prefill, 7 tokens"], allow_changed=True)
+    report = verify(broken, reference=model, scenario=["prefill, 7 tokens"], allow_changed=True)
     assert any(check.name == "weights" for check in report.checks if check.verdict == "fail")
 
 
@@ -105,7 +105,7 @@ def test_a_loss_above_the_limit_of_the_preset_fails(
 ) -> None:
     export(talking, tmp_path / "out", incremental=True, quant="a8w8")
     monkeypatch.setitem(GATES, "a8w8", AccuracyGate(1e-9))
-    report = verify(tmp_path / "out", reference=talking, only=["prefill, 7 tokens"])
+    report = verify(tmp_path / "out", reference=talking, scenario=["prefill, 7 tokens"])
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
 
 

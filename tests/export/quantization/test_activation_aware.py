@@ -97,7 +97,7 @@ def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -
     source = tiny_talking(model_type, tmp_path)
     made = exported(source, tmp_path / "out")
     assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
-    assert verify(made, reference=source, only=FIRST).verdict == "pass"
+    assert verify(made, reference=source, scenario=FIRST).verdict == "pass"
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -
 def test_other_formats_pass(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
     made = exported(model, tmp_path / "out", **options)
     assert any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))
-    assert verify(made, reference=model, only=FIRST).verdict == "pass"
+    assert verify(made, reference=model, scenario=FIRST).verdict == "pass"
 
 
 def test_a_norm_is_stored_as_its_exact_quotient(model: Path, stored: dict[str, Array]) -> None:
@@ -139,7 +139,7 @@ def test_two_exports_are_equal_whatever_the_number_of_threads(model: Path, folde
 @pytest.mark.parametrize("name", [QUERY, GATE, NORM])
 def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))
-    assert name in failures(verify(broken, reference=model, only=FIRST))
+    assert name in failures(verify(broken, reference=model, scenario=FIRST))
 
 
 def without_norms(found: Smoothing) -> Smoothing:
@@ -161,7 +161,7 @@ def test_factors_that_do_not_cancel_fail_in_the_scenarios(
     """The file is consistent in itself: codes, norms and recorded factors agree."""
     measured = partial(measure_activation_aware)
     monkeypatch.setattr(calibration, "measure_activation_aware", lambda *given: fault(measured(*given)))
-    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
+    report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert not failures(report)
     assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)
 
@@ -182,7 +182,7 @@ def test_factors_that_cancel_but_cost_more_than_plain_rounding_fail(
     """Plain rounding, by which 4 bits are judged, has no factors."""
     measured = partial(measure_activation_aware)
     monkeypatch.setattr(calibration, "measure_activation_aware", lambda *given: far_apart(measured(*given)))
-    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
+    report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert [check.name for check in report.checks if check.verdict == "fail"] == ["cost of quantization"]
 
 

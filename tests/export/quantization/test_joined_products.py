@@ -82,4 +82,4 @@ def test_a_matrix_of_other_bits_is_not_joined(exported: Exported) -> None:
 def test_parts_in_several_files_are_not_joined(exported: Exported) -> None:
     folder = exported("llama", max_shard_size="1KB")
     assert not any("+" in name for name in products(folder))
-    assert verify(folder, reference=folder.parent / "model", only=["prefill, 7 tokens"]).verdict == "pass"
+    assert verify(folder, reference=folder.parent / "model", scenario=["prefill, 7 tokens"]).verdict == "pass"

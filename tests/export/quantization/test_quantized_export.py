@@ -135,7 +135,7 @@ def test_shards_have_a_name_of_their_own(models: Callable[[str], Path], tmp_path
     export(models("llama"), out, quant="int4", max_shard_size="60KB")
     assert (out / "quantized.safetensors.index.json").is_file()
     assert sorted(path.name for path in out.glob("*.safetensors"))[0].startswith("quantized-00001-of-")
-    assert verify(out, reference=models("llama"), only=["prefill, 7 tokens"]).verdict == "pass"
+    assert verify(out, reference=models("llama"), scenario=["prefill, 7 tokens"]).verdict == "pass"
 
 
 def test_the_options_are_recorded(quantized: Quantized) -> None:

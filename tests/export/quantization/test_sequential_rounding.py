@@ -68,7 +68,7 @@ def codes(folder: Path) -> dict[str, Array]:
 def test_graphs_equal_the_model_of_their_codes(
     model_type: str, model: Callable[[str], Path], made: Callable[..., Path]
 ) -> None:
-    report = verify(made(model_type), reference=model(model_type), only=["prefill, 7 tokens"])
+    report = verify(made(model_type), reference=model(model_type), scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()
 
 

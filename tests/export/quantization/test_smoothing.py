@@ -130,7 +130,7 @@ def test_graphs_for_a_target_have_the_same_factors(model: Path, stored: dict[str
     export(model, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", target="ort-cpu")
     made = load_file(tmp_path / "out" / "quantized.safetensors")
     assert made.keys() == stored.keys() and all(np.array_equal(made[name], stored[name]) for name in stored)
-    assert verify(tmp_path / "out", reference=model, only=FIRST).verdict == "pass"
+    assert verify(tmp_path / "out", reference=model, scenario=FIRST).verdict == "pass"
 
 
 @pytest.mark.slow
@@ -178,13 +178,13 @@ def failures(report: Report) -> str:
 @pytest.mark.parametrize("name", [QUERY, GATE, NORM])
 def test_a_wrong_factor_is_named(name: str, model: Path, folder: Path, tmp_path: Path) -> None:
     broken = damaged(folder, tmp_path / "broken", name + SMOOTHING, partial(doubled, at=5))
-    assert name in failures(verify(broken, reference=model, only=FIRST))
+    assert name in failures(verify(broken, reference=model, scenario=FIRST))
 
 
 def test_a_norm_that_was_not_divided_is_named(model: Path, folder: Path, tmp_path: Path) -> None:
     original = open_weights(model)[NORM].read()
     broken = damaged(folder, tmp_path / "broken", NORM, partial(replaced, other=original))
-    assert NORM in failures(verify(broken, reference=model, only=FIRST))
+    assert NORM in failures(verify(broken, reference=model, scenario=FIRST))
 
 
 @pytest.mark.parametrize("wrong", [3.0, -2.0, 0.0, np.inf, np.nan, 2.0**-100])
@@ -192,7 +192,7 @@ def test_a_factor_that_is_no_power_of_two_is_named(wrong: float, model: Path, fo
     broken = damaged(
         folder, tmp_path / "broken", QUERY + SMOOTHING, lambda values: np.r_[np.float32(wrong), values[1:]]
     )
-    report = verify(broken, reference=model, only=FIRST)
+    report = verify(broken, reference=model, scenario=FIRST)
     assert f"`{QUERY}{SMOOTHING}` has factors that are not powers of two" in failures(report)
 
 
@@ -226,6 +226,6 @@ def test_factors_that_do_not_cancel_fail_in_the_scenarios(
 ) -> None:
     """The file is consistent in itself: codes, norms and recorded factors agree."""
     monkeypatch.setattr(calibration, "measure_smoothing", lambda *given: fault(measure_smoothing(*given)))
-    report = verify(exported(model, tmp_path / "out"), reference=model, only=FIRST)
+    report = verify(exported(model, tmp_path / "out"), reference=model, scenario=FIRST)
     assert not failures(report)
     assert any(check.verdict == "fail" and check.name.startswith(FIRST) for check in report.checks)

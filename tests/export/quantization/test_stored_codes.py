@@ -105,7 +105,7 @@ def test_codes_that_are_no_integers_are_quantized_again(base: str) -> None:
 @pytest.mark.parametrize("base", ["gptq_3bit", "gptq_4bit_sym", "awq_gemm", "ct_pack_4bit", "int8", "fp8_blocks"])
 def test_verify_accepts_graphs_of_a_quantized_model(base: str, tmp_path: Path) -> None:
     export(FOLDER / base, tmp_path / "out", incremental=True)
-    assert verify(tmp_path / "out", reference=FOLDER / base, only=CALLS).verdict == "pass"
+    assert verify(tmp_path / "out", reference=FOLDER / base, scenario=CALLS).verdict == "pass"
 
 
 def test_columns_in_the_order_of_activations_are_gathered_before_the_product(tmp_path: Path) -> None:
@@ -116,7 +116,8 @@ def test_columns_in_the_order_of_activations_are_gathered_before_the_product(tmp
     assert len(products) == 7
     assert all(makers[node.input[0]].op_type == "Gather" and len(node.input) == 4 for node in products)
     assert (
-        verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_act_order", only=["prefill, 7 tokens"]).verdict == "pass"
+        verify(tmp_path / "out", reference=FOLDER / "gptq_4bit_act_order", scenario=["prefill, 7 tokens"]).verdict
+        == "pass"
     )
 
 
@@ -155,7 +156,7 @@ def test_another_code_or_scale_is_found(part: str, edit: Callable[[Array], Array
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_scales_may_be_rounded_to_the_precision_of_the_graph(precision: str, tmp_path: Path) -> None:
     export(FOLDER / "awq_gemm", tmp_path / "out", precision=precision)
-    report = verify(tmp_path / "out", reference=FOLDER / "awq_gemm", only=["prefill, 7 tokens"])
+    report = verify(tmp_path / "out", reference=FOLDER / "awq_gemm", scenario=["prefill, 7 tokens"])
     assert not [check.detail for check in report.checks if "in the quantized model it is" in check.detail]
 
 
@@ -294,7 +295,7 @@ def test_graphs_of_gptq_without_group_indices_have_a_partial_last_group(
     export(folder, tmp_path / "out", incremental=True)
     scales = load_file(tmp_path / "out" / "quantized.safetensors")[DOWN + ".scales"]
     assert np.array_equal(scales, stored(folder)[DOWN.replace("weight", "scales")].numpy().T)
-    assert verify(tmp_path / "out", reference=folder, only=CALLS).verdict == "pass"
+    assert verify(tmp_path / "out", reference=folder, scenario=CALLS).verdict == "pass"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_only_directml_gets_products_without_bias(target: str, tmp_path: Path) -
 
 def test_a_bias_outside_of_the_product_gives_the_same_result(tmp_path: Path) -> None:
     folder = exported("qwen2", "ort-dml", tmp_path)
-    report = verify(folder, reference=tmp_path / "qwen2", only=["prefill, 7 tokens"])
+    report = verify(folder, reference=tmp_path / "qwen2", scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()
 
 

@@ -112,6 +112,6 @@ def test_verify_names_what_it_did_not_see_of_images(tmp_path: Path) -> None:
     transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     made = export(tmp_path)
     assert "vision" not in made.graphs
-    report = verify(tmp_path, only=["prefill, 7 tokens"])
+    report = verify(tmp_path, scenario=["prefill, 7 tokens"])
     assert "prompts with images" in report.unseen
     assert any("attend only to earlier tokens" in note for note in report.notes)

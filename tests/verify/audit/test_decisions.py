@@ -259,7 +259,7 @@ def test_a_graph_that_cannot_be_analyzed_fails(exported: Tiny) -> None:
 
 def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], list[str]]:
     """Failed decisions and notes of a graph that is judged as another exporter's."""
-    report = verify_graphs([folder / "decode.onnx"], reference=reference, eager=eager, only=["prefill, 3 tokens"])
+    report = verify_graphs([folder / "decode.onnx"], reference=reference, eager=eager, scenario=["prefill, 3 tokens"])
     return [check for check in report.checks if check.name == "decisions"], report.notes
 
 

@@ -69,7 +69,7 @@ def test_a_decision_by_a_number_of_the_model_is_crossed_by_a_quick_scenario(
         return True
 
     folder = faulty(exported("llama"), tmp_path / "faulty", change)
-    report = verify(folder, only=[name], eager=eager("llama"))
+    report = verify(folder, scenario=[name], eager=eager("llama"))
     assert {check.name for check in report.checks if check.verdict == "fail"} == {name}
 
 
@@ -132,7 +132,7 @@ def test_a_graph_without_the_position_ids_that_the_model_takes_fails(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", without_positions)
-    report = verify(folder, only=["prefill, 7 tokens"], eager=eager("llama"))
+    report = verify(folder, scenario=["prefill, 7 tokens"], eager=eager("llama"))
     assert details(report, "structure") == "missing input: position_ids"
 
 
@@ -158,7 +158,7 @@ def test_weights_of_another_name_in_another_file_are_not_tensors_of_the_model(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", embedding_elsewhere)
-    report = verify(folder, only=["prefill, 1 token"], eager=eager("llama"))
+    report = verify(folder, scenario=["prefill, 1 token"], eager=eager("llama"))
     assert "`rows` maps `rows.bin`" in details(report, "weights")
 
 
@@ -171,7 +171,7 @@ def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_
 def test_the_summary_shows_that_only_some_scenarios_were_selected(
     exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
-    report = verify(exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
+    report = verify(exported("llama"), scenario=["prefill, 1 token"], eager=eager("llama"))
     assert report.summary().endswith("; not seen: scenarios that were not selected")
 
 
@@ -214,7 +214,7 @@ _SMALL_EXPERTS = {
 
 def test_a_reused_reference_takes_the_dtype_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", scale_of_attention_a_thousandth_more)
-    report = verify(folder, only=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
+    report = verify(folder, scenario=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
     assert report.verdict == "fail"
 
 
@@ -253,5 +253,5 @@ def test_text_that_repeats_itself_and_beams_of_one_prompt_are_run(
         return True
 
     folder = faulty(exported("llama"), tmp_path / "faulty", change)
-    report = verify(folder, only=["equal rows of repeated tokens"], eager=eager("llama"))
+    report = verify(folder, scenario=["equal rows of repeated tokens"], eager=eager("llama"))
     assert {check.output for check in report.checks if check.verdict == "fail"} >= {"logits", "present.0.key"}

@@ -48,7 +48,7 @@ def test_graphs_as_they_were_exported_pass(folder: Path) -> None:
 
 def test_a_changed_graph_fails_although_it_computes_the_same(folder: Path, eager: Callable[[str], Eager]) -> None:
     changed(folder / "prefill.onnx")
-    report = verify(folder, eager=eager("llama"), only=["prefill, 3 tokens"])
+    report = verify(folder, eager=eager("llama"), scenario=["prefill, 3 tokens"])
     failed = [check for check in report.checks if check.verdict == "fail"]
     assert [(check.name, check.graph) for check in failed] == [("graph file", "prefill.onnx")]
     assert failed[0].detail == (
@@ -62,7 +62,7 @@ def test_an_allowed_change_of_a_graph_is_a_note_and_its_outputs_decide(
     folder: Path, eager: Callable[[str], Eager]
 ) -> None:
     changed(folder / "prefill.onnx")
-    report = verify(folder, eager=eager("llama"), only=["prefill, 3 tokens"], allow_changed=True)
+    report = verify(folder, eager=eager("llama"), scenario=["prefill, 3 tokens"], allow_changed=True)
     assert report.verdict == "pass"
     note = "graph changed: `prefill.onnx` is not the graph that was exported (its sha256 differs); allowed"
     assert note in report.notes
@@ -76,7 +76,7 @@ def test_changed_weights_are_reported_as_weights(folder: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    lines = verify(folder, only=["prefill, 3 tokens"]).lines()
+    lines = verify(folder, scenario=["prefill, 3 tokens"]).lines()
     assert "FAILED | weights | model.safetensors | weights changed since the manifest was written" in lines
     assert not any("graph changed" in line for line in lines)
 
@@ -88,7 +88,7 @@ def test_the_scenarios_run_on_a_changed_graph_and_its_node_is_named(
     attention = users(model, "Attention")[1]
     next(item for item in attention.attribute if item.name == "scale").f *= 1.01
     onnx.save(model, folder / "prefill.onnx")
-    report = verify(folder, eager=eager("llama"), only=["prefill, 3 tokens"], bisect=True)
+    report = verify(folder, eager=eager("llama"), scenario=["prefill, 3 tokens"], bisect=True)
     assert report.where and report.where.node == attention.name
     assert any(check.name == "graph file" and check.verdict == "fail" for check in report.checks)
 

@@ -80,7 +80,7 @@ def test_the_weight_audit_names(
     change: Surgery, said: str, exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", change)
-    assert said in details(verify(folder, only=["prefill, 1 token"], eager=eager("llama")), "weights")
+    assert said in details(verify(folder, scenario=["prefill, 1 token"], eager=eager("llama")), "weights")
 
 
 def test_an_unlisted_graph_is_a_skipped_check_and_in_the_summary(
@@ -88,7 +88,7 @@ def test_an_unlisted_graph_is_a_skipped_check_and_in_the_summary(
 ) -> None:
     folder = shutil.copytree(exported("llama"), tmp_path / "model")
     shutil.copy(folder / "decode.onnx", folder / "other.onnx")
-    report = verify(folder, reference=exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
+    report = verify(folder, reference=exported("llama"), scenario=["prefill, 1 token"], eager=eager("llama"))
     skipped = [(check.graph, check.detail) for check in report.checks if check.verdict == "skip"]
     assert skipped == [("other.onnx", "is in the folder but not listed as one of its graphs; it was not verified")]
     assert "graphs that are not the folder's own" in report.summary()

@@ -44,5 +44,5 @@ def test_verify_reports_a_layer_of_zeros(exported: Callable[[str], Path], tmp_pa
     with open(tensor.path, "r+b") as file:
         file.seek(tensor.offset)
         file.write(bytes(tensor.nbytes))
-    report = verify(folder, only=["prefill, 7 tokens"])
+    report = verify(folder, scenario=["prefill, 7 tokens"])
     assert any("layers.1.mlp.up_proj.weight` contains zeros only" in note for note in report.notes)

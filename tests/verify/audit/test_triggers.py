@@ -22,7 +22,7 @@ def triggered(trigger: Trigger, exported: Path, eager: Eager, folder: Path) -> R
     model = onnx.load(target / "decode.onnx", load_external_data=False)
     trigger.apply(model, target)
     onnx.save(model, target / "decode.onnx")
-    return verify(target, reference=exported, eager=eager, only=[trigger.met_by])
+    return verify(target, reference=exported, eager=eager, scenario=[trigger.met_by])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -34,7 +34,7 @@ def listed(exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path) -> Cal
         if trigger:
             trigger.apply(Nodes(model))
         onnx.save(model, folder / "decode.onnx")
-        return verify(folder, reference=exported("llama"), eager=eager("llama"), only=CALLS, bisect=True)
+        return verify(folder, reference=exported("llama"), eager=eager("llama"), scenario=CALLS, bisect=True)
 
     return report
 
@@ -78,7 +78,7 @@ def test_the_list_is_in_the_report_and_on_the_page(listed: Callable[[Trigger | N
 
 def test_graphs_of_other_exporters_are_listed_too(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     graph = exported("llama") / "decode.onnx"
-    report = verify_graphs([graph], reference=exported("llama"), eager=eager("llama"), only=CALLS, bisect=True)
+    report = verify_graphs([graph], reference=exported("llama"), eager=eager("llama"), scenario=CALLS, bisect=True)
     assert ("Sigmoid", "act_fn") in kinds(report.unmatched["decode.onnx"])
 
 
@@ -86,10 +86,10 @@ def test_a_graph_that_fills_buffers_is_a_note(
     optioned: Callable[..., Path], exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
     folder = optioned("llama", cache="shared-buffer")
-    report = verify(folder, reference=exported("llama"), eager=eager("llama"), only=CALLS, bisect=True)
+    report = verify(folder, reference=exported("llama"), eager=eager("llama"), scenario=CALLS, bisect=True)
     assert not report.unmatched
     assert any("not listed for graphs that update fixed buffers in place" in note for note in report.notes)
 
 
 def test_without_bisect_the_quick_suite_lists_nothing(exported: Tiny, eager: Callable[[str], Eager]) -> None:
-    assert not verify(exported("llama"), eager=eager("llama"), only=CALLS).unmatched
+    assert not verify(exported("llama"), eager=eager("llama"), scenario=CALLS).unmatched

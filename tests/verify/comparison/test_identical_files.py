@@ -25,7 +25,7 @@ def test_a_changed_graph_is_run_itself(exported: Callable[[str], Path], broken: 
     folder = broken("llama", Mutant("mask too weak", mask_too_weak))
     (folder / "prefill.onnx").write_bytes((exported("llama") / "prefill.onnx").read_bytes())
     (folder / "llmconv.json").unlink()
-    report = verify(folder, reference=exported("llama"), only=["left padding"])
+    report = verify(folder, reference=exported("llama"), scenario=["left padding"])
     verdicts = {
         graph: {c.verdict for c in report.checks if c.graph == graph and c.name == "left padding"}
         for graph in ("prefill.onnx", "decode.onnx", "prefill.onnx+decode.onnx")

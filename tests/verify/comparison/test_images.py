@@ -53,9 +53,9 @@ def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> 
 
 def test_the_recorded_verdict_is_one_on_the_tower_unless_it_was_skipped(folder: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "llava"))
-    verify(copied, only=("left padding",))
+    verify(copied, scenario=("left padding",))
     assert VISION in inspect(copied).summary()["verified"]["graphs"]
-    verify(copied, only=("left padding",), low_memory=True)
+    verify(copied, scenario=("left padding",), low_memory=True)
     assert VISION in inspect(copied).summary()["verified"]["unjudged"]
 
 

@@ -47,7 +47,7 @@ def by_output(report: Report) -> dict[tuple[str, str, str], Check]:
 
 def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmconv.verify.reference.eager.LEAST", 1 << 30)  # float64 call by call, as layer by layer
-    streamed, usual = (verify(exported("llama"), only=PLAIN, low_memory=low) for low in (True, False))
+    streamed, usual = (verify(exported("llama"), scenario=PLAIN, low_memory=low) for low in (True, False))
     assert by_output(streamed) == by_output(usual)
     assert streamed.notes == usual.notes
 
@@ -55,19 +55,19 @@ def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.
 def test_noise_that_is_small_by_chance_is_measured_again(tmp_path: Path) -> None:
     to_hf(ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt", tmp_path / "model")
     export(tmp_path / "model")
-    report = verify(tmp_path / "model", only=["left padding"], low_memory=True)
+    report = verify(tmp_path / "model", scenario=["left padding"], low_memory=True)
     assert report.verdict == "pass", report.summary()
 
 
 def test_graphs_with_lora_inputs_run_in_pieces(optioned: Callable[..., Path]) -> None:
     folder = optioned("llama", lora_inputs="all-linear")
-    report = verify(folder, only=["left padding"], low_memory=True)
+    report = verify(folder, scenario=["left padding"], low_memory=True)
     assert report.verdict == "pass", report.summary()
 
 
 def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
     names = ["left padding", *EDITING]
-    report = verify(exported("llama"), only=names, low_memory=True)
+    report = verify(exported("llama"), scenario=names, low_memory=True)
     assert {check.verdict for check in report.checks if check.name in EDITING} == {"skip"}
     assert {check.name for check in report.checks if check.verdict == "skip"} == set(EDITING)
     assert report.verdict == "pass"
@@ -79,8 +79,8 @@ def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported
 def test_a_graph_in_pieces_passes_with_sigmas_as_before(
     model_type: str, exported: Tiny, eager: Callable[..., Eager], small_pieces: None
 ) -> None:
-    whole = by_output(verify(exported(model_type), only=PLAIN, eager=eager(model_type)))
-    pieces = by_output(verify(exported(model_type), only=PLAIN, low_memory=True))
+    whole = by_output(verify(exported(model_type), scenario=PLAIN, eager=eager(model_type)))
+    pieces = by_output(verify(exported(model_type), scenario=PLAIN, low_memory=True))
     assert whole.keys() == pieces.keys()
     for key, check in pieces.items():
         assert check.verdict == whole[key].verdict

@@ -42,14 +42,14 @@ def test_an_epsilon_that_large_activations_hide_is_seen_in_a_large_model(
     low_memory: bool, trained: Path, tmp_path: Path
 ) -> None:
     broken = with_fault(trained, tmp_path / "broken", epsilon_of_one_norm, ["prefill.onnx", "decode.onnx"])
-    report = verify(broken, reference=trained, only=ONE, low_memory=low_memory)
+    report = verify(broken, reference=trained, scenario=ONE, low_memory=low_memory)
     assert failed(report) == {"prefill, 7 tokens, fainter weights"}
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_a_large_model_passes_with_nothing_skipped(low_memory: bool, trained: Path) -> None:
     weights = (trained / "model.safetensors").stat().st_mtime_ns
-    report = verify(trained, only=ONE, low_memory=low_memory)
+    report = verify(trained, scenario=ONE, low_memory=low_memory)
     assert report.verdict == "pass", report.closing_lines()
     assert "0 skipped" in report.summary()
     assert any(check.name == "prefill, 7 tokens, fainter weights" for check in report.checks)
@@ -76,12 +76,12 @@ def test_dropped_clips_that_no_ordinary_activation_reaches_are_detected(
     low_memory: bool, clipped: Callable[[float], Path], tmp_path: Path
 ) -> None:
     broken = with_fault(clipped(8.0), tmp_path / "broken", clips_dropped(1), ["model.onnx"])
-    report = verify(broken, reference=clipped(8.0), only=ONE, low_memory=low_memory)
+    report = verify(broken, reference=clipped(8.0), scenario=ONE, low_memory=low_memory)
     assert failed(report) == {"prefill, 7 tokens, weights x 16"}
 
 
 def test_a_limit_that_no_weights_reach_is_skipped_and_reported(clipped: Callable[[float], Path]) -> None:
-    report = verify(clipped(1e7), only=ONE)
+    report = verify(clipped(1e7), scenario=ONE)
     assert report.verdict == "pass"
     limits = [check for check in report.checks if check.name == "limits of the model"]
     assert [check.verdict for check in limits] == ["skip"]
@@ -96,7 +96,7 @@ def test_a_graph_that_maps_no_weights_is_skipped_and_reported(clipped: Callable[
     onnx.save(model, folder / "model.onnx")
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    report = verify(folder, reference=clipped(8.0), only=ONE)
+    report = verify(folder, reference=clipped(8.0), scenario=ONE)
     scaled = [check for check in report.checks if check.name.startswith("prefill, 7 tokens, ")]
     assert [check.verdict for check in scaled] == ["skip", "skip"]
     assert "softcap dropped" in report.summary()
@@ -115,7 +115,7 @@ def test_dropped_clamps_of_experts_are_detected(tmp_path: Path) -> None:
     folder = save_tiny("gpt_oss", tmp_path / "gpt_oss", **{**DECODER, **experts, "num_hidden_layers": 2})
     export(folder, unified=True)
     broken = with_fault(folder, tmp_path / "broken", clips_dropped(), ["model.onnx"])
-    assert verify(folder, only=ONE).verdict == "pass"
-    seen = failed(verify(broken, reference=folder, only=ONE))
+    assert verify(folder, scenario=ONE).verdict == "pass"
+    seen = failed(verify(broken, reference=folder, scenario=ONE))
     assert "prefill, 7 tokens, weights x 16" in seen
     assert all(scaling_of(name) for name in seen)  # the weights as they are show nothing

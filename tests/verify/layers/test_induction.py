@@ -194,7 +194,7 @@ def test_two_layers_that_differ_are_run_whole(tmp_path: Path) -> None:
 
 
 def test_a_scenario_that_does_not_apply_leaves_a_statement_open(layered: Layered) -> None:
-    report = inducted(layered("llama"), only=("sliding window crossed",))
+    report = inducted(layered("llama"), scenario=("sliding window crossed",))
     assert [one.name for one in report.statements if not one.shown] == ["base"]
     assert (report.verdict, report.exit_code) == ("inconclusive", 5)
 

@@ -50,13 +50,13 @@ def test_the_node_of_a_graph_under_other_names_and_axes_is_named(
     graph = changed(broken("llama", EPSILON) / "decode.onnx", tmp_path / "other.onnx", other)
     fields = tmp_path / "map.json"
     fields.write_text(json.dumps({**FIELDS, "axes": "bthd"}))
-    report = check(graph, input_map=str(fields), only=PROMPT, bisect=True)
+    report = check(graph, input_map=str(fields), scenario=PROMPT, bisect=True)
     assert finding(report) == "layers.1.input_layernorm: epsilon 1e-05 in the graph, 1e-06 in the model"
 
 
 def test_the_node_of_a_later_step_is_named(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
     graph = broken("llama", mutant_named("two pasts swapped")) / "decode.onnx"
-    report = check(graph, only=["chunked prefill, every split of 9 tokens"], bisect=True)
+    report = check(graph, scenario=["chunked prefill, every split of 9 tokens"], bisect=True)
     assert report.where and report.where.node and "the cache of layer" in report.where.finding
 
 
@@ -113,5 +113,5 @@ def test_faults_in_graphs_of_real_exporters_are_named(
         pytest.skip(problem)
     graph = changed(graphs[0], tmp_path / "mutant" / graphs[0].name, change)
     only = ["prefill, 7 tokens", "prefill, 33 tokens"]
-    report = verify_graphs([graph], reference=FOLDER / "llama", only=only, bisect=True)
+    report = verify_graphs([graph], reference=FOLDER / "llama", scenario=only, bisect=True)
     assert said in finding(report)

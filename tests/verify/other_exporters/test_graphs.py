@@ -275,6 +275,6 @@ def test_tensors_of_one_content_are_each_found(tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # its norms are all ones
     export(tmp_path, unified=True)
-    report = verify_graphs([tmp_path / "model.onnx"], reference=tmp_path, only=["prefill, 7 tokens"])
+    report = verify_graphs([tmp_path / "model.onnx"], reference=tmp_path, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.lines()
     assert not any("are in no graph" in note for note in report.notes)

@@ -69,7 +69,7 @@ def check(half_eager: Callable[[str, str], Eager]) -> Callable[..., Report]:
 
     def compare(path: Path, dtype: str = "float16", model_type: str = "llama", only: tuple[str, ...] = ONE) -> Report:
         eager = half_eager(model_type, dtype)
-        return verify_graphs([path], reference=eager.folder, eager=eager, only=only)
+        return verify_graphs([path], reference=eager.folder, eager=eager, scenario=only)
 
     return compare
 
@@ -98,7 +98,7 @@ def test_bfloat16_is_reported_as_emulated(half: Callable[[str, str], Path], chec
 
 def test_a_float32_graph_has_no_float32_copy(exported: Tiny, eager: Callable[[str], Eager]) -> None:
     report = verify_graphs(
-        [exported("llama") / "decode.onnx"], reference=exported("llama"), eager=eager("llama"), only=ONE
+        [exported("llama") / "decode.onnx"], reference=exported("llama"), eager=eager("llama"), scenario=ONE
     )
     assert not any(check.name.endswith(IN_FLOAT32) for check in report.checks)
 
@@ -133,7 +133,7 @@ def overflow(model: onnx.ModelProto) -> None:
 
 def test_a_float32_folder_is_rounded_as_the_graph_is(exported: Tiny, tmp_path: Path) -> None:
     graph = to_half(exported("llama") / "decode.onnx", tmp_path / "decode.onnx", "float16")
-    report = verify_graphs([graph], reference=exported("llama"), only=ONE)
+    report = verify_graphs([graph], reference=exported("llama"), scenario=ONE)
     assert report.verdict == "pass"
     assert "are the model's by content" in next(check.detail for check in report.checks if check.name == "weights")
 
@@ -213,7 +213,7 @@ def test_all_scenarios_pass_in_half_precision(
 def test_bisect_names_the_node_in_the_float32_copy(rounded: Callable[[str, str], Path], tmp_path: Path) -> None:
     folder = rounded("llama", "float16")
     graph = half_mutant(EPSILON, folder, tmp_path / "mutant", "float16")
-    report = verify_graphs([graph], reference=folder, only=ONE, bisect=True)
+    report = verify_graphs([graph], reference=folder, scenario=ONE, bisect=True)
     assert report.where is not None
     assert "epsilon" in report.where.finding
     assert "layers.1.input_layernorm" in report.where.scope

@@ -45,7 +45,7 @@ def full(small: Small) -> Callable[[str], Eager]:
 @pytest.fixture(scope="session")
 def report(quantized: Quantized, small: Small, full: Callable[[str], Eager]) -> Report:
     """Of a graph that rounds activations, too; one scenario."""
-    return verify_graphs([quantized("llama", LEVEL)], reference=small("llama"), eager=full("llama"), only=ONE)
+    return verify_graphs([quantized("llama", LEVEL)], reference=small("llama"), eager=full("llama"), scenario=ONE)
 
 
 def run(*arguments: object) -> Result:
@@ -67,7 +67,7 @@ def test_rounding_of_activations_is_removed_and_reported(report: Report) -> None
 
 def test_the_cost_is_measured_on_the_unchanged_graph(report: Report, quantized: Quantized, small: Small) -> None:
     other = verify_graphs(
-        [quantized("llama", "4 bits with zero points")], reference=small("llama"), only=("first and last token",)
+        [quantized("llama", "4 bits with zero points")], reference=small("llama"), scenario=("first and last token",)
     )
     assert report.quantization and other.quantization and report.quantization.cost and other.quantization.cost
     with_rounding, without = (one.quantization.cost.divergence["mean"] for one in (report, other))  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Smal
         (tmp_path / name).write_bytes((small("llama") / name).read_bytes())
     (tmp_path / "text.txt").write_text("a b c")
     with pytest.raises(InputRefused, match="has no tokenizer"):
-        verify_graphs([quantized("llama", FOUR)], reference=tmp_path, only=ONE, text=tmp_path / "text.txt")
+        verify_graphs([quantized("llama", FOUR)], reference=tmp_path, scenario=ONE, text=tmp_path / "text.txt")
 
 
 def test_a_folder_whose_graph_was_quantized_in_place_is_compared_with_its_own_weights(
@@ -136,7 +136,7 @@ def test_a_folder_whose_graph_was_quantized_in_place_is_compared_with_its_own_we
     for name in ("config.json", "model.safetensors", "llmconv.json"):
         (folder / name).write_bytes((small("llama") / name).read_bytes())
     (folder / "model.onnx").write_bytes(quantized("llama", FOUR).read_bytes())
-    report = verify(folder, only=["prefill, 7 tokens"])
+    report = verify(folder, scenario=["prefill, 7 tokens"])
     assert report.quantization is not None and report.quantization.weights
     assert {check.name for check in report.checks if check.verdict != "pass"} <= {"graph file"}
 
@@ -149,7 +149,7 @@ def test_unknown_weights_leave_correctness_open_and_the_cost_known(
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(64, dtype=np.int32) // 32, "groups"))
     node.input.extend(["", "groups"])
     onnx.save(model, tmp_path / "odd.onnx")
-    report = verify_graphs([tmp_path / "odd.onnx"], reference=small("llama"), eager=full("llama"), only=ONE)
+    report = verify_graphs([tmp_path / "odd.onnx"], reference=small("llama"), eager=full("llama"), scenario=ONE)
     assert report.verdict == "inconclusive"
     assert any("has reordered groups" in check.detail for check in report.checks if check.verdict == "skip")
     assert report.quantization is not None and report.quantization.cost is not None
@@ -174,7 +174,7 @@ def test_a_mutant_of_weights_fails(
     model = onnx.load(quantized("llama", mutant.of))
     mutant.edit(model)
     onnx.save(model, tmp_path / "mutant.onnx")
-    report = verify_graphs([tmp_path / "mutant.onnx"], reference=small("llama"), eager=full("llama"), only=ONE)
+    report = verify_graphs([tmp_path / "mutant.onnx"], reference=small("llama"), eager=full("llama"), scenario=ONE)
     assert report.verdict == "fail"
 
 

@@ -88,14 +88,14 @@ def test_dequantization_is_fused_in_one_layout(axis: int, block: int, transposed
 
 def test_the_report_of_a_graph_has_them(small: Small, quantized: Callable[[str, str], Path]) -> None:
     graph = quantized("llama", "4 bits")
-    report = verify_graphs([graph], reference=small("llama"), only=["prefill, 7 tokens"])
+    report = verify_graphs([graph], reference=small("llama"), scenario=["prefill, 7 tokens"])
     assert any(f"{graph.name}: 15 MatMulNBits have accuracy_level 0" in note for note in report.notes)
     assert report.verdict == "pass"
 
 
 def test_a_tied_embedding_that_is_left_in_floats_is_named(small: Small, quantized: Callable[[str, str], Path]) -> None:
     graph = quantized("qwen2", "4 bits, accuracy level 4")
-    report = verify_graphs([graph], reference=small("qwen2"), only=["prefill, 7 tokens"])
+    report = verify_graphs([graph], reference=small("qwen2"), scenario=["prefill, 7 tokens"])
     assert any("the embedding and the head, is stored as codes and again as floats" in note for note in report.notes)
 
 
@@ -103,7 +103,7 @@ def test_a_tied_embedding_that_is_left_in_floats_is_named(small: Small, quantize
 def test_graphs_of_llmconv_have_none(model_type: str, tmp_path: Path) -> None:
     model = save_tiny(model_type, tmp_path / "model")
     export(model, tmp_path / "out", incremental=True, quant="int4")
-    report = verify(tmp_path / "out", reference=model, only=["prefill, 7 tokens"])
+    report = verify(tmp_path / "out", reference=model, scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass"
     assert not [
         note for note in report.notes if "MatMulNBits have" in note or "GatherBlock" in note or "floats" in note

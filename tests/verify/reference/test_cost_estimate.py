@@ -77,7 +77,7 @@ def test_a_model_that_does_not_fit_is_verified_layer_by_layer_with_a_note(
 ) -> None:
     monkeypatch.setattr(cost_estimate, "SMALL", 0)
     monkeypatch.setattr(CostEstimate, "lacking", lambda self, size: 10**9 if size == self.whole else None)
-    report = verify(exported("llama"), only=["prefill, 7 tokens", "rows exchanged"])
+    report = verify(exported("llama"), scenario=["prefill, 7 tokens", "rows exchanged"])
     assert report.verdict == "pass"
     assert any("layer by layer" in note for note in report.notes)
     assert any(check.name == "rows exchanged" and check.verdict == "skip" for check in report.checks)

@@ -157,5 +157,5 @@ def test_a_quick_run_reads_a_large_model_once_with_each_scaling(
 
     monkeypatch.setattr("llmconv.runtime.eager.runner.SMALL_MODEL", 0)
     monkeypatch.setattr(EagerRunner, "_loaded", counted)
-    assert verify(small("llama"), only=FIRST).verdict == "pass"
+    assert verify(small("llama"), scenario=FIRST).verdict == "pass"
     assert loaded == ["float32", "float64", "float32", "float32"]

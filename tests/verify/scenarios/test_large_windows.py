@@ -72,7 +72,7 @@ def resized(model: onnx.ModelProto, window: int, by: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> None:
-    report = verify(windowed(name), only=[CROSSING])
+    report = verify(windowed(name), scenario=[CROSSING])
     assert report.verdict == "pass", report.closing_lines()
     assert not [check for check in report.checks if check.verdict == "skip"]
 
@@ -84,7 +84,7 @@ def test_another_window_fails(name: str, fault: str, windowed: Callable[[str], P
     model = onnx.load(target / "decode.onnx", load_external_data=False)
     resized(model, MODELS[name][1], OFF[fault])
     onnx.save(model, target / "decode.onnx")
-    report = verify(target, reference=windowed(name), only=[CROSSING])
+    report = verify(target, reference=windowed(name), scenario=[CROSSING])
     assert CROSSING in {check.name for check in report.checks if check.verdict == "fail"}
 
 

@@ -69,5 +69,5 @@ def test_a_graph_that_changes_the_past_fails_in_these_words(
     past_scaled(model)
     onnx.save(model, target / "decode.onnx")
     only = ["pasts of 30 to 1,022 tokens"]
-    report = verify(target, reference=exported("llama"), eager=eager("llama"), only=only)
+    report = verify(target, reference=exported("llama"), eager=eager("llama"), scenario=only)
     assert "keys or values of the past differ from those that the graph was given" in {c.detail for c in report.checks}

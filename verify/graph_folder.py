@@ -1,0 +1,135 @@
+"""GraphFolder: a folder whose graphs are verified, with and without a cache, and the model they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import onnx
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.output.manifest import MANIFEST
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
+from llmconv.runtime.onnxruntime.guard import load_guarded
+from llmconv.runtime.onnxruntime.vision import VISION, has_vision
+from llmconv.verify.arguments import require_weights
+from llmconv.verify.audit.stages_as_one import load_whole
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.embeddings import takes_embeddings
+from llmconv.verify.results.report import Report
+from llmconv.verify.single_pass.comparison import SinglePassFolder
+from llmconv.verify.verification import Session
+
+CODES = "quantized*.safetensors"
+"""Weight files of `llmconv export --quant`."""
+
+PATH_LIMIT = 4096
+"""Maximum length of a path in characters (`PATH_MAX`)."""
+
+
+@dataclass(frozen=True)
+class GraphFolder:
+    """A folder of graphs.
+
+    Attributes:
+        path: the folder.
+        entries: its graphs with a cache.
+        single: its graphs without a cache.
+        reference: the model's folder.
+        report: receives evidence and notes.
+        session: the options of the run.
+        allow_changed: a graph that was changed after its export is a note instead of a failure.
+        code: the reference's folder where its own code is trusted.
+    """
+
+    path: Path
+    entries: list[GraphEntry]
+    single: list[GraphEntry]
+    reference: Path
+    report: Report
+    session: Session
+    allow_changed: bool
+    code: Path | None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        reference: str | Path | None,
+        report: Report,
+        session: Session,
+        *,
+        allow_changed: bool,
+        trusted: bool,
+    ) -> GraphFolder | None:
+        """The graphs in a folder; None if it has none.
+
+        Args:
+            path: the folder.
+            reference: the model; None for the one that the manifest names, or the folder.
+            report: gets the name of the model.
+            session: the options of the run.
+            allow_changed: see the attribute.
+            trusted: run the code in the reference's folder.
+
+        Raises:
+            InputRefused: there is no such model.
+        """
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+
+        entries, single = graph_entries(path), single_pass_entries(path)
+        if not entries and not single:
+            return None
+        model = require_weights(path, [*entries, *single][0], reference or recorded_reference(path))
+        report.reference = model.name
+        session = replace(session, settings=replace(session.settings, extra_inputs=partial(extra_inputs_of, model)))
+        return cls(path, entries, single, model, report, session, allow_changed, model if trusted else None)
+
+    def with_cache(self) -> VerifiedFolder:
+        """The graphs with a cache."""
+        return self._verified(self.entries)
+
+    def without_cache(self) -> SinglePassFolder | None:
+        """The graphs without a cache; None if there are none, or if scenarios are selected, which they do not have."""
+        if not self.single or self.session.selection.only:
+            return None
+        verified = self._verified(self.single)
+        return SinglePassFolder(verified, self.reference, self.report, self.session, self.allow_changed)
+
+    def _verified(self, entries: list[GraphEntry]) -> VerifiedFolder:
+        return VerifiedFolder(self.path, entries, _models(self.path, entries), self.session.settings)
+
+
+def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
+    """The graphs without their weights, by name, with embedding table and vision tower if they take embeddings."""
+    models = {entry.name: load_whole(folder, entry) for entry in entries}
+    if takes_embeddings(models.values()):
+        models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
+        if has_vision(folder):
+            models[VISION] = load_guarded(folder / VISION)
+    return models
+
+
+def recorded_reference(folder: Path) -> Path:
+    """The model folder that the manifest names, else `folder`.
+
+    Raises:
+        InputRefused: the folder that the manifest names does not exist.
+        UsageProblem: it names none, and the weights in `folder` are quantized.
+    """
+    name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
+    if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
+        raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
+    if name is None and any(folder.glob(CODES)):
+        raise UsageProblem(
+            f"the weights in `{folder}` are quantized, and are compared with the model before that",
+            hint="give `--reference MODEL`, the folder that was exported",
+        )
+    path = folder / name if name else folder
+    if not (path / "config.json").is_file():
+        raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
+    return path
