@@ -18,6 +18,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read
 from llmconv.errors import UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
+from llmconv.export.clients.image_model import Edits, ImageModel, edited
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
@@ -133,10 +134,10 @@ def _of_checkpoint(
     specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     specs = with_fixed_inputs(specs, extras, clients)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
-    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
+    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
     if quantization:
         require_exact(given, checkpoint)
-    folder = _output_folder(language_model, checkpoint, output, given)
+    folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
@@ -244,14 +245,20 @@ def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
 
 
 def _client_files(
-    clients: Sequence[Client], model: LanguageModel, folder: Path, specs: Mapping[str, GraphSpec], quant: str | None
+    clients: Sequence[Client],
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    specs: Mapping[str, GraphSpec],
+    quant: str | None,
 ) -> ClientFiles:
-    path = folder / "generation_config.json"
+    path = checkpoint.path / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
     kinds = spec.cache, spec.precision, spec.target, quant
     fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
+    images = ImageModel.of(model.whole, checkpoint) if model.whole else None
+    described = ClientModel(decoder_config(model.config), fed, generation, *kinds, images, tuple(specs))
+    return ClientFiles(clients, described)
 
 
 def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
@@ -303,13 +310,20 @@ def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[
 
 
 def _output_folder(
-    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions
+    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions, edits: Edits
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
     place = output_place(output) if output is not None else checkpoint.path
     is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if is_new:
+        checkpoint = edited(checkpoint, edits)
+    elif edits:
+        warn(
+            f"`{', '.join(edits)}` of the model folder stays as it is, and the layout needs other fields in it: give "
+            "`-o OUT`, or see docs/clients.md"
+        )
     if is_new and given["graphs_only"]:
         return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
     if is_new:

@@ -223,7 +223,7 @@ class GraphPlan:
 
     def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
         """Adds the clients' files; those of a graph's own name replace it."""
-        files = {role: FILES[role] for role in self.specs}
+        files = {role: FILES[role] for role in (*self.specs, EMBEDDINGS_ROLE, VISION_ROLE) if role in made.entries}
         contents = {role: made.files[name] for role, name in files.items()}
         graphs = EncodedGraphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weight_files)
         made.files.update(self.clients.files(graphs))
