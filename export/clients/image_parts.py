@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import TensorProto, helper
 
@@ -49,29 +51,37 @@ def flatten_features(model: onnx.ModelProto) -> None:
 def place_features(model: onnx.ModelProto, token: int) -> None:
     """Adds the input `image_features` `[num_image_tokens, hidden]`, whose rows replace those of the placeholder.
 
+    Without features the placeholder is a token like others, as in transformers; a model may also generate it. Otherwise
+    the graph fails if there is not one row for each.
+
     Args:
         model: the graph of an embedding table, `input_ids` to `inputs_embeds`; it is changed.
-        token: the placeholder token; the graph fails if a call has not one row for each.
+        token: the placeholder token.
     """
     graph = model.graph
     port = next(port for port in graph.output if port.name == INPUTS_EMBEDS)
     precision, hidden = port.type.tensor_type.elem_type, port.type.tensor_type.shape.dim[2].dim_value
-    table, placeholder = f"{INPUTS_EMBEDS}/ScatterND:in", f"{INPUT_IDS}/Equal:token"
-    names = [f"{INPUT_IDS}/{operator}" for operator in ("Equal", "NonZero", "Transpose")]
-    equal, found, rows = (f"{name}:0" for name in names)
-    _rename_output(graph, INPUTS_EMBEDS, table)
-    graph.initializer.append(helper.make_tensor(placeholder, TensorProto.INT64, [], [token]))
+    _rename_output(graph, INPUTS_EMBEDS, "embedded_tokens")
     graph.input.append(helper.make_tensor_value_info(IMAGE_FEATURES, precision, [FEATURE_ROWS, hidden]))
-    graph.node.extend(
-        [
-            helper.make_node("Equal", [INPUT_IDS, placeholder], [equal], name=names[0]),
-            helper.make_node("NonZero", [equal], [found], name=names[1]),
-            helper.make_node("Transpose", [found], [rows], name=names[2], perm=[1, 0]),
-            helper.make_node(
-                "ScatterND", [table, rows, IMAGE_FEATURES], [INPUTS_EMBEDS], name=f"{INPUTS_EMBEDS}/ScatterND"
-            ),
-        ]
-    )
+    for name, dims, value in (("placeholder", [], token), ("first", [1], 0), ("every_row", [1], EVERY_ROW)):
+        graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, dims, [value]))
+    for operator, inputs, output, attributes in PLACING:
+        graph.node.append(helper.make_node(operator, inputs, [output], name=f"place/{operator}", **attributes))
+
+
+EVERY_ROW = 2**40
+"""More rows than there are, times any number of features but zero."""
+
+PLACING: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
+    ("Equal", [INPUT_IDS, "placeholder"], "is_placeholder", {}),
+    ("NonZero", ["is_placeholder"], "places_by_axis", {}),
+    ("Transpose", ["places_by_axis"], "places", {"perm": [1, 0]}),
+    ("Shape", [IMAGE_FEATURES], "feature_count", {"start": 0, "end": 1}),
+    ("Mul", ["feature_count", "every_row"], "end", {}),
+    ("Slice", ["places", "first", "end", "first"], "filled_places", {}),
+    ("ScatterND", ["embedded_tokens", "filled_places", IMAGE_FEATURES], INPUTS_EMBEDS, {}),
+)
+"""Operator, inputs, output and attributes of the nodes that `place_features` adds."""
 
 
 def _rename_inputs(graph: onnx.GraphProto, old: str, new: str) -> None:
