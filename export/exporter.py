@@ -50,7 +50,7 @@ from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.tasks import require_fitting, with_task
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
-from llmconv.export.weights.stage_parts import stage_parts
+from llmconv.export.weights.stage_parts import graph_parts, stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import code_of
@@ -171,6 +171,9 @@ def _make(
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
     if plan.options.stages > 1:
         folder = _divided(folder, [(distinct[key], matched) for key, matched in matches.items()], plan.options.stages)
+        weights = folder.weights()
+    elif plan.clients.divide_weights:
+        folder = folder.divided(graph_parts(list(matches.values())))
         weights = folder.weights()
     calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}

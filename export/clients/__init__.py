@@ -89,6 +89,7 @@ class Client:
         files: content by path in the folder; includes a graph if the client needs a variant of it.
         config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
         edits: fields that files of the model must have for this client; a new folder gets them.
+        divides_weights: it loads the weight files of each graph separately; in a new folder, few are those of several.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Client:
     files: Callable[[ClientModel, EncodedGraphs], Mapping[str, FileContent]] = lambda model, graphs: {}
     config: Callable[[ClientModel, EncodedGraphs], Mapping[str, Any]] = lambda model, graphs: {}
     edits: Callable[[ClientModel], Edits] = lambda model: {}
+    divides_weights: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -156,6 +158,11 @@ class ClientFiles:
     def names(self) -> tuple[str, ...]:
         """Paths of the files, apart from the graphs."""
         return tuple(name for client in self.clients for name in client.file_names(self.model))
+
+    @property
+    def divide_weights(self) -> bool:
+        """Whether graphs of a model with images should have weight files of their own."""
+        return bool(self.model.images) and any(client.divides_weights for client in self.clients)
 
     def check(self, unsupported: str, *, takes_embeddings: bool) -> None:
         """Checks that every client can run the graphs.

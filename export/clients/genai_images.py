@@ -1,9 +1,8 @@
 """ONNX Runtime GenAI and images: the two graphs before the decoder, and how `genai_config.json` describes them.
 
-GenAI has no type for LLaVA and its relatives. But what it does with a type (onnxruntime-genai 0.18, `src/models/
-multi_modal.cpp`) is the same for all except the Qwen and Pixtral families: run the vision tower once per prompt, give its
-features to the embedding graph, and run the decoder. Only the processor of a type is special, and the caller has to
-prepare prompts instead.
+GenAI has no type for LLaVA and its relatives. But it runs every type alike except for the Qwen and Pixtral families
+(onnxruntime-genai 0.18, `src/models/multi_modal.cpp`): the vision tower once per prompt, then the embedding graph with
+its features, then the decoder. Only the processor of a type is special, so the caller prepares prompts instead.
 """
 
 from __future__ import annotations

@@ -167,4 +167,5 @@ CLIENT = Client(
     files=files,
     config=config,
     edits=lambda model: edits(model.images) if model.images else {},
+    divides_weights=True,
 )

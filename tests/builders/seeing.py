@@ -1,4 +1,4 @@
-"""A tiny LLaVA with a CLIP tower, a processor of images and a tokenizer of characters; and other towers without these."""
+"""A tiny LLaVA with a CLIP tower, a processor of images and a tokenizer of characters; other towers without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ TEMPLATE = (
 )
 
 
-SIGLIP = {name: value for name, value in CLIP.items() if name != "projection_dim"} | {"model_type": "siglip_vision_model"}
+SIGLIP = {name: value for name, value in CLIP.items() if name != "projection_dim"} | {
+    "model_type": "siglip_vision_model"
+}
 INTERN = {**SIGLIP, "model_type": "internvl_vision", "image_size": [SIZE, SIZE], "patch_size": [PATCH, PATCH]}
 SAM = {
     "hidden_size": 16,

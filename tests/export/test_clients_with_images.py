@@ -94,7 +94,7 @@ SIZES: dict[str, ExportOptions] = {
 def test_transformersjs_runs_weights_of_every_kind(
     options: ExportOptions, llava: Path, picture: Path, tmp_path: Path
 ) -> None:
-    folder = export(llava, tmp_path / "new", layout="transformersjs", **options).folder
+    folder = export(llava, tmp_path / "new", **{**options, "layout": "transformersjs"}).folder
     (tokens,) = transformersjs([js_job(folder, picture)])
     assert until_end(tokens) == generated(folder, picture)
 
@@ -115,7 +115,7 @@ def test_genai_runs_several_images_in_a_prompt(llava: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("options", [{"cache": "shared-buffer"}, {"precision": "float16"}], ids=["buffer", "float16"])
 def test_genai_runs_other_caches_and_precisions(options: ExportOptions, llava: Path, tmp_path: Path) -> None:
-    folder = export(llava, tmp_path / "new", layout="genai", **options).folder
+    folder = export(llava, tmp_path / "new", **{**options, "layout": "genai"}).folder
     (answer,) = genai([genai_job(folder, images=1)])
     assert until_end(answer) == eager(llava, *example(llava, images=1))
 

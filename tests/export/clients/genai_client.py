@@ -2,7 +2,7 @@
 
 A job is `{"folder": …, "turns": [prompt, …], "new": n}`: the tokens after each turn, in one generator; or
 `{"folder": …, "batch": [prompt, …], "new": n, "pad": id}`: prompts padded on the right; or
-`{"folder": …, "prompt": tokens, "pixels": floats, "features": count, "new": n}`: a prompt with the images' placeholders.
+`{"folder": …, "prompt": tokens, "pixels": floats, "features": count, "new": n}`: with placeholders.
 """
 
 from __future__ import annotations
