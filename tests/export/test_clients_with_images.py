@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import environments
 from llmconv.export import export
 from llmconv.export.clients.genai_images import IMAGE_MODELS
 from llmconv.export.export_options import ExportOptions
 from llmconv.generation import Prompt, generate
-from tests.builders.seeing import IMAGE_ID, SIZE, TOWERS, save_picture, save_seeing, save_tower
-from tests.export.test_clients import genai, transformersjs, until_end
+from tests.builders.seeing import IMAGE_ID, IMAGE_TOKEN, SIZE, TOWERS, save_picture, save_seeing, save_tower
+from tests.export.test_clients import ROOT, genai, transformersjs, until_end
+from tests.test_docs import blocks
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +88,10 @@ def test_transformersjs_and_generate_add_the_same_tokens(llava: Path, picture: P
 
 
 SIZES: dict[str, ExportOptions] = {
-    "several weight files": {"max_shard_size": "60KB"},
-    "float16": {"precision": "float16"},
-    "int4": {"quant": "int4"},
-    "int8": {"quant": "int8"},
+    "several weight files": {"layout": "transformersjs", "max_shard_size": "60KB"},
+    "float16": {"layout": "transformersjs", "precision": "float16"},
+    "int4": {"layout": "transformersjs", "quant": "int4"},
+    "int8": {"layout": "transformersjs", "quant": "int8"},
 }
 
 
@@ -94,7 +99,7 @@ SIZES: dict[str, ExportOptions] = {
 def test_transformersjs_runs_weights_of_every_kind(
     options: ExportOptions, llava: Path, picture: Path, tmp_path: Path
 ) -> None:
-    folder = export(llava, tmp_path / "new", **{**options, "layout": "transformersjs"}).folder
+    folder = export(llava, tmp_path / "new", **options).folder
     (tokens,) = transformersjs([js_job(folder, picture)])
     assert until_end(tokens) == generated(folder, picture)
 
@@ -113,9 +118,15 @@ def test_genai_runs_several_images_in_a_prompt(llava: Path, tmp_path: Path) -> N
     assert until_end(answer) == eager(llava, *example(llava, images=3))
 
 
-@pytest.mark.parametrize("options", [{"cache": "shared-buffer"}, {"precision": "float16"}], ids=["buffer", "float16"])
+OTHERS: dict[str, ExportOptions] = {
+    "shared buffer": {"layout": "genai", "cache": "shared-buffer"},
+    "float16": {"layout": "genai", "precision": "float16"},
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=list(OTHERS))
 def test_genai_runs_other_caches_and_precisions(options: ExportOptions, llava: Path, tmp_path: Path) -> None:
-    folder = export(llava, tmp_path / "new", **{**options, "layout": "genai"}).folder
+    folder = export(llava, tmp_path / "new", **options).folder
     (answer,) = genai([genai_job(folder, images=1)])
     assert until_end(answer) == eager(llava, *example(llava, images=1))
 
@@ -125,6 +136,44 @@ def test_genai_runs_text_alone(llava: Path, tmp_path: Path) -> None:
     prompt = [5, 9, 11, 23, 40, 7]
     (answer,) = genai([{"folder": str(folder), "turns": [prompt], "new": NEW}])
     assert until_end(answer[len(prompt) :]) == eager(llava, prompt, None)
+
+
+def test_the_snippet_with_an_image_for_transformersjs_runs(llava: Path, picture: Path, tmp_path: Path) -> None:
+    export(llava, tmp_path / "MODEL", layout="transformersjs")
+    shutil.copy(picture, tmp_path / "photo.png")
+    (snippet,) = [code for code in blocks(ROOT / "docs/clients.md", "js") if "RawImage" in code]
+    home = environment("transformersjs")
+    (tmp_path / "node_modules").symlink_to(home / "node_modules")
+    (tmp_path / "run.mjs").write_text(snippet.replace("<image>", IMAGE_TOKEN))
+    done = subprocess.run(["node", "run.mjs"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompt = Prompt(f"{IMAGE_TOKEN} What is this?", images=(picture,))
+    (completion,) = generate(tmp_path / "MODEL", prompt, max_new_tokens=20).completions
+    assert json.loads(done.stdout) == [completion.text]
+
+
+def test_the_snippet_with_an_image_for_genai_runs(llava: Path, picture: Path, tmp_path: Path) -> None:
+    export(llava, tmp_path / "MODEL", layout="genai")
+    shutil.copy(picture, tmp_path / "photo.png")
+    python_blocks = blocks(ROOT / "docs/clients.md", "python")
+    (prepare,) = [code.replace("<image>", IMAGE_TOKEN) for code in python_blocks if "np.savez" in code]
+    (snippet,) = [code for code in python_blocks if "NamedTensors" in code]
+    home = environment("genai")
+    subprocess.run([sys.executable, "-c", prepare], cwd=tmp_path, capture_output=True, check=True)
+    python = [str(home / "bin/python"), "-c", snippet]
+    done = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompt = Prompt(f"{IMAGE_TOKEN} What is this?", images=(picture,))
+    (completion,) = generate(tmp_path / "MODEL", prompt, max_new_tokens=20).completions
+    assert until_end(json.loads(done.stdout)) == until_end(list(completion.tokens))
+
+
+def environment(client: str) -> Path:
+    """The folder of a client's environment; skips without it."""
+    home = ROOT / environments.folder(client)
+    if not (home / "complete").exists():
+        pytest.skip(f"no build/{client}-env; `make clients` makes it")
+    return home
 
 
 def example(folder: Path, images: int) -> tuple[list[int], Any]:
