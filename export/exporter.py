@@ -169,16 +169,12 @@ def _make(
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
-    if plan.options.stages > 1:
-        folder = _divided(folder, [(distinct[key], matched) for key, matched in matches.items()], plan.options.stages)
-        weights = folder.weights()
-    elif plan.clients.divide_weights:
-        folder = folder.divided(graph_parts(list(matches.values())))
-        weights = folder.weights()
+    pairs = [(distinct[key], matched) for key, matched in matches.items()]
+    folder = _divided(folder, pairs, plan)
+    weights = folder.weights()
     calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
-        pairs = [(distinct[key], matched) for key, matched in matches.items()]
         quantized, folder = _quantized(pairs, formats, calibration, folder, given)
         folder.check(plan)
         weights = folder.weights()
@@ -207,11 +203,13 @@ def _make(
     )
 
 
-def _divided(folder: OutputFolder, graphs: Graphs, stages: int) -> OutputFolder:
-    """The output folder, in which each stage has weight files of its own."""
-    layers = graphs[0][0].num_layers
-    require_stages(stages, layers)
-    return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
+def _divided(folder: OutputFolder, graphs: Graphs, plan: GraphPlan) -> OutputFolder:
+    """The output folder, in which each stage, or each graph for some clients, has weight files of its own."""
+    stages, layers = plan.options.stages, graphs[0][0].num_layers
+    if stages > 1:
+        require_stages(stages, layers)
+        return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
+    return folder.divided(graph_parts([matched for _, matched in graphs])) if plan.clients.divide_weights else folder
 
 
 def _quantized(
