@@ -18,6 +18,7 @@ from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read
 from llmconv.errors import UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel, find_clients, roles_for
+from llmconv.export.clients.image_model import Edits, ImageModel, edited
 from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
@@ -50,7 +51,7 @@ from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.tasks import require_fitting, with_task
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights
-from llmconv.export.weights.stage_parts import stage_parts
+from llmconv.export.weights.stage_parts import graph_parts, stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_code import code_of
@@ -136,10 +137,10 @@ def _of_checkpoint(
     specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
     specs = with_fixed_inputs(specs, extras, clients)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
-    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs, given["quant"]), changes)
+    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
     if quantization:
         require_exact(given, checkpoint)
-    folder = _output_folder(language_model, checkpoint, output, given)
+    folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
     folder.check(plan)
     return _make(language_model, checkpoint, plan, folder, source, given)
 
@@ -171,13 +172,12 @@ def _make(
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
-    if plan.options.stages > 1:
-        folder = _divided(folder, [(distinct[key], matched) for key, matched in matches.items()], plan.options.stages)
-        weights = folder.weights()
+    pairs = [(distinct[key], matched) for key, matched in matches.items()]
+    folder = _divided(folder, pairs, plan)
+    weights = folder.weights()
     calibration = Calibration.of(language_model, checkpoint, graphs, given)
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
-        pairs = [(distinct[key], matched) for key, matched in matches.items()]
         quantized, folder = _quantized(pairs, formats, calibration, folder, given)
         folder.check(plan)
         weights = folder.weights()
@@ -206,11 +206,13 @@ def _make(
     )
 
 
-def _divided(folder: OutputFolder, graphs: Graphs, stages: int) -> OutputFolder:
-    """The output folder, in which each stage has weight files of its own."""
-    layers = graphs[0][0].num_layers
-    require_stages(stages, layers)
-    return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
+def _divided(folder: OutputFolder, graphs: Graphs, plan: GraphPlan) -> OutputFolder:
+    """The output folder, in which each stage, or each graph for some clients, has weight files of its own."""
+    stages, layers = plan.options.stages, graphs[0][0].num_layers
+    if stages > 1:
+        require_stages(stages, layers)
+        return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
+    return folder.divided(graph_parts([matched for _, matched in graphs])) if plan.clients.divide_weights else folder
 
 
 def _quantized(
@@ -247,14 +249,20 @@ def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
 
 
 def _client_files(
-    clients: Sequence[Client], model: LanguageModel, folder: Path, specs: Mapping[str, GraphSpec], quant: str | None
+    clients: Sequence[Client],
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    specs: Mapping[str, GraphSpec],
+    quant: str | None,
 ) -> ClientFiles:
-    path = folder / "generation_config.json"
+    path = checkpoint.path / "generation_config.json"
     generation = read_json(path) if path.is_file() else None
     spec = next(iter(specs.values()))
     kinds = spec.cache, spec.precision, spec.target, quant
     fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
-    return ClientFiles(clients, ClientModel(decoder_config(model.config), fed, generation, *kinds))
+    images = ImageModel.of(model.whole, checkpoint) if model.whole else None
+    described = ClientModel(decoder_config(model.config), fed, generation, *kinds, images, tuple(specs))
+    return ClientFiles(clients, described)
 
 
 def _refuse_graphs(model: str | Path, clients: Sequence[Client]) -> None:
@@ -306,13 +314,20 @@ def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[
 
 
 def _output_folder(
-    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions
+    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions, edits: Edits
 ) -> OutputFolder:
     overwrite, resume = given["overwrite"], given["resume"]
     place = output_place(output) if output is not None else checkpoint.path
     is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if is_new:
+        checkpoint = edited(checkpoint, edits)
+    elif edits:
+        warn(
+            f"`{', '.join(edits)}` of the model folder stays as it is, and the layout needs other fields in it: give "
+            "`-o OUT`, or see docs/clients.md"
+        )
     if is_new and given["graphs_only"]:
         return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
     if is_new:

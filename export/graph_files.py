@@ -30,6 +30,7 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.tensors import Array
 
 PROMPT_ROLES = {"prefill", "unified"}
@@ -221,7 +222,8 @@ class GraphPlan:
 
     def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
         """Adds the clients' files; those of a graph's own name replace it."""
-        files = {role: self.file_names(role)[0] for role in self.specs}
+        known = [role for role in (*self.specs, EMBEDDINGS_ROLE, VISION_ROLE) if role in made.entries]
+        files = {role: self.file_names(role)[0] for role in known}
         contents = {role: made.files[name] for role, name in files.items()}
         graphs = EncodedGraphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weight_files)
         made.files.update(self.clients.files(graphs))

@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.export.clients.image_model import Edits, ImageModel
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
 from llmconv.plugins import plugins
@@ -32,6 +33,8 @@ class ClientModel:
         precision: dtype that the graphs compute in.
         target: runtime of the graphs, such as `ort-cuda`; None for any.
         quant: preset of quantized weights, such as `int4`; None for weights as they are.
+        images: the whole model, if its vision tower is exported too; None for a language model alone.
+        roles: the decoder's graphs that are exported.
     """
 
     config: Any
@@ -41,6 +44,8 @@ class ClientModel:
     precision: str = "float32"
     target: str | None = None
     quant: str | None = None
+    images: ImageModel | None = None
+    roles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class EncodedGraphs:
     """The graphs of one export, bound to their weights.
 
     Attributes:
-        encoded: role (`prefill`, `decode`, `unified`) to the bytes of its file.
+        encoded: role (`prefill`, `decode`, `unified`, also `embeddings` and `vision`) to the bytes of its file.
         files: role to the name of its file.
         weights: names of the weight files in the same folder.
     """
@@ -78,10 +83,13 @@ class Client:
         supports: sets of graphs that the client can run, the preferred set first; empty for any graphs.
         adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.
         caches: the kinds of cache that it supports.
+        image_models: the types of models whose vision tower and embedding table it runs together with the decoder.
         check: raises InputRefused for a model that the client cannot run.
         file_names: paths of the files from `files`, apart from the graphs themselves, for the description of a model.
         files: content by path in the folder; includes a graph if the client needs a variant of it.
         config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
+        edits: fields that files of the model must have for this client; a new folder gets them.
+        divides_weights: it loads the weight files of each graph separately; in a new folder, few are those of several.
     """
 
     name: str
@@ -90,10 +98,13 @@ class Client:
     supports: tuple[frozenset[str], ...] = ()
     adds_graphs: bool = False
     caches: tuple[str, ...] = ("growing",)
+    image_models: frozenset[str] = frozenset()
     check: Callable[[ClientModel], None] = lambda model: None
     file_names: Callable[[ClientModel], tuple[str, ...]] = lambda model: ()
     files: Callable[[ClientModel, EncodedGraphs], Mapping[str, FileContent]] = lambda model, graphs: {}
     config: Callable[[ClientModel, EncodedGraphs], Mapping[str, Any]] = lambda model, graphs: {}
+    edits: Callable[[ClientModel], Edits] = lambda model: {}
+    divides_weights: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -148,6 +159,11 @@ class ClientFiles:
         """Paths of the files, apart from the graphs."""
         return tuple(name for client in self.clients for name in client.file_names(self.model))
 
+    @property
+    def divide_weights(self) -> bool:
+        """Whether graphs of a model with images should have weight files of their own."""
+        return bool(self.model.images) and any(client.divides_weights for client in self.clients)
+
     def check(self, unsupported: str, *, takes_embeddings: bool) -> None:
         """Checks that every client can run the graphs.
 
@@ -167,10 +183,7 @@ class ClientFiles:
             if reason:
                 raise UsageProblem(f"layout `{client.name}` does not support {reason}", hint="leave out one of them")
             if takes_embeddings:
-                raise UnsupportedInput(
-                    f"layout `{client.name}` supports graphs that take tokens, and these take embeddings",
-                    hint=f"leave out `--layout {client.name}`, or `--embeds`",
-                )
+                _require_image_model(client, self.model.images)
             client.check(self.model)
 
     def files(self, graphs: EncodedGraphs) -> dict[str, FileContent]:
@@ -180,3 +193,26 @@ class ClientFiles:
     def config(self, graphs: EncodedGraphs) -> dict[str, Any]:
         """Fields to add to the `config.json` of a new folder."""
         return {name: value for client in self.clients for name, value in client.config(self.model, graphs).items()}
+
+    def edits(self) -> dict[str, dict[str, Any]]:
+        """Fields that files of the model must have for the clients, by file."""
+        found: dict[str, dict[str, Any]] = {}
+        for client in self.clients:
+            for name, fields in client.edits(self.model).items():
+                found[name] = {**found.get(name, {}), **fields}
+        return found
+
+
+def _require_image_model(client: Client, images: ImageModel | None) -> None:
+    """Refuses graphs that take embeddings, unless the client runs the parts of such a model itself."""
+    if images is None:
+        raise UnsupportedInput(
+            f"layout `{client.name}` supports graphs that take tokens, and these take embeddings",
+            hint=f"leave out `--layout {client.name}`, or `--embeds`",
+        )
+    if images.model_type not in client.image_models:
+        known = ", ".join(sorted(client.image_models)) or "none"
+        raise UnsupportedInput(
+            f"layout `{client.name}` does not support images of the model type `{images.model_type}`",
+            hint=f"leave out `--layout {client.name}`; types with images that it supports: {known}",
+        )

@@ -2,7 +2,7 @@
 
 One graph is preferred: a pipeline of two does not support `rewind_to`, which a second turn needs. GenAI's parser
 refuses unknown keys, and `pad_token_id` must be one number; its keys are in `src/config.cpp`
-(onnxruntime-genai 0.18).
+(onnxruntime-genai 0.18). A model with images has two more graphs (`genai_images`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
+from llmconv.export.clients.genai_images import IMAGE_FILES, IMAGE_MODELS, IMAGE_TYPE, SECTIONS, image_graphs
 from llmconv.export.input_map import Port
 from llmconv.output.plan import json_bytes
+from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 
 FILE = "genai_config.json"
 UNBOUNDED = 2048
@@ -32,7 +34,16 @@ SEARCH = {
 
 
 def check(model: ClientModel) -> None:
-    """Raises UnsupportedInput for a cache that `genai_config.json` cannot describe."""
+    """Refuses what `genai_config.json` cannot describe.
+
+    Raises:
+        UnsupportedInput: a cache of several head sizes.
+        UsageProblem: a model with images as a pair of graphs.
+    """
+    if model.images and model.roles and "unified" not in model.roles:
+        raise UsageProblem(
+            "ONNX Runtime GenAI runs a model with images as one decoder graph", hint="give `--unified`, or no graph"
+        )
     keys = _past(model)
     names = {f"past_key_values.{layer}.{part}" for layer in range(len(keys) // 2) for part in ("key", "value")}
     if {port.name for port in keys} != names or len({port.axes for port in keys}) > 1:
@@ -43,18 +54,20 @@ def check(model: ClientModel) -> None:
 
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
-    """`genai_config.json`."""
-    return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)})}
+    """`genai_config.json`, and the graphs of a model with images."""
+    made = image_graphs(model.images.token, graphs.encoded) if model.images else {}
+    return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)}), **made}
 
 
 def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     is_pipeline = "unified" not in graphs.files
     return {
-        "type": "decoder-pipeline" if is_pipeline else "decoder",
+        "type": IMAGE_TYPE if model.images else "decoder-pipeline" if is_pipeline else "decoder",
         "vocab_size": int(model.config.vocab_size),
         "context_length": context_length(model.config),
         **_tokens(model),
         "decoder": _decoder(model, graphs, is_pipeline),
+        **(SECTIONS if model.images else {}),
     }
 
 
@@ -71,7 +84,7 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
         "num_hidden_layers": len(past) // 2,
         "head_size": head_size,
         "inputs": {
-            **{port.name: port.name for port in model.input_map.inputs(config)[: -len(past)]},
+            **{name: name for name in _inputs(model, len(past))},
             "past_key_names": "past_key_values.%d.key",
             "past_value_names": "past_key_values.%d.value",
         },
@@ -84,6 +97,12 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
     if is_pipeline:
         return {**decoder, "pipeline": [{role: _stage(model, graphs, role) for role in ("prefill", "decode")}]}
     return {"filename": graphs.files["unified"], **decoder}
+
+
+def _inputs(model: ClientModel, past: int) -> list[str]:
+    """Names of the decoder's inputs, without the `past` inputs of its cache at the end."""
+    names = [port.name for port in model.input_map.inputs(model.config)[:-past]]
+    return [INPUTS_EMBEDS if name == "input_ids" and model.images else name for name in names]
 
 
 PROVIDERS = {"ort-cuda": "cuda", "ort-webgpu": "webgpu", "ort-dml": "dml"}
@@ -159,7 +178,8 @@ CLIENT = Client(
     roles=("unified",),
     supports=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     caches=("growing", "shared-buffer"),
+    image_models=IMAGE_MODELS,
     check=check,
-    file_names=lambda model: (FILE,),
+    file_names=lambda model: (FILE, *IMAGE_FILES) if model.images else (FILE,),
     files=files,
 )

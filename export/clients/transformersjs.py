@@ -6,6 +6,8 @@ follows links of the kind that the Hugging Face cache has: if the graph is a lin
 the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
 which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the folder.)
 
+A model with images has three graphs, each with such links (`transformersjs_images`).
+
 The client also requires a `generation_config.json`; a folder without it gets one with the special tokens of its config.
 """
 
@@ -18,6 +20,15 @@ import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent
+from llmconv.export.clients.image_model import PREPROCESSOR
+from llmconv.export.clients.transformersjs_images import (
+    IMAGE_MODELS,
+    PARTS,
+    edits,
+    preprocessor,
+    variant,
+    weight_files,
+)
 from llmconv.files.safe_folder import Link
 from llmconv.output.plan import json_bytes
 
@@ -40,17 +51,37 @@ MAX_DATA_FILES = 100
 
 
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
-    """The graph with the data names that the client expects, and the links."""
-    if len(graphs.weights) > MAX_DATA_FILES:
-        raise UsageProblem(
-            f"transformers.js supports at most {MAX_DATA_FILES} data files, the weights are in {len(graphs.weights)}",
-            hint="write them into fewer files: `-o OUT --max-shard-size SIZE`",
-        )
-    linked = linked_graph(model)
-    names = dict(zip(graphs.weights, data_names(len(graphs.weights), linked), strict=True))
-    encoded = rename_data(graphs.encoded["unified"], names)
-    links = {f"onnx/{name}": Link(f"../{file}") for file, name in names.items()}
-    return {GRAPH: encoded, f"onnx/{linked}": Link(f"../{GRAPH}"), **links, **_generation(model)}
+    """The graphs with the data names that the client expects, and the links."""
+    made: dict[str, FileContent] = {}
+    for role, stem in _stems(model).items():
+        weights = _weights(model, graphs, role)
+        if len(weights) > MAX_DATA_FILES:
+            raise UsageProblem(
+                f"transformers.js supports at most {MAX_DATA_FILES} data files, the weights are in {len(weights)}",
+                hint="write them into fewer files: `-o OUT --max-shard-size SIZE`",
+            )
+        linked = linked_graph(model, stem)
+        names = dict(zip(weights, data_names(len(weights), linked), strict=True))
+        file = graph_file(stem)
+        made[file] = rename_data(variant(role, graphs.encoded[role]), names)
+        made[f"onnx/{linked}"] = Link(f"../{file}")
+        made |= {f"onnx/{name}": Link(f"../{target}") for target, name in names.items()}
+    return {**made, **_generation(model), **_preprocessor(model)}
+
+
+def _stems(model: ClientModel) -> dict[str, str]:
+    """The client's name of each graph without the suffix of its `dtype`, by role."""
+    return PARTS if model.images else {"unified": "model"}
+
+
+def _weights(model: ClientModel, graphs: EncodedGraphs, role: str) -> Sequence[str]:
+    """The weight files that the client loads for a graph."""
+    return weight_files(graphs.encoded[role]) if model.images else graphs.weights
+
+
+def _preprocessor(model: ClientModel) -> dict[str, bytes]:
+    content = preprocessor(model.images) if model.images else {}
+    return {PREPROCESSOR: json_bytes(content)} if content else {}
 
 
 def _generation(model: ClientModel) -> dict[str, bytes]:
@@ -65,7 +96,8 @@ def _generation(model: ClientModel) -> dict[str, bytes]:
 def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     """What the client downloads and opens if a call gives no `dtype`; local data are found by onnxruntime itself."""
     dtype = client_dtype(model)
-    content = {"dtype": dtype, "use_external_data_format": {linked_graph(model): len(graphs.weights)}}
+    counts = {linked_graph(model, s): len(_weights(model, graphs, role)) for role, s in _stems(model).items()}
+    content: dict[str, Any] = {"dtype": dtype, "use_external_data_format": counts}
     if model.precision != "float32":  # before 4.0 the client reads the element type of the cache here
         content["kv_cache_dtype"] = {dtype: model.precision}
     return {"transformers.js_config": content}
@@ -78,9 +110,26 @@ def client_dtype(model: ClientModel) -> str:
     return (QUANTIZED_DTYPES if model.quant else DTYPES)[model.precision]
 
 
-def linked_graph(model: ClientModel) -> str:
-    """Name of the graph in `onnx/`."""
-    return f"model{SUFFIXES[client_dtype(model)]}.onnx"
+def linked_graph(model: ClientModel, stem: str = "model") -> str:
+    """Name of a graph in `onnx/`.
+
+    Args:
+        model: the model.
+        stem: the client's name of the graph.
+    """
+    return f"{stem}{SUFFIXES[client_dtype(model)]}.onnx"
+
+
+def graph_file(stem: str) -> str:
+    """Name of the file that such a graph links to."""
+    return GRAPH if stem == "model" else f"transformersjs-{stem}.graph"
+
+
+def file_names(model: ClientModel) -> tuple[str, ...]:
+    """The graphs, and the links to them and to the first file of weights."""
+    graphs = {stem: linked_graph(model, stem) for stem in _stems(model).values()}
+    names = ((graph_file(stem), f"onnx/{name}", f"onnx/{name}_data") for stem, name in graphs.items())
+    return tuple(name for part in names for name in part)
 
 
 def check(model: ClientModel) -> None:
@@ -112,8 +161,11 @@ CLIENT = Client(
     roles=("unified",),
     supports=(frozenset({"unified"}),),
     adds_graphs=True,
+    image_models=IMAGE_MODELS,
     check=check,
-    file_names=lambda model: (GRAPH, f"onnx/{linked_graph(model)}", f"onnx/{linked_graph(model)}_data"),
+    file_names=file_names,
     files=files,
     config=config,
+    edits=lambda model: edits(model.images) if model.images else {},
+    divides_weights=True,
 )

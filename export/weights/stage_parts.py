@@ -1,4 +1,4 @@
-"""The stages that read each stored tensor: `export --stages K -o OUT` gives the weights of a stage their own files."""
+"""The stages or graphs that read each stored tensor: in a new folder those that others do not read have own files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,24 @@ def stage_parts(
         for parameter, source in matches.items():
             for leaf in leaves(source):
                 readers[leaf.name] |= reading.of(parameter)
-    order = {
-        stages: number for number, stages in enumerate(sorted({tuple(sorted(found)) for found in readers.values()}))
-    }
+    return _numbers(readers)
+
+
+def graph_parts(graphs: Sequence[Mapping[str, WeightSource]]) -> dict[str, int]:
+    """A number for every tensor: equal for tensors that the same graphs read.
+
+    Args:
+        graphs: the stored tensors of each graph's weights.
+    """
+    readers: dict[str, set[int]] = defaultdict(set)
+    for number, matches in enumerate(graphs):
+        for leaf in (leaf for source in matches.values() for leaf in leaves(source)):
+            readers[leaf.name].add(number)
+    return _numbers(readers)
+
+
+def _numbers(readers: Mapping[str, set[int]]) -> dict[str, int]:
+    order = {each: number for number, each in enumerate(sorted({tuple(sorted(found)) for found in readers.values()}))}
     return {name: order[tuple(sorted(found))] for name, found in readers.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llmconv.errors import InputRefused
 from llmconv.files.sources import PARTIAL
@@ -52,11 +53,17 @@ def is_complete(output: Path) -> bool:
     """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
     try:
         files = read_manifest(output).files
-        sizes = {name: (output / name).stat().st_size for name in files}
+        same = all(isinstance(entry, dict) and _is_as_recorded(output / name, entry) for name, entry in files.items())
     except (OSError, InputRefused):
         return False
-    same = all(isinstance(entry, dict) and entry.get("bytes") == sizes[name] for name, entry in files.items())
     return bool(files) and same and not partial_folder(output).exists()
+
+
+def _is_as_recorded(path: Path, entry: dict[str, Any]) -> bool:
+    """Whether a file has the size, or a link the target, of its entry in the manifest."""
+    if "link" in entry:
+        return path.is_symlink() and os.readlink(path) == entry["link"]
+    return bool(entry.get("bytes") == path.stat().st_size)
 
 
 def bytes_held(output: Path) -> int:

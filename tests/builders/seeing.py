@@ -1,4 +1,4 @@
-"""A tiny LLaVA with a CLIP tower, a processor of images and a tokenizer of characters."""
+"""A tiny LLaVA with a CLIP tower, a processor of images and a tokenizer of characters; other towers without."""
 
 from __future__ import annotations
 
@@ -34,19 +34,53 @@ TEMPLATE = (
 )
 
 
-def save_seeing(folder: Path, **changes: Any) -> Path:
-    """A seeded float32 LLaVA with processor and tokenizer, without graphs.
+SIGLIP = {name: value for name, value in CLIP.items() if name != "projection_dim"} | {
+    "model_type": "siglip_vision_model"
+}
+INTERN = {**SIGLIP, "model_type": "internvl_vision", "image_size": [SIZE, SIZE], "patch_size": [PATCH, PATCH]}
+SAM = {
+    "hidden_size": 16,
+    "output_channels": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 16,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+    "mlp_dim": 32,
+}
+
+TOWERS: dict[str, dict[str, Any]] = {
+    "aya_vision": {
+        "text_config": {**DECODER, "model_type": "cohere2", "head_dim": 16},
+        "vision_config": SIGLIP,
+        "alignment_intermediate_size": 32,
+    },
+    "got_ocr2": {"text_config": {**DECODER, "model_type": "qwen2"}, "vision_config": SAM},
+    "internvl": {"text_config": {**DECODER, "model_type": "qwen2"}, "vision_config": INTERN},
+    "llava": {"text_config": {**DECODER, "model_type": "llama"}, "vision_config": CLIP},
+    "vipllava": {
+        "text_config": {**DECODER, "model_type": "llama"},
+        "vision_config": CLIP,
+        "vision_feature_layers": [-2, -4, 2],
+    },
+}
+"""By `model_type`: configurations whose placeholder is `IMAGE_ID`."""
+
+
+def save_tower(model_type: str, folder: Path, **changes: Any) -> Path:
+    """A seeded float32 model of a type in `TOWERS`, without processor, tokenizer and graphs.
 
     Args:
+        model_type: its type.
         folder: to be made.
         changes: fields of the config.
     """
     import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
-    text = {**DECODER, "model_type": "llama"}
     config = transformers.AutoConfig.for_model(
-        "llava", text_config=text, vision_config=CLIP, image_token_index=IMAGE_ID, **changes
+        model_type, **{**TOWERS[model_type], "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID, **changes}
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -54,6 +88,17 @@ def save_seeing(folder: Path, **changes: Any) -> Path:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
+    return folder
+
+
+def save_seeing(folder: Path, **changes: Any) -> Path:
+    """A seeded float32 LLaVA with processor and tokenizer, without graphs.
+
+    Args:
+        folder: to be made.
+        changes: fields of the config.
+    """
+    save_tower("llava", folder, **changes)
     _save_processor(save_letters(folder))
     return folder
 

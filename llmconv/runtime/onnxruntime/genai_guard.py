@@ -28,6 +28,9 @@ SESSION_OPTIONS = {
 }
 """Allowed fields of `session_options`, which neither load nor write files."""
 
+GRAPHS = (".onnx", ".graph")
+"""Ends of the names of graphs."""
+
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
 """Refused in names and values of provider options."""
 
@@ -85,7 +88,7 @@ def _check_provider(options: Any) -> None:
 def _check_file(folder: Path, name: str, value: Any) -> None:
     if not isinstance(value, str) or not value or Path(value).name != value or not value.isprintable():
         _refuse(f"`{name}` is {str(value)[:80]!r}, which is not a plain file name")
-    if value.endswith(".onnx") and (folder / value).exists():
+    if value.endswith(GRAPHS) and (folder / value).exists():
         load_guarded(folder / value)
 
 

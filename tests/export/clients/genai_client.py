@@ -1,7 +1,8 @@
 """Runs in the environment of ONNX Runtime GenAI: jobs as JSON on stdin, their tokens as JSON on stdout.
 
 A job is `{"folder": …, "turns": [prompt, …], "new": n}`: the tokens after each turn, in one generator; or
-`{"folder": …, "batch": [prompt, …], "new": n, "pad": id}`: prompts padded on the right.
+`{"folder": …, "batch": [prompt, …], "new": n, "pad": id}`: prompts padded on the right; or
+`{"folder": …, "prompt": tokens, "pixels": floats, "features": count, "new": n}`: with placeholders.
 """
 
 from __future__ import annotations
@@ -44,10 +45,25 @@ def run_batch(folder: str, prompts: list[list[int]], new: int, pad: int) -> list
     return [generator.get_sequence(row).tolist()[longest:] for row in range(len(prompts))]
 
 
+def see(folder: str, prompt: list[int], pixels: list[Any], features: int, new: int) -> list[int]:
+    generator = start(folder, len(prompt) + new)
+    inputs = og.NamedTensors()
+    inputs["input_ids"] = np.array([prompt], dtype=np.int32)
+    inputs["pixel_values"] = np.array(pixels, dtype=np.float32)
+    inputs["num_image_tokens"] = np.array([features], dtype=np.int64)
+    generator.set_inputs(inputs)
+    while not generator.is_done():
+        generator.generate_next_token()
+    tokens: list[int] = generator.get_sequence(0).tolist()[len(prompt) :]
+    return tokens
+
+
 def run(job: dict[str, Any]) -> list[Any]:
     try:
         if "turns" in job:
             return take_turns(job["folder"], job["turns"], job["new"])
+        if "pixels" in job:
+            return see(job["folder"], job["prompt"], job["pixels"], job["features"], job["new"])
         return run_batch(job["folder"], job["batch"], job["new"], job["pad"])
     except Exception as error:
         return [str(error)]
