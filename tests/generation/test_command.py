@@ -78,11 +78,6 @@ def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given.replace("7", "8")).exit_code == 3
 
 
-def test_a_file_in_a_missing_folder_is_reported(talking: Path, tmp_path: Path) -> None:
-    result = run(talking, "ab", "--output-file", tmp_path / "none" / "o.jsonl")
-    assert result.exit_code == 4 and f"create the folder `{tmp_path / 'none'}`" in result.stderr
-
-
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
 def test_a_device_is_not_accepted_as_an_output_file(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
