@@ -27,4 +27,5 @@ def make_parents(output: Path) -> None:
     Raises:
         OSError: one cannot be made.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
+    if not output.parent.is_dir():
+        output.parent.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,9 @@ class CompletionFile:
         return len(lines), len(whole)
 
     def _require_writable(self) -> None:
-        """Tries to open or create the files that a batch will need, without changing any; missing folders are made later."""
+        """Tries to open or create the files that a batch will need, without changing any."""
         require_parents(self._path)
-        if not self._path.parent.is_dir():
+        if not self._path.parent.is_dir():  # it is made with the file
             return
         try:
             with Folder.open(self._path.parent) as folder, folder.begin(self._side.name):
