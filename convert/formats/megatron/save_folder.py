@@ -49,7 +49,7 @@ class Save:
 
 
 def is_save(path: Path) -> bool:
-    """Whether `path` is a folder of Megatron or NeMo, or the file or the folder of a rank, which `find_save` refuses."""
+    """Whether `path` is a folder of Megatron or NeMo, the file of a rank, or its folder, which `find_save` refuses."""
     if not path.is_dir():
         return _is_rank_file(path)
     try:
