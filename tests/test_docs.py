@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import llmconv
 import llmconv.cli
 from llmconv.convert.formats import formats
 from llmconv.export import INPUT_MAPS
@@ -54,6 +55,14 @@ def test_the_table_of_formats_is_up_to_date() -> None:
 def test_every_command_has_a_section() -> None:
     sections = re.findall(r"^## llmconv (\S+)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
     assert sections == list(llmconv.cli.main.commands)
+
+
+def test_every_room_that_the_documentation_imports_from_is_reachable_by_its_name() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    rooms = sorted(set(re.findall(r"(?:from|import) `?llmconv\.(\w+)", text)))
+    assert {"convert", "embedding", "output"} <= {*rooms} <= {*llmconv.__all__}
+    lines = [f"assert llmconv.{room}.__name__ == 'llmconv.{room}'" for room in rooms]
+    subprocess.run([sys.executable, "-c", "\n".join(["import llmconv", *lines])], check=True)
 
 
 def first_cells(page: Path) -> set[str]:

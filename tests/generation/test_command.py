@@ -229,12 +229,18 @@ def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
         (["--prompt-file", "p.txt", "x"], "given both"),
         (["x", "--provider", "tpu"], "has no provider `tpu`"),
         (["x", "--template", "zephyr"], "unknown chat template `zephyr`"),
-        (["x", "--adapter", "there"], "no inputs for LoRA factors"),
     ],
 )
 def test_invalid_options_give_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:
     result = run(talking, *options)
     assert result.exit_code == 2 and problem in result.stderr and "hint:" in result.stderr
+
+
+def test_an_adapter_for_graphs_without_inputs_is_refused_as_by_other_commands(talking: Path, tmp_path: Path) -> None:
+    result = run(talking, "x", "--adapter", "there")
+    assert result.exit_code == 3 and "no inputs for LoRA factors" in result.stderr
+    line = ["onnx-adapter", str(talking), "there", "-o", str(tmp_path / "x.onnx_adapter")]
+    assert CliRunner().invoke(main, line).exit_code == 3
 
 
 @pytest.mark.parametrize(
