@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def command(as_json: bool) -> None:
     """List the model families that export supports (the registry of input maps).
 
-    In a terminal, types of transformers that are not exported follow on stderr, with the reason; otherwise their number.
-    With --json they are those with a `not_exported`.
+    In a terminal, types of transformers that are not exported follow on stderr, with the reason; in a pipe, only their
+    number. With --json they are those with a `not_exported`.
     """
     from llmconv.export.families import known_input_maps
     from llmconv.export.families_not_exported import NOT_EXPORTED
