@@ -84,7 +84,9 @@ def _upright(image: Any, name: str) -> Any:
     """The image, rotated as its camera recorded, in RGB."""
     operations = importlib.import_module("PIL.ImageOps")
     try:
-        return _opaque(operations.exif_transpose(image))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about damaged EXIF, which is then not used
+            return _opaque(operations.exif_transpose(image))
     except MemoryError:
         raise
     except Exception as error:  # its decoders raise anything

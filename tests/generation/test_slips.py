@@ -128,7 +128,7 @@ def test_a_value_of_the_wrong_type_is_named(
 @pytest.mark.parametrize(("name", "hint"), [("prompt", "`prompts`"), ("messages", "`prompts`"), ("stop", "stop_s")])
 def test_a_slip_is_named_before_the_prompts_that_are_missing(model: TextModel, name: str, hint: str) -> None:
     with pytest.raises(UsageProblem, match=f"`{name}` is not a generation setting") as caught:
-        generate(model, **{name: "a"})
+        generate(model, **{name: "a"})  # type: ignore[arg-type]
     assert hint in caught.value.hint
 
 
