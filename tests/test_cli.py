@@ -164,6 +164,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
         "file-names",
         "generation-options",
         "options",
+        "other-spellings",
         "plans",
         "terminal",
         "text-printer",

@@ -14,7 +14,6 @@ from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.manifest import Manifest, read_manifest
 from llmconv.quantized_export import SINGLE, described
-from llmconv.runtime.cache_names import is_past, is_present
 from llmconv.tensors import LazyTensor
 
 INDEX = "quantized.safetensors.index.json"
@@ -127,6 +126,8 @@ def layouts_in(folder: Path) -> tuple[str, ...]:
 
 
 def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
+    from llmconv.runtime.cache_names import is_past, is_present  # noqa: PLC0415 - imports onnxruntime
+
     form = entry.get("form")
     form = form if isinstance(form, dict) else {}
     files = [part["file"] for part in entry.get("stages", [entry]) if "file" in part]
