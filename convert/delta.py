@@ -21,7 +21,7 @@ from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.convert.opening.delta_models import open_model
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
@@ -61,6 +61,7 @@ class Extracted:
         elements: of all tensors of another tool's delta.
         inexact: how many of them are not the tuned model's, to the bit, when that tool adds the delta to the base; None
             for other deltas, in a dry run, and if the run was resumed.
+        inexact_tensors: the same by the names of the tensors that have any.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class Extracted:
     whole: tuple[str, ...] = ()
     elements: int = 0
     inexact: int | None = None
+    inexact_tensors: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         size = "a dry run" if self.nbytes is None else f"{self.nbytes:,} bytes"
@@ -234,23 +236,25 @@ def _extracted(made: _PlannedDelta, plan: Plan, size: int | None = None, *, read
     result = Extracted(plan, made.kind, size, whole=made.low_rank.whole if made.low_rank else ())
     if made.differences:
         elements, inexact = made.differences.elements, made.differences.inexact() if read else None
-        warn_all(_inexact(made.kind, elements, inexact) if read else ())
-        return replace(result, elements=elements, inexact=inexact)
+        named = made.differences.inexact_tensors() if inexact else {}
+        warn_all(_inexact(made.kind, elements, inexact, named) if read else ())
+        return replace(result, elements=elements, inexact=inexact, inexact_tensors=named)
     if made.low_rank and read:
         captured, overall = made.low_rank.captured(), made.low_rank.captured_overall()
         return replace(result, captured=captured, captured_overall=overall)
     return result
 
 
-def _inexact(kind: str, elements: int, inexact: int | None) -> list[str]:
-    """A warning that counts the elements which the other tool does not restore."""
+def _inexact(kind: str, elements: int, inexact: int | None, named: Mapping[str, int]) -> list[str]:
+    """A warning that counts the elements which the other tool does not restore, and names their tensors."""
     if inexact is None:
         return [f"what the sum of the {kind} delta does not restore was not counted, because the run was resumed"]
     if not inexact:
         return []
     return [
         f"the sum of the base and the {kind} delta differs from the tuned model in {inexact:,} of {elements:,} "
-        f"elements ({inexact / elements:.3%}), since the tool rounds; without `--to` the delta is exact"
+        f"elements ({inexact / elements:.3%}), since the tool rounds: in {listing(list(named))}; "
+        "for a delta that restores all of them, leave out `--to` and use `llmconv delta apply`"
     ]
 
 

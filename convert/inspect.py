@@ -14,6 +14,8 @@ from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format
 from llmconv.convert.models.tied_head import settled
+from llmconv.convert.opening.adapter_factors import factor_tensors, factors_summary, is_adapter_factors
+from llmconv.convert.opening.embedding_modules import modules_in
 from llmconv.convert.opening.exported_graphs import (
     CodesSummary,
     GraphSummary,
@@ -46,7 +48,8 @@ class Inspection:
 
     Attributes:
         path: the file or folder.
-        format: `composer`, `meta`, …, or `hf`, `adapter`, `delta`, `safetensors`, `torch-file`, `onnx-graphs`.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `delta`, `safetensors`, `torch-file`,
+            `onnx-graphs`, `onnx-adapter`.
         config: its configuration, empty where there is none.
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
@@ -61,6 +64,7 @@ class Inspection:
         layouts: the clients that they were exported for, other than onnxruntime.
         codes: the quantized weights of such graphs in a folder of their own; None for any other path.
         verified: the recorded verdict on the graphs; None if there is none.
+        modules: of an embedding model or a reranker, the kinds of its modules, such as `Pooling`.
         code: of a Hugging Face folder, the Python files of the model's own code, which are not executed.
     """
 
@@ -80,6 +84,7 @@ class Inspection:
     layouts: tuple[str, ...] = ()
     codes: CodesSummary | None = None
     verified: VerdictSummary | None = None
+    modules: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -134,6 +139,7 @@ class Inspection:
             **({"adapter": dict(self.adapter)} if self.adapter else {}),
             "graphs": [asdict(graph) for graph in self.graphs],
             "layouts": list(self.layouts),
+            **({"modules": list(self.modules)} if self.modules else {}),
             **({"codes": self.codes.fields()} if self.codes else {}),
             **({"verified": self.verified.fields()} if self.verified else {}),
             "warnings": list(self.warnings),
@@ -167,6 +173,9 @@ def _inspect(place: Path) -> Inspection:
         return _inspect_model(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
+    if is_adapter_factors(place):
+        factors = factor_tensors(place)
+        return Inspection(place, "onnx-adapter", {}, factors, adapter=factors_summary(factors))
     if is_torch_file(place):
         return Inspection(place, "torch-file", {}, torch_tensors(place))
     raise explain(place)
@@ -220,7 +229,7 @@ def _opened(opened: Checkpoint) -> Inspection:
 
 def _inspect_model(opened: Checkpoint) -> Inspection:
     """A Hugging Face folder, whose weights may be quantized, and which may contain graphs."""
-    found = _with_graphs(_with_code(_opened(opened), opened))
+    found = _with_modules(_with_graphs(_with_code(_opened(opened), opened)))
     try:
         base = quantized_checkpoint(opened)
     except InputRefused as problem:
@@ -248,7 +257,16 @@ def _with_graphs(found: Inspection) -> Inspection:
 
 def _with_manifest(found: Inspection) -> Inspection:
     graphs = graphs_in(found.path)
-    return replace(found, graphs=graphs, layouts=layouts_in(found.path), verified=verdict_in(found.path, graphs))
+    verified = verdict_in(found.path, graphs)
+    return replace(found, graphs=graphs, layouts=layouts_in(found.path), verified=verified)
+
+
+def _with_modules(found: Inspection) -> Inspection:
+    """With the modules of sentence-transformers; a list that cannot be read is a warning."""
+    try:
+        return replace(found, modules=modules_in(found.path))
+    except InputRefused as problem:
+        return replace(found, warnings=(*found.warnings, f"the modules are not listed: {problem}"))
 
 
 def _inspect_codes(folder: Path) -> Inspection:
@@ -258,7 +276,7 @@ def _inspect_codes(folder: Path) -> Inspection:
     files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
     side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
     found = Inspection(folder, "onnx-graphs", config, tensors, side_files, shards=len(files))
-    return replace(_with_manifest(found), codes=codes_in(folder, tensors))
+    return replace(_with_modules(_with_manifest(found)), codes=codes_in(folder, tensors))
 
 
 def _inspect_delta(folder: Path) -> Inspection:

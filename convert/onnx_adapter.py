@@ -8,7 +8,8 @@ from pathlib import Path
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import ADAPTER_CONFIG
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, OutputFailed, UsageProblem
+from llmconv.files.output_parents import make_parents, require_parents
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder
 from llmconv.files.sources import fetches, local_path
@@ -66,6 +67,7 @@ def onnx_adapter(
         raise UsageProblem(f"`{path.name}` does not end with `{SUFFIX}`", hint=f"give `-o {path.stem}{SUFFIX}`")
     if path.exists() and not (overwrite and path.is_file()):
         raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
+    require_parents(path)
     base = local_path(folder)
     if (base / ADAPTER_CONFIG).is_file() and not is_model_folder(base) and is_model_folder(Path(adapter)):
         raise InputRefused(
@@ -76,6 +78,16 @@ def onnx_adapter(
 
     modules, content = adapter_file(base, adapter, alpha)
     if not dry_run:
+        _write(path, content)
+    return AdapterFile(path, modules, len(content))
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        make_parents(path)
         with Folder.open(path.parent) as place:
             place.write(path.name, content)
-    return AdapterFile(path, modules, len(content))
+    except OSError as error:
+        raise OutputFailed(
+            f"`{path}` cannot be written: {error.strerror or error}", hint="check the folder and the free disk space"
+        ) from error

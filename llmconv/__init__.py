@@ -6,10 +6,24 @@ from typing import TYPE_CHECKING, Any
 from llmconv.version import __version__
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
-    from llmconv import bench, convert, errors, export, generation, push, serve, verify
+    from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
     from llmconv.generation.pipeline import pipeline
 
-__all__ = ["__version__", "bench", "convert", "errors", "export", "generation", "pipeline", "push", "serve", "verify"]
+__all__ = [
+    "__version__",
+    "bench",
+    "convert",
+    "embedding",
+    "errors",
+    "export",
+    "generation",
+    "output",
+    "pipeline",
+    "push",
+    "runtime",
+    "serve",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

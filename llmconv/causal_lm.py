@@ -56,6 +56,32 @@ def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
     )
 
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Fields of almost every config that are positive integers, or lists of one per layer."""
+
+
+def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
+    """Requires the sizes of a configuration, and of its `text_config`, to be positive integers where they are given.
+
+    Args:
+        config: content of `config.json`.
+        source: the folder, for the message.
+
+    Raises:
+        MalformedInput: one is a string, a fraction, or another value.
+    """
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for name in SIZES:
+            value = fields.get(name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if value is not None and not is_number and not isinstance(value, list):
+                raise MalformedInput(
+                    f"`config.json` of `{source}` has `{name}` {value!r:.40}, which is not a positive integer",
+                    hint="correct it, or copy the model's own `config.json` into the folder",
+                )
+
+
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
     """Refuses a configuration of an encoder, a classifier, or an encoder-decoder.
 
@@ -65,7 +91,9 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
 
     Raises:
         UnsupportedInput: it is one; the message has the class from `architectures`.
+        MalformedInput: see `require_sizes`.
     """
+    require_sizes(config, source)
     declared = config.get("architectures")
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
     shown = f": `architectures` is {names[0]}" if names else ""
@@ -111,7 +139,9 @@ def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> No
 
     Raises:
         UnsupportedInput: another class, an encoder, or an encoder-decoder.
+        MalformedInput: see `require_sizes`.
     """
+    require_sizes(config, source)
     declared = config.get("architectures")
     names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
     if task in OTHER_TASKS and any(map(OTHER_TASKS[task], names)) and config.get("is_encoder_decoder") is not True:

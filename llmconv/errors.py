@@ -89,8 +89,10 @@ class Inconclusive(LlmconvError):
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
-    """The first line of an exception's message, cut to `length`; its class name if it has none."""
+    """The first line of an exception's message, with the next one if it ends with a colon; its class if it has none."""
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[0] += f" {lines[1].strip()}"
     return lines[0][:length] if lines else type(error).__name__
 
 

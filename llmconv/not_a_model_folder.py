@@ -27,6 +27,9 @@ OTHER_FILES = {
 }
 """First bytes of files that are mistaken for models."""
 
+ONNX_ADAPTER = b"TORT"
+"""Bytes 4 to 8 of onnxruntime's adapter files."""
+
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
@@ -70,6 +73,11 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
         UnsupportedInput: a Git LFS pointer.
     """
     refuse_git_lfs(head, name)
+    if head[4:8] == ONNX_ADAPTER:
+        return UnsupportedInput(
+            f"`{name}` has LoRA factors for graphs, as `llmconv onnx-adapter` writes them",
+            hint=f"run it with its graphs: `llmconv generate FOLDER --adapter {name}`",
+        )
     kind = next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None)
     if kind is None:
         return None

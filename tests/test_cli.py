@@ -23,6 +23,7 @@ import llmconv.generation
 import llmconv.push
 import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
+from llmconv.cli.other_spellings import HINTS
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
@@ -161,6 +162,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
         "file-names",
         "generation-options",
         "options",
+        "other-spellings",
         "plans",
         "terminal",
         "text-printer",
@@ -245,6 +247,25 @@ def test_wrong_arguments_give_one_line_and_a_hint_to_the_help(line: str) -> None
     assert message.startswith(f"error: {USAGE[line]}") and not message.endswith(".") and not blank
     path = " ".join(["llmconv", *(word for word in line.split()[:2] if word in {*LEAVES, "delta", "apply"})])
     assert hint == f"hint: see `{path} --help`"
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("embed MODEL --prompt abc", "`llmconv embed FOLDER TEXT…`"),
+        ("embed MODEL abc -o x.npy", "`--output-file FILE`"),
+        ("generate MODEL --text abc", "`--prompt TEXT`"),
+    ],
+)
+def test_an_option_of_another_command_is_answered_with_the_one_to_give(line: str, hint: str) -> None:
+    done = CliRunner().invoke(llmconv.cli.main, line.split())
+    assert done.exit_code == 2 and f"error: no such option `{line.split()[-2]}`\n" in done.stderr
+    assert hint in done.stderr and done.stderr.endswith(f"; see `main {line.split()[0]} --help`\n")
+
+
+def test_spellings_of_other_commands_are_not_options() -> None:
+    for name, option in HINTS:
+        assert option not in {spelling for one in command(name).params for spelling in one.opts}
 
 
 def test_the_version_is_printed() -> None:

@@ -67,3 +67,9 @@ def test_closed_standard_streams_go_to_the_null_device(closed: str, tmp_path: Pa
     assert CliRunner().invoke(llmconv.cli.main, ["to-hf", CHECKPOINT, "-o", f"{tmp_path}/open"]).exit_code == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("closed", "open")]
     assert weights[0] == weights[1]
+
+
+def test_families_in_a_pipe_end_with_one_line_on_stderr() -> None:
+    done = shell("llmconv families | grep -m1 zamba2")
+    assert done.returncode == 0 and done.stdout.startswith("zamba2 ")
+    assert done.stderr in ("", done.stderr.partition("\n")[0] + "\n"), done.stderr

@@ -13,7 +13,7 @@ from llmconv.convert.lora_factors import lora_factors
 from llmconv.convert.opening.adapters import is_for_peft
 from llmconv.errors import UsageProblem, listing
 from llmconv.files.sources import local_path
-from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.reference.eager import Eager
@@ -36,7 +36,7 @@ def adapted(
     Raises:
         InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another model.
         UnsupportedInput: another kind of adapter than LoRA.
-        UsageProblem: not an adapter of PEFT, or graphs without inputs for factors.
+        UsageProblem: not an adapter of PEFT.
     """
     path = local_path(adapter)
     if not is_for_peft(path):
@@ -46,10 +46,7 @@ def adapted(
         )
     declared = {name: declared_factors(model) for name, model in verified.models.items()}
     if not all(declared.values()):
-        raise UsageProblem(
-            "the graphs have no inputs for LoRA factors",
-            hint="export them with `--lora-inputs all-linear`, or verify graphs of the merged model",
-        )
+        raise without_inputs("or verify graphs of the merged model")
     factors = lora_factors(reference, path)
     for inputs in declared.values():
         require_factors(factors, inputs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmconv.causal_lm import require_causal_folder
-from llmconv.checkpoint import INDEX, SINGLE
+from llmconv.causal_lm import require_causal_folder, require_sizes
+from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
@@ -57,8 +57,11 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
 
     Raises:
         InputRefused: it has no weights.
+        MalformedInput: its `config.json` has invalid sizes.
     """
     reference = local_path(reference)
+    if (reference / "config.json").is_file():
+        require_sizes(read_json(reference / "config.json"), reference)
     if any((reference / name).is_file() for name in (SINGLE, INDEX)):
         return reference
     if (folder / MANIFEST).is_file() or reference != folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,7 @@ class Differences:
     elements: int = 0
     _made: dict[int, tuple[LazyTensor, LazyTensor]] = field(default_factory=dict)
     _counts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
 
     def of(self, name: str, base: LazyTensor | None, tuned: LazyTensor) -> LazyTensor:
         """`tuned` - `base`; the same tensor again for the same `tuned`, which counts once.
@@ -54,6 +56,7 @@ class Differences:
         """
         if id(tuned) not in self._made:
             self._made[id(tuned)] = (tuned, self._difference(name, base, tuned))
+            self._names.append(name)
             self.elements += _size(tuned)
         return self._made[id(tuned)][1]
 
@@ -88,6 +91,13 @@ class Differences:
         if sum(size for size, _ in self._counts.values()) != self.elements:
             return None
         return sum(count for _, count in self._counts.values())
+
+    def inexact_tensors(self) -> dict[str, int]:
+        """The number of elements that the sum does not restore, by the names of the tensors that have any."""
+        found: Counter[str] = Counter()
+        for (number, _), (_, count) in self._counts.items():
+            found[self._names[number]] += count
+        return {name: count for name, count in sorted(found.items()) if count}
 
 
 def _size(tensor: LazyTensor) -> int:

@@ -36,6 +36,9 @@ class GraphSummary:
         precision: dtype that it computes in.
         cache: `growing`, `shared-buffer`, `static` or `none`; followed by ` int8` where keys and values are codes.
         target: provider of onnxruntime that it is for; empty for any.
+        extra_inputs: its inputs besides tokens, mask, positions and cache.
+        outputs: its outputs besides the cache.
+        lora_inputs: the modules that it takes LoRA factors for, as they were given to `--lora-inputs`.
     """
 
     role: str
@@ -44,6 +47,9 @@ class GraphSummary:
     precision: str
     cache: str
     target: str
+    extra_inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    lora_inputs: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
@@ -51,7 +57,10 @@ class GraphSummary:
         opset = f", opset {self.opset}" if self.opset else ""
         target = f", for {self.target}" if self.target else ""
         cache = "no cache" if self.cache == "none" else f"{self.cache} cache"
-        return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {cache}{target}"
+        more = f", inputs {', '.join(self.extra_inputs)}" if self.extra_inputs else ""
+        more += f", LoRA inputs for {', '.join(self.lora_inputs)}" if self.lora_inputs else ""
+        more += f", outputs {', '.join(self.outputs)}" if self.outputs not in ((), ("logits",)) else ""
+        return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {cache}{target}{more}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,9 @@ class CodesSummary:
         return {**{name: value for name, value in asdict(self).items() if name != "parameters"}, "matrices": matrices}
 
 
+USUAL = ("input_ids", "attention_mask", "position_ids")
+"""Inputs of almost every graph, which are not shown."""
+
 WITHOUT_CACHE = ("embeddings", "vision")
 """Roles of graphs whose entries declare no cache, because they never have one."""
 
@@ -114,6 +126,8 @@ def layouts_in(folder: Path) -> tuple[str, ...]:
 
 
 def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
+    from llmconv.runtime.cache_names import is_past, is_present  # noqa: PLC0415 - imports onnxruntime
+
     form = entry.get("form")
     form = form if isinstance(form, dict) else {}
     files = [part["file"] for part in entry.get("stages", [entry]) if "file" in part]
@@ -127,6 +141,9 @@ def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
         _word(entry, "precision", "float32"),
         cache,
         _word(form, "target"),
+        tuple(name for name in _words(entry, "inputs") if name not in USUAL and not is_past(name)),
+        tuple(name for name in _words(entry, "outputs") if not is_present(name)),
+        _words(entry, "lora_inputs"),
     )
 
 
@@ -134,6 +151,12 @@ def _word(fields: Mapping[str, Any], name: str, default: str = "") -> str:
     """A short text; the default if it is something else."""
     value = fields.get(name, default)
     return value if isinstance(value, str) and len(value) <= 40 and value.isprintable() else default
+
+
+def _words(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Short texts; none if the field is not a list of them."""
+    value = fields.get(name)
+    return tuple(filter(None, (_word({"": one}, "") for one in value))) if isinstance(value, list) else ()
 
 
 def quantized_tensors(folder: Path) -> dict[str, LazyTensor]:

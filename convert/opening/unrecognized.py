@@ -113,7 +113,7 @@ def _weights_next_to(path: Path) -> str:
 
 
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path.name}` is not of a training format that llmconv knows", hint=_known())
+    return UnsupportedInput(f"`{path.name or path}` is not of a training format that llmconv knows", hint=_known())
 
 
 def _known() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llmconv.cli import options
-from llmconv.errors import OutputFailed, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 
@@ -116,15 +116,13 @@ def command(
 
 def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
     """Checks the output files before anything is measured."""
+    from llmconv.files.output_parents import require_parents
     from llmconv.files.safe_folder import require_plain
 
     if csv_file and csv_file == plot_file:
         raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give two different names")
     for file in filter(None, (csv_file, plot_file)):
-        if not file.parent.is_dir():
-            raise OutputFailed(
-                f"the folder of `{file}` does not exist", hint=f"create the folder `{file.parent}` first"
-            )
+        require_parents(file)
         require_plain(file)
 
 

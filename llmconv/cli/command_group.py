@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
+from llmconv.cli.other_spellings import hint_for
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers
@@ -128,7 +129,10 @@ class CommandGroup(click.Group):
         if error.ctx is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
             raise error
         message = re.sub(r"'([^']+)'", r"`\1`", " ".join(error.format_message().split()).replace(". (", " ("))
-        problem = UsageProblem(message[:1].lower() + message[1:], hint=f"see `{error.ctx.command_path} --help`")
+        hint = f"see `{error.ctx.command_path} --help`"
+        if isinstance(error, click.NoSuchOption) and (known := hint_for(error.ctx.info_name or "", error.option_name)):
+            message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
+        problem = UsageProblem(message[:1].lower() + message[1:], hint=hint)
         self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
 
     def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:

@@ -41,7 +41,7 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
     if as_json:
         options.print_json({"kind": done.kind, **plans.as_result(done.plan, output, dry_run)})
     else:
-        plans.print_plan(done.plan, output, dry_run, f", from a delta ({done.kind})")
+        plans.print_plan(done.plan, output, dry_run, f"; base + {done.kind} delta")
 
 
 @command.command(name="extract")
@@ -66,7 +66,7 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 
     With --to, OUT is a delta for another tool: FastChat's apply_delta (float16), Stanford Alpaca's weight_diff.py
     (float32), or LLaMA2-Accessory's weight_operate.py (float16, over Meta's shards). Reports how many elements that
-    tool does not restore, since it rounds.
+    tool does not restore, since it rounds, and in which tensors.
 
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta
@@ -92,6 +92,11 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 def _delta_fields(done: Extracted) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": done.kind, "delta_bytes": done.nbytes}
     if done.elements:
-        return {**fields, "elements": done.elements, "inexact": done.inexact}
+        return {
+            **fields,
+            "elements": done.elements,
+            "inexact": done.inexact,
+            "inexact_tensors": dict(done.inexact_tensors),
+        }
     low_rank = {"captured": dict(done.captured), "captured_overall": done.captured_overall, "whole": list(done.whole)}
     return {**fields, **(low_rank if done.kind == "low-rank" else {})}

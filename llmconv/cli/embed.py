@@ -14,6 +14,7 @@ import click
 from llmconv.cli import generation_options, options
 from llmconv.cli.file_names import refuse_file_name
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
+from llmconv.files.output_parents import require_parents
 
 
 @click.command("embed")
@@ -77,7 +78,7 @@ def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool
 
     Raises:
         UsageProblem: `--overwrite` without an output file, or an output file that is the text file.
-        InputRefused: the file exists, or its folder does not.
+        InputRefused: the file exists, or is below a file.
     """
     if output is None:
         if overwrite:
@@ -87,8 +88,7 @@ def _require_free(output: Path | None, text_file: str | None, *, overwrite: bool
         raise UsageProblem("`--output-file` is the same file as `--text-file`", hint="give another one")
     if output.exists() and not overwrite:
         raise InputRefused(f"`{output}` exists", hint="give another file, or `--overwrite`")
-    if not output.parent.is_dir():
-        raise InputRefused(f"`{output.parent}` is not a folder", hint="create the folder first")
+    require_parents(output)
 
 
 def _texts(texts: Sequence[str], file: str | None) -> list[str]:

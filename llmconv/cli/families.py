@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 def command(as_json: bool) -> None:
     """List the model families that export supports (the registry of input maps).
 
-    Types of transformers that are not exported follow on stderr, with the reason; with --json they are those with a
-    `not_exported`.
+    In a terminal, types of transformers that are not exported follow on stderr, with the reason; in a pipe, only their
+    number. With --json they are those with a `not_exported`.
     """
     from llmconv.export.families import known_input_maps
     from llmconv.export.families_not_exported import NOT_EXPORTED
@@ -36,6 +37,10 @@ def command(as_json: bool) -> None:
         extras = f"inputs: {', '.join(extra.name for extra in row.extras)}" if row.extras else ""
         note = "; ".join(filter(None, (extras, row.note)))
         click.echo(f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {note}".rstrip())
+    sys.stdout.flush()  # the reader may have left, and then nothing more is said
+    if not sys.stdout.isatty():
+        say(f"{len(others)} types of transformers are not exported; `llmconv families --json` has the reasons")
+        return
     for name, reason in others.items():
         say(f"not exported: {name}: {reason}")
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def command(path: str, as_json: bool) -> None:
     """Show what PATH is: format, architecture, element types, sizes.
 
-    PATH is a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file, or a folder that
-    `export` wrote, whose graphs are listed with the recorded verdict of `verify`, and compared with the files that it
-    judged. Of weights only headers are read, and nothing is executed.
+    PATH is a training checkpoint, a Hugging Face folder, an adapter, also a file of `onnx-adapter`, a safetensors or
+    torch file, or a folder that `export` wrote, whose graphs are listed with their inputs and the recorded verdict of
+    `verify`, and compared with the files that it judged. Of weights only headers are read, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect
 
@@ -54,6 +54,7 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         *([("quantization", found.codes.line if found.codes else found.quantization)] if found.quantization else []),
         *(("graph", graph.line) for graph in found.graphs),
         *([("layouts", ", ".join(found.layouts))] if found.layouts else []),
+        *([("modules", ", ".join(found.modules))] if found.modules else []),
         *(("verified", line) for line in (found.verified.lines if found.verified else [])),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
@@ -69,5 +70,5 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
 def _adapter_rows(adapter: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The fields in the config of an adapter; missing fields are not shown."""
     titles = {"peft_type": "kind", "base": "base model", "r": "rank (r)", "modules_to_save": "saved modules"}
-    shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in adapter.items()}
+    shown = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in adapter.items()}
     return [(titles.get(name, name), str(value)) for name, value in shown.items() if value not in (None, "")]

@@ -59,7 +59,7 @@ def print_plan(
         return
     click.echo(f"disk needed: {space_needed(plan, output):,} bytes")
     for shard in plan.shards:
-        made = f"copied from {shard.copy_of.name}" if shard.copy_of else "written"
+        made = f"to copy from {shard.copy_of.name}" if shard.copy_of else "to write"
         click.echo(f"  {shard.name}  {made}  {len(shard.tensors)} tensors  {shard.nbytes:,} bytes")
         for name, tensor in shard.tensors.items():
             place = f"{shard.name}  " if len(plan.shards) > 1 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmconv.files.output_parents import make_parents
 from llmconv.files.safe_folder import Folder, WritableContent, require_plain
 
 NAME_MAX = 255
@@ -14,13 +15,14 @@ def replace_file(path: Path, content: WritableContent) -> None:
     """Replaces one file that the user named, durably and in one step.
 
     Args:
-        path: of the file; its folder must exist.
+        path: of the file; missing folders above it are made.
         content: of the file.
 
     Raises:
         InputRefused: it is a link, a folder, a pipe or a device.
         OSError: writing failed; the old file is unchanged.
     """
+    make_parents(path)
     with Folder.open(path.parent) as folder:
         require_plain(path)
         folder.write_together({path.name: content})

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
+from llmconv.files.output_parents import make_parents, require_parents
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, require_plain
 from llmconv.generation.completions import Completion
@@ -35,7 +36,7 @@ class CompletionFile:
         added: further fields of `Completion` that every line has.
 
     Raises:
-        InputRefused: the file is for other prompts or options, or is not a file of completions.
+        InputRefused: the file is for other prompts or options, is not a file of completions, or is below a file.
         OutputFailed: it cannot be written.
     """
 
@@ -117,6 +118,9 @@ class CompletionFile:
 
     def _require_writable(self) -> None:
         """Tries to open or create the files that a batch will need, without changing any."""
+        require_parents(self._path)
+        if not self._path.parent.is_dir():  # it is made with the file
+            return
         try:
             with Folder.open(self._path.parent) as folder, folder.begin(self._side.name):
                 if self._replaces:
@@ -128,6 +132,7 @@ class CompletionFile:
 
     def _replaced(self, lines: bytes) -> BinaryIO:
         """Replaces the file by one with the first lines, and opens it to append."""
+        make_parents(self._path)
         with (
             Folder.open(self._path.parent) as folder,
             folder.begin(self._path.name) as file,
@@ -157,8 +162,6 @@ class CompletionFile:
 
     def _failed(self, error: OSError) -> OutputFailed:
         hint = "free disk space or give another `--output-file`; without `--overwrite` a run continues the file"
-        if not self._path.parent.is_dir():
-            hint = f"create the folder `{self._path.parent}` first"
         return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)
 
 

@@ -17,7 +17,7 @@ from llmconv.generation.prompt_file import read_prompts
 from llmconv.generation.prompt_run import BATCH_SIZE, NEW_TOKENS, PromptRun
 from llmconv.generation.prompts import Prompt, PromptContent, prompts_of
 from llmconv.generation.running_options import RunningOptions, opener
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling.settings import GenerationSettings, require_known
 from llmconv.generation.streamers import require_streamer
 from llmconv.generation.wording import Wording
 
@@ -65,6 +65,7 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     """
     if streamer is not None:
         require_streamer(streamer, num_return_sequences)
+    require_known(name for name in options.keys() - {*OF_RUNNING, *OF_WORDING} if options[name] is not None)
     inputs = _prompts(prompts, prompt_file, prompt_field, output_file)
     given = {"batch_size": batch_size, "num_return_sequences": num_return_sequences, **options}
     return prepare(model, inputs, **given).run(cast(Path | None, output_file), overwrite, on_piece, streamer)

@@ -19,7 +19,7 @@ LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20
 
 
 def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
-    """An image as Pillow has it, upright and in RGB.
+    """An image as Pillow has it, upright and in RGB; what is transparent is over white, as transformers' processors do.
 
     Args:
         source: a path, the bytes of a file, or an image of Pillow.
@@ -50,7 +50,8 @@ def _pillow() -> Any:
 def _content(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise InputRefused(f"the image `{path}` is not a file", hint="give the path of a PNG, JPEG or WebP")
+            problem = "is not a file" if path.exists() else "does not exist"
+            raise InputRefused(f"the image `{path}` {problem}", hint="give the path of a PNG, JPEG or WebP")
         with open(path, "rb") as file:
             return file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:
@@ -60,6 +61,8 @@ def _content(path: Path) -> bytes:
 def _decoded(content: bytes, name: str, most: int) -> Any:
     if len(content) > LARGEST_FILE:
         raise InputRefused(f"{name} is larger than {LARGEST_FILE >> 20} MB", hint="give a smaller image")
+    if not content:
+        raise InputRefused(f"{name} is empty", hint="copy it again from where it was saved")
     pillow = _pillow()
     try:
         with warnings.catch_warnings():
@@ -78,13 +81,23 @@ def _decoded(content: bytes, name: str, most: int) -> Any:
 
 
 def _upright(image: Any, name: str) -> Any:
-    """The image, rotated as its camera recorded, in RGB, as transformers loads images."""
+    """The image, rotated as its camera recorded, in RGB."""
     operations = importlib.import_module("PIL.ImageOps")
     try:
-        return operations.exif_transpose(image).convert("RGB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about damaged EXIF, which is then not used
+            return _opaque(operations.exif_transpose(image))
     except MemoryError:
         raise
     except Exception as error:  # its decoders raise anything
         raise InputRefused(
             f"{name} cannot be decoded: {first_line(error)}", hint="is the file complete? save it again"
         ) from error
+
+
+def _opaque(image: Any) -> Any:
+    """The image in RGB, over white where it is transparent (transformers `image_transforms.convert_to_rgb`)."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return _pillow().alpha_composite(_pillow().new("RGBA", image.size, (255, 255, 255)), image).convert("RGB")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
@@ -61,9 +62,12 @@ def read_embeddings(path: Path) -> Array:
 
 def _npy(path: Path) -> Array:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape larger than the file
-    except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
-        raise MalformedInput(f"`{path}` is not a numpy array: {error}", hint="save it again: `np.save`") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numpy, about files of Python 2
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape larger than the file
+    except Exception as error:  # the header is text of Python, whose parser raises anything
+        reason = first_line(error)
+        raise MalformedInput(f"`{path}` is not a numpy array: {reason}", hint="save it again: `np.save`") from error
     if not isinstance(array, np.ndarray):
         raise MalformedInput(f"`{path}` is not a single array", hint="save one array: `np.save`")
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

@@ -26,8 +26,12 @@ class Prompt:
         embeddings: embeddings in the prompt, floats [tokens, hidden]: an array, a torch tensor, or the path of a `.npy`
             or safetensors file; None for none. The graphs must take embeddings (`llmconv export --embeds`).
         placeholder: text of the token whose places they take; empty to place them before the prompt.
-        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow.
+        images: images in the prompt, in the order of their placeholders: paths, bytes of files, or images of Pillow;
+            or a single one.
         inputs: values of the model's extra inputs by name, without the axis of the batch; others have their defaults.
+
+    Raises:
+        UsageProblem: `fields` is not a mapping, or `placeholder` is not a string.
     """
 
     content: PromptContent
@@ -36,6 +40,20 @@ class Prompt:
     placeholder: str = ""
     images: tuple[Any, ...] = ()
     inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "images", _several(self.images))
+        for name, kind, wanted in (("fields", Mapping, "a mapping"), ("placeholder", str, "a string")):
+            if not isinstance(value := getattr(self, name), kind):
+                raise UsageProblem(f"`{name}` of a prompt is {kind_of(value)}", hint=f"give {wanted}")
+
+
+def _several(images: Any) -> tuple[Any, ...]:
+    """Images as a tuple; a single one becomes a tuple of one."""
+    if images is None:
+        return ()
+    is_one = isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Iterable)
+    return (images,) if is_one else tuple(images)
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"

@@ -20,6 +20,7 @@ from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.onnxruntime.adapter_file import SUFFIX, read_adapter
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.runtime.onnxruntime.lora_names import without_inputs
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph, has_vision
@@ -123,16 +124,12 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
         adapter: a file of `llmconv onnx-adapter`, or a LoRA adapter that `merge-lora` reads.
 
     Raises:
-        InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model.
+        InputRefused: not an adapter, one for other modules than the graphs have inputs for, or of another model; or
+            the graphs have no inputs for factors.
         UnsupportedInput: another kind of adapter.
-        UsageProblem: the graphs have no inputs for factors.
     """
     if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
-        raise UsageProblem(
-            "the graphs have no inputs for LoRA factors",
-            hint="export them with `--lora-inputs all-linear`, give `--backend torch`, or merge the adapter: "
-            "`llmconv merge-lora BASE ADAPTER -o OUT`",
-        )
+        raise without_inputs("give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`")
     path = local_path(adapter)
     if path.is_file() and path.suffix == SUFFIX:
         factors = read_adapter(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused
+from llmconv.files.output_parents import require_parents
 from llmconv.files.sources import PARTIAL
 from llmconv.output.manifest import MANIFEST, read_manifest
 
@@ -22,8 +23,9 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
         resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
 
     Raises:
-        InputRefused: it exists and may not be replaced, or it is inside an input.
+        InputRefused: it exists and may not be replaced, or it is inside an input or below a file.
     """
+    require_parents(output)
     around = [path for path in inputs if path.resolve() in output.resolve().parents]
     if around:
         raise InputRefused(

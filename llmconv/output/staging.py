@@ -22,6 +22,7 @@ from typing import Any
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.named_file import is_inner
+from llmconv.files.output_parents import make_parents
 from llmconv.files.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at, sync_folder
 from llmconv.files.safe_folder import NOFOLLOW, Folder, Link, NewFile
 from llmconv.output.existing_folder import partial_folder, require_free
@@ -76,8 +77,7 @@ class StagedFolder:
 
     def __enter__(self) -> StagedFolder:
         with ExitStack() as stack, failing_safely():
-            if not self.path.parent.is_dir():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_parents(self.path)
             self._folder = stack.enter_context(_open_partial(self.path))
             stack.callback(self._close_lock)
             self._take_lock()

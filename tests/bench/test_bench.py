@@ -109,10 +109,11 @@ def test_an_unsupported_picture_format_is_refused_before_anything_runs(talking: 
 
 
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
-def test_a_file_in_a_missing_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
-    result = CliRunner().invoke(main, ["bench", str(talking), option, str(tmp_path / "none" / "curves.svg")])
-    assert result.exit_code == 4
-    assert "does not exist" in result.stderr
+def test_a_link_is_refused_as_an_output_file_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "curves.svg").symlink_to(tmp_path / "other.svg")
+    result = CliRunner().invoke(main, ["bench", str(talking), option, str(tmp_path / "curves.svg")])
+    assert result.exit_code == 3
+    assert "a symbolic link" in result.stderr
 
 
 def test_without_matplotlib_the_hint_has_its_package(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

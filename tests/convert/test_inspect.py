@@ -19,6 +19,8 @@ from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into
+from llmconv.runtime.onnxruntime.adapter_file import encode_adapter
+from llmconv.runtime.onnxruntime.lora_names import factor_names
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {
@@ -142,6 +144,33 @@ SHAPES = {
     "layers.0.attention_norm.weight": (WIDTH,),
     "layers.0.ffn_norm.weight": (WIDTH,),
 }
+
+
+def test_factors_for_graphs_are_told_with_modules_and_rank(tmp_path: Path) -> None:
+    names = [name for module in ("m.0.q_proj", "m.1.q_proj", "m.1.up_proj") for name in factor_names(module)]
+    arrays = [np.ones(shape) for rank in (2, 2, 4) for shape in ((rank, 3), (5, rank))]
+    file = tmp_path / "x.onnx_adapter"
+    file.write_bytes(encode_adapter(dict(zip(names, arrays, strict=True))))
+    found = inspect(file)
+    assert (found.format, len(found.tensors), found.parameters) == ("onnx-adapter", 6, 64)
+    assert found.adapter == {"peft_type": "LORA", "r": [2, 4], "targets": ["q_proj", "up_proj"], "modules": 3}
+    assert "rank (r)    2, 4\n" in CliRunner().invoke(main, ["inspect", str(file)]).stdout
+
+
+@pytest.mark.parametrize("command", ["to-hf", "export", "merge-lora"])
+def test_factors_for_graphs_are_no_model(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "x.onnx_adapter"
+    file.write_bytes(encode_adapter({"a.lora_A.weight": np.ones((2, 3))}))
+    more = ["-"] if command == "merge-lora" else []
+    done = CliRunner().invoke(main, [command, str(file), *more, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 3 and "has LoRA factors for graphs" in done.stderr and "--adapter" in done.stderr
+
+
+def test_a_damaged_file_of_factors_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.onnx_adapter"
+    file.write_bytes(encode_adapter({"a.lora_A.weight": np.ones((2, 3))})[:-40])
+    with pytest.raises(MalformedInput, match="is damaged"):
+        inspect(file)
 
 
 def test_gigabytes_are_told_in_a_moment_without_reading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

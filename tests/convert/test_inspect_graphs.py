@@ -18,6 +18,8 @@ from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings
 from llmconv.verify import verify
+from tests.builders.embedding_models import save_model, save_modules
+from tests.builders.seeing import save_seeing
 from tools.tiny_models import save_tiny
 
 
@@ -80,8 +82,49 @@ def test_graphs_of_a_model_folder_are_listed_with_its_weights(model: Path, tmp_p
     result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--json"])
     found = json.loads(result.stdout)
     graph = {"role": "unified", "files": ["model.onnx"], "opset": 24, "precision": "float32"}
-    assert found["graphs"] == [{**graph, "cache": "shared-buffer", "target": "ort-cpu"}]
+    more = {"extra_inputs": [], "outputs": ["logits"], "lora_inputs": []}
+    assert found["graphs"] == [{**graph, "cache": "shared-buffer", "target": "ort-cpu", **more}]
     assert (found["format"], found["layouts"], found["quantization"]) == ("hf", ["genai"], None)
+
+
+def test_lora_inputs_are_listed(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", incremental=True, lora_inputs="q_proj,down_proj")
+    (graph,) = inspect(tmp_path / "out").graphs
+    assert graph.lora_inputs == ("q_proj", "down_proj")
+    assert graph.line == "decode: decode.onnx, opset 23, float32, growing cache, LoRA inputs for q_proj, down_proj"
+
+
+def test_inputs_and_outputs_of_a_model_that_sees_are_listed(tmp_path: Path) -> None:
+    export(save_seeing(tmp_path / "model"))
+    graphs = {graph.role: graph for graph in inspect(tmp_path / "model").graphs}
+    assert graphs["decode"].extra_inputs == ("inputs_embeds",) and graphs["decode"].outputs == ("logits",)
+    assert graphs["vision"].line.endswith("no cache, inputs pixel_values, outputs image_features")
+
+
+def test_modules_of_an_embedding_model_are_listed(tmp_path: Path) -> None:
+    folder = save_modules(save_model(tmp_path / "model", "llama"))
+    export(folder, task="embed")
+    shown = CliRunner().invoke(main, ["inspect", str(folder)]).stdout
+    assert "modules       Transformer, Pooling, Normalize\n" in shown
+    assert "no cache, outputs last_hidden_state, sentence_embedding\n" in shown
+    assert inspect(folder).summary()["modules"] == ["Transformer", "Pooling", "Normalize"]
+
+
+@pytest.mark.parametrize("content", ["[", "{}", "[1]"])
+def test_a_damaged_list_of_modules_is_a_warning(model: Path, tmp_path: Path, content: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "modules.json").write_text(content)
+    found = inspect(folder)
+    assert not found.modules and "the modules are not listed: `modules.json` is not" in found.warnings[-1]
+
+
+def test_names_of_another_kind_in_a_manifest_are_left_out(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", incremental=True)
+    manifest = json.loads((tmp_path / "out/llmconv.json").read_bytes())
+    manifest["graphs"]["decode"] |= {"inputs": [1, "x\n", "a"], "outputs": {}, "lora_inputs": 5}
+    (tmp_path / "out/llmconv.json").write_text(json.dumps(manifest))
+    (graph,) = inspect(tmp_path / "out").graphs
+    assert (graph.extra_inputs, graph.outputs, graph.lora_inputs) == (("a",), (), ())
 
 
 def test_a_wrong_number_of_parameters_in_the_manifest_is_not_believed(

@@ -78,11 +78,6 @@ def test_fields_of_a_prompt_are_copied_to_its_completion(talking: Path, tmp_path
     assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given.replace("7", "8")).exit_code == 3
 
 
-def test_a_file_in_a_missing_folder_is_reported(talking: Path, tmp_path: Path) -> None:
-    result = run(talking, "ab", "--output-file", tmp_path / "none" / "o.jsonl")
-    assert result.exit_code == 4 and f"create the folder `{tmp_path / 'none'}`" in result.stderr
-
-
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
 def test_a_device_is_not_accepted_as_an_output_file(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
@@ -234,12 +229,18 @@ def test_a_text_ends_at_the_end_of_the_context(talking: Path) -> None:
         (["--prompt-file", "p.txt", "x"], "given both"),
         (["x", "--provider", "tpu"], "has no provider `tpu`"),
         (["x", "--template", "zephyr"], "unknown chat template `zephyr`"),
-        (["x", "--adapter", "there"], "no inputs for LoRA factors"),
     ],
 )
 def test_invalid_options_give_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:
     result = run(talking, *options)
     assert result.exit_code == 2 and problem in result.stderr and "hint:" in result.stderr
+
+
+def test_an_adapter_for_graphs_without_inputs_is_refused_as_by_other_commands(talking: Path, tmp_path: Path) -> None:
+    result = run(talking, "x", "--adapter", "there")
+    assert result.exit_code == 3 and "no inputs for LoRA factors" in result.stderr
+    line = ["onnx-adapter", str(talking), "there", "-o", str(tmp_path / "x.onnx_adapter")]
+    assert CliRunner().invoke(main, line).exit_code == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -195,6 +196,63 @@ def test_files_that_are_not_images_are_refused(pictures: list[Path], tmp_path: P
             open_image(path)
     with pytest.raises(UsageProblem):
         open_image(3)
+
+
+def saved(kind: str, file: Any) -> None:
+    """An image of 20 x 13 random pixels in a file of another kind."""
+    from PIL import Image  # noqa: PLC0415
+
+    def pixels(*shape: int) -> Any:
+        return Image.fromarray(np.random.default_rng(0).integers(0, 256, (13, 20, *shape), dtype=np.uint8))
+
+    palette = pixels(3).quantize()
+    sixteen = Image.fromarray(np.arange(0, 65_000, 250, dtype=np.uint16).reshape(13, 20))
+    kinds: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        "one pixel": (Image.new("RGB", (1, 1), (9, 99, 199)), "PNG", {}),
+        "animation": (palette, "GIF", {"save_all": True, "append_images": [Image.new("P", (20, 13))]}),
+        "CMYK": (Image.frombytes("CMYK", (20, 13), pixels(4).tobytes()), "JPEG", {}),
+        "gray": (pixels(), "JPEG", {}),
+        "16 bits": (sixteen, "PNG", {}),
+        "alpha": (pixels(4), "PNG", {}),
+        "gray and alpha": (Image.frombytes("LA", (20, 13), pixels(2).tobytes()), "PNG", {}),
+        "transparent colors": (palette, "PNG", {"transparency": bytes(range(256))}),
+        "one transparent color": (palette, "GIF", {"transparency": 3}),
+        "alpha in WebP": (pixels(4), "WEBP", {}),
+    }
+    image, form, options = kinds[kind]
+    image.save(file, form, **options)
+
+
+KINDS = ("one pixel", "animation", "CMYK", "gray", "16 bits", "alpha", "gray and alpha", "transparent colors")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "one transparent color", "alpha in WebP"])
+def test_the_pixels_are_those_of_the_processor_on_the_file_that_pillow_opens(model: TextModel, kind: str) -> None:
+    from PIL import Image  # noqa: PLC0415
+
+    file = io.BytesIO()
+    saved(kind, file)
+    prepare = model.require_images().processor.image_processor
+    expected = prepare(Image.open(file), return_tensors="np")["pixel_values"]
+    found = prepare(open_image(file.getvalue()), return_tensors="np")["pixel_values"]
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing.jpg", "does not exist"),
+        ("folder.jpg", "is not a file"),
+        ("text.jpg", "is not an image of a known format"),
+        ("empty.jpg", "is empty"),
+    ],
+)
+def test_the_command_answers_a_bad_file_in_one_line(folder: Path, tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "text.jpg").write_text("hello")
+    (tmp_path / "empty.jpg").touch()
+    done = CliRunner().invoke(main, ["generate", str(folder), "a~", "--image", str(tmp_path / name)])
+    assert done.exit_code == 3 and f"{tmp_path / name}` {problem}\n\nhint: " in done.stderr
 
 
 def test_a_rotated_photograph_is_turned_upright() -> None:

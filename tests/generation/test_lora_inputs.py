@@ -129,10 +129,10 @@ def test_adapters_of_other_programs_are_factors_too(tmp_path: Path) -> None:
 
 
 def test_graphs_without_inputs_refuse_an_adapter(talking: Path, adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="no inputs for LoRA factors") as refusal:
+    with pytest.raises(InputRefused, match="no inputs for LoRA factors") as refusal:
         TextModel.open(talking, adapter=adapter)
     assert "--lora-inputs all-linear" in refusal.value.hint
-    with pytest.raises(UsageProblem, match="no inputs for LoRA factors"):
+    with pytest.raises(InputRefused, match="no inputs for LoRA factors"):
         TextModel.open(talking).with_adapter(adapter)
     with pytest.raises(InputRefused, match="no graphs with inputs for LoRA factors"):
         onnx_adapter(talking, adapter, tmp_path / "x.onnx_adapter")
@@ -242,7 +242,7 @@ def test_verify_names_the_factors_that_an_adapter_does_not_have(adaptable: Path,
 
 
 def test_verify_refuses_graphs_without_inputs_and_other_adapters(talking: Path, adapter: Path, adaptable: Path) -> None:
-    with pytest.raises(UsageProblem, match="no inputs for LoRA factors"):
+    with pytest.raises(InputRefused, match="no inputs for LoRA factors"):
         verify(talking, adapter=adapter)
     with pytest.raises(UsageProblem, match="compares with PEFT"):
         verify(adaptable, adapter=FIXTURES / "mlx" / "llama_lora")

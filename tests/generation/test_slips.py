@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.generation import GenerationSettings, ModelFiles, TextModel, generate
+from llmconv.generation import GenerationSettings, ModelFiles, Prompt, TextModel, generate
 from llmconv.generation.chat_session import Chat
 from llmconv.generation.prompt_file import read_prompts
 from llmconv.generation.prompts import contents_of, token_lists
@@ -87,6 +87,9 @@ NAMED: dict[str, Callable[[TextModel, dict[str, Any]], Any]] = {
         ({"device": "cuda"}, "TextModel.open"),
         ({"tokenizer": len}, "TextModel.open"),
         ({"output_scores": True}, "leave it out"),
+        ({"image": "a.png"}, "`Prompt(text, images=[PATH])`"),
+        ({"adapters": ["a"]}, "`merge_lora`"),
+        ({"texts": ["a"]}, "`prompts`"),
     ],
     ids=str,
 )
@@ -120,6 +123,29 @@ def test_a_value_of_the_wrong_type_is_named(
 ) -> None:
     with pytest.raises(UsageProblem):
         call(model, options)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("prompt", "`prompts`"), ("messages", "`prompts`"), ("stop", "stop_s")])
+def test_a_slip_is_named_before_the_prompts_that_are_missing(model: TextModel, name: str, hint: str) -> None:
+    with pytest.raises(UsageProblem, match=f"`{name}` is not a generation setting") as caught:
+        generate(model, **{name: "a"})  # type: ignore[arg-type]
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("images", ["a.png", Path("a.png"), b"bytes", 5])
+def test_a_single_image_of_a_prompt_is_one_image(images: Any) -> None:
+    assert Prompt("a", images=images).images == (images,)
+    assert Prompt("a", images=[images, "b.png"]).images == (images, "b.png")  # type: ignore[arg-type]
+
+
+def test_a_prompt_without_images_may_say_none() -> None:
+    assert Prompt("a", images=None).images == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("fields", "x"), ("placeholder", 3)])
+def test_values_of_a_prompt_of_another_kind_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(UsageProblem, match=f"`{name}` of a prompt is a"):
+        Prompt("a", **{name: value})
 
 
 def test_a_stop_string_is_not_a_list_of_letters() -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
+from llmconv.files.output_parents import require_parents
 from llmconv.files.safe_folder import Folder, WritableContent
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
@@ -89,7 +90,9 @@ def require_new(folder: Path) -> None:
 
     Raises:
         UsageProblem: the path is a file or a folder with files.
+        InputRefused: it is below a file.
     """
+    require_parents(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageProblem(f"`{folder}` is not empty", hint="give a new folder to `--minimize`")
 

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 from llmconv.argument_checks import checked
 from llmconv.errors import OutputFailed
+from llmconv.files.output_parents import require_parents
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import Folder
 from llmconv.verify.report.html import render_html
@@ -75,9 +76,10 @@ def require_writable(folder: Path) -> None:
     Otherwise a run that fails before it writes its report would leave the report of another run.
 
     Raises:
-        InputRefused: a path of the report is neither a file nor a link.
+        InputRefused: a path of the report is neither a file nor a link, or the folder is below a file.
         OutputFailed: the folder is not writable, or the disk is full.
     """
+    require_parents(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
         with TemporaryFile(dir=existing) as file:

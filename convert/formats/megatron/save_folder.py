@@ -49,11 +49,16 @@ class Save:
 
 
 def is_save(path: Path) -> bool:
-    """Whether `path` is a folder of Megatron or NeMo, or the file of a rank."""
+    """Whether `path` is a folder of Megatron or NeMo, the file of a rank, or its folder, which `find_save` refuses."""
     if not path.is_dir():
         return _is_rank_file(path)
     try:
-        return _is_place(path) or (path / TRACKER).is_file() or any(map(_is_place, _iterations(path)))
+        return (
+            _is_rank_folder(path)
+            or _is_place(path)
+            or (path / TRACKER).is_file()
+            or any(map(_is_place, _iterations(path)))
+        )
     except PermissionError:  # llmconv looks into every given folder, which may contain anything
         return False
 
@@ -64,6 +69,11 @@ def _is_rank_file(path: Path) -> bool:
     except LlmconvError:
         return False
     return isinstance(content, dict) and VERSION_KEY in content and any(key in content for key in ("model", "model0"))
+
+
+def _is_rank_folder(folder: Path) -> bool:
+    is_named = RANK.fullmatch(folder.absolute().name) and not (folder / NEMO_CONFIG).is_file()
+    return bool(is_named) and any((folder / name).is_file() for name in RANK_FILES)
 
 
 def _is_place(folder: Path) -> bool:
@@ -122,12 +132,18 @@ def find_save(path: Path) -> Save:
     """The save at `path`: the newest of a run, or the one that the tracker file names.
 
     Raises:
-        InputRefused: the folder contains several saves and no tracker file.
+        InputRefused: the folder contains several saves and no tracker file, or is that of one rank.
         MalformedInput: the checkpoint that the tracker file names does not exist, or the folder contains none.
         UnsupportedInput: a container that is not read.
     """
     if path.is_file():
         return Save(path.parent, {_numbers(path.parent) or (0,): path})
+    if _is_rank_folder(path):
+        above = path.parent if path.name else path.absolute().parent  # `.` has no name
+        raise InputRefused(
+            f"`{path.absolute().name}` is the folder of one rank of a Megatron save",
+            hint=f"give the folder above it: `{above}`",
+        )
     folder = path if _is_place(path) else _chosen(path)
     weights = _nemo_weights(folder)
     if weights and weights != folder:

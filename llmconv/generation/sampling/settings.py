@@ -263,6 +263,9 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 
+IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
+TEXTS = "texts and chats are the argument `prompts` of `generate`, which may be a single one"
+
 ELSEWHERE = {
     "tokenizer": "give it to `generate`, `pipeline` or `TextModel.open`",
     "device": "give it to `generate`, `pipeline` or `TextModel.open`",
@@ -272,6 +275,11 @@ ELSEWHERE = {
     "streamer": "give it to `generate`, to `TextModel.stream` or to the pipeline",
     "is_sample_acceleration": "graphs of `llmconv export --postprocess` choose tokens by themselves; leave it out",
     "model_kwargs": "pass its fields as keyword arguments",
+    **dict.fromkeys(("text", "texts", "message", "messages"), TEXTS),
+    **dict.fromkeys(("image", "images"), IN_PROMPT % "images=[PATH]"),
+    **{name: IN_PROMPT % f"{name}=…" for name in ("embeddings", "placeholder", "inputs")},
+    "adapters": "give one as `adapter`; `merge_lora` merges several",
+    "stream": "give `on_piece` or a `streamer` to `generate`, or iterate over `TextModel.stream`",
     "prompt": "did you mean `prompts`?",
     "stop": "did you mean `stop_strings`?",
     "max_tokens": "did you mean `max_new_tokens`?",

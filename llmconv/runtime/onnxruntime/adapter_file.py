@@ -21,10 +21,10 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput
+from llmconv.not_a_model_folder import ONNX_ADAPTER
 from llmconv.tensors import Array
 
 SUFFIX = ".onnx_adapter"
-IDENTIFIER = b"TORT"
 FLOAT = 1
 """`TensorDataType` of float32."""
 NAME, DIMS, DATA_TYPE, RAW_DATA = range(4)
@@ -59,7 +59,7 @@ def read_adapter(path: Path) -> dict[str, Array]:
         MalformedInput: not such a file, truncated, or with other dtypes.
     """
     content = path.read_bytes()
-    if content[4:8] != IDENTIFIER:
+    if content[4:8] != ONNX_ADAPTER:
         raise MalformedInput(f"`{path.name}` is not an adapter file of onnxruntime", hint="write it again")
     try:
         return _FlatBuffer(content).arrays()

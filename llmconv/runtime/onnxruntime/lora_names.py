@@ -59,6 +59,17 @@ def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[
             )
 
 
+def without_inputs(way_out: str) -> InputRefused:
+    """The error for an adapter and graphs that take none.
+
+    Args:
+        way_out: what else to do than to export them with inputs.
+    """
+    return InputRefused(
+        "the graphs have no inputs for LoRA factors", hint=f"export them with `--lora-inputs all-linear`, {way_out}"
+    )
+
+
 def declared_factors(model: onnx.ModelProto) -> dict[str, list[int | str]]:
     """The declared shapes of a graph's inputs for LoRA factors, by name."""
     defaults = {tensor.name for tensor in model.graph.initializer if is_factor(tensor.name)}

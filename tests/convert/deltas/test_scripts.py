@@ -41,6 +41,7 @@ def test_what_fastchats_script_makes_is_counted_and_made_by_apply(dtype: str, tm
     done = extract_delta(base, tuned, tmp_path / "delta", to="fastchat")
     expected = as_fastchat_applies(base, tmp_path / "delta")
     assert done.inexact == count_unlike(expected, state_of(tuned)) > 0
+    assert sum(done.inexact_tensors.values()) == done.inexact
     assert done.elements == sum(value.numel() for value in expected.values())
     assert apply_delta(base, tmp_path / "delta", tmp_path / "out", dtype="float16").kind == "difference"
     found = state_of(tmp_path / "out")

@@ -174,7 +174,17 @@ def test_the_elements_that_upstreams_sum_loses_are_counted(count: int, tmp_path:
     assert all(torch.equal(found[name], value.float()) for name, value in expected.items())
     lost = sum(int((value.float() != wanted[name]).sum()) for name, value in expected.items())
     assert (done.inexact, done.elements) == (lost, sum(value.numel() for value in wanted.values()))
-    assert lost > 0
+    assert lost > 0 and sum(done.inexact_tensors.values()) == lost
+
+
+def test_tensors_that_upstreams_sum_does_not_restore_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_tiny(tmp_path / "base", "llama", "bfloat16")
+    done = extract_delta(base, moved(base, tmp_path / "tuned", torch.bfloat16), tmp_path / "delta", to="accessory")
+    told = capsys.readouterr().err
+    assert done.inexact_tensors and all(f"`{name}`" in told for name in list(done.inexact_tensors)[:5])
+    assert "; for a delta that restores all of them, leave out `--to` and use `llmconv delta apply`" in told
 
 
 def test_new_biases_are_stored_whole(tmp_path: Path) -> None:

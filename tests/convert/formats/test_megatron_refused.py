@@ -76,6 +76,21 @@ def test_one_file_of_several_ranks_is_refused(tmp_path: Path) -> None:
     assert "rank 1 is missing" in error.message and "`iter_…`" in error.hint
 
 
+@pytest.mark.parametrize("rank", ["mp_rank_00_000", "mp_rank_01_001"])
+def test_the_folder_of_a_rank_is_refused_with_the_folder_to_give(tmp_path: Path, rank: str) -> None:
+    place = save(tmp_path) / "iter_0000007"
+    problem = refusal(tmp_path, place / rank)
+    assert f"`{rank}` is the folder of one rank" in problem.message
+    assert problem.hint == f"give the folder above it: `{place}`"
+
+
+def test_the_current_folder_is_recognized_as_that_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = save(tmp_path) / "iter_0000007"
+    monkeypatch.chdir(place / "mp_rank_00_000")
+    problem = refusal(tmp_path, Path("."))
+    assert "`mp_rank_00_000` is" in problem.message and f"`{place}`" in problem.hint
+
+
 def test_ranks_of_another_iteration_are_refused(tmp_path: Path) -> None:
     run = save(tmp_path)
     change(run, "mp_rank_01_001", lambda content: content.update(iteration=8))

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from transformers import configuration_utils
 
 from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import load_guarded
@@ -46,6 +47,16 @@ def audit(folder: Path, name: str = "decode.onnx") -> Check:
     entries = [entry for entry in manifest["graphs"].values() if name == entry.get("file")]
     prefix = entries[0].get("prefix", {}).get("length", 0) if entries else 0
     return audit_decisions(name, load_guarded(folder / name), read_config(folder), prefix=prefix)
+
+
+def test_a_config_is_read_without_deprecated_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "torch_dtype": "float32"}))
+    told: list[str] = []
+    monkeypatch.setattr(configuration_utils.logger, "warning_once", told.append)
+    assert "vocab_size" in read_config(tmp_path)["stated"]
+    assert not told
 
 
 @pytest.fixture

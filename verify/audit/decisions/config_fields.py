@@ -24,10 +24,10 @@ def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
     known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
     found: dict[str, Any] = {}
     for name, value in fields.items():
-        inner = getattr(config, name, None)
+        inner = getattr(config, name, None) if name in kind.sub_configs else None  # some fields warn when they are read
         if name in ROTARY and isinstance(value, Mapping):
             found[name] = _rotary(value)
-        elif name in kind.sub_configs and isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+        elif isinstance(value, Mapping) and hasattr(inner, "to_dict"):
             found[name] = read_fields(value, inner)
         elif name in known:
             found[name] = value
