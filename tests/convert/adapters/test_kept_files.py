@@ -156,7 +156,7 @@ def test_a_dry_run_tells_copied_from_written(base: Path, adapter: Adapter, tmp_p
     told = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
     assert set(told["files"]) - set(told["copied"]) == set(changed(base, tmp_path / "out"))
     for name in told["files"]:
-        assert f"  {name}  {f'copied from {name}' if name in told['copied'] else 'written'}  " in shown
+        assert f"  {name}  {f'to copy from {name}' if name in told['copied'] else 'to write'}  " in shown
     assert "of them copied unchanged" in shown
 
 
