@@ -89,7 +89,7 @@ def _traced(module: nn.Module, inputs: Iterable[TowerInput]) -> ir.Model:
     return traced.model
 
 
-def _output(name: str, value: ir.Value, axis: str, precision: str) -> Port:
+def _output(name: str, value: ir.Value, axis: str | int, precision: str) -> Port:
     assert value.shape is not None
     return Port(name, precision, (axis, *(int(str(size)) for size in list(value.shape)[1:])))
 
