@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmconv.export.vision.tower import PROJECTOR
-
-
-class _Found(Exception):
-    """Leaves the model's code after its projector."""
-
-
-class _Captured:
-    """Stands for the projector's output in the code after it, which would split the tiles by image."""
-
-    def split(self, *sizes: Any) -> None:
-        """Instead of `torch.split`."""
-        raise _Found
+from llmconv.export.vision.projected import projected
+from llmconv.export.vision.tower import IMAGES, VisionTower
+from llmconv.runtime.images.anyres import NEWLINE
+from llmconv.runtime.images.family import IMAGE_FEATURES
 
 
 class AnyresFeatures(nn.Module):
@@ -32,18 +20,8 @@ class AnyresFeatures(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """Features [tiles, tokens, hidden] of `pixel_values` [tiles, channels, height, width], and [1, hidden]."""
+        features = projected(self.model, {"pixel_values": pixel_values, "image_sizes": []})
+        return features, self.model.model.image_newline[None]
 
-        found: list[Tensor] = []
 
-        def capture(module: nn.Module, given: Any, output: Tensor) -> _Captured:
-            found.append(output)
-            return _Captured()
-
-        whole = self.model.model
-        hook = whole.get_submodule(PROJECTOR).register_forward_hook(capture)
-        try:
-            with suppress(_Found):
-                whole.get_image_features(pixel_values=pixel_values, image_sizes=[])
-        finally:
-            hook.remove()
-        return found[0], whole.image_newline[None]
+ANYRES = VisionTower(module=AnyresFeatures, outputs=((IMAGE_FEATURES, IMAGES), (NEWLINE, 1)))

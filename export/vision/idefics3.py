@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmconv.export.vision.tower import VisionTower
+
 
 class TileFeatures(nn.Module):
     """The model's features of tiles of one size without padding."""
@@ -49,3 +51,6 @@ def positions_of(embeddings: Any) -> Tensor:
     pixels, mask = torch.zeros(1, 1, size, size), torch.ones(1, side, side, dtype=torch.bool)
     type(embeddings).forward(without_weights, pixel_values=pixels, patch_attention_mask=mask)
     return found[0]
+
+
+IDEFICS3 = VisionTower(module=TileFeatures)

@@ -9,6 +9,7 @@ from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.anyres import AnyresImages, OneVisionImages
 from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.images.idefics3 import Idefics3Images
+from llmconv.runtime.images.pixtral import PixtralImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
@@ -18,6 +19,7 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "llava": ImageFamily,
     "llava_next": AnyresImages,
     "llava_onevision": OneVisionImages,
+    "mistral3": PixtralImages,
     "smolvlm": Idefics3Images,
     "vipllava": ImageFamily,
 }
