@@ -22,6 +22,9 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TEXT_INPUTS = ("input_ids", "attention_mask")
 """What a processor makes of the text; the rest is of the images."""
 
+INSTALLED = {"torchvision": "install the torchvision that fits your torch", "num2words": "pip install num2words"}
+"""Packages that the processors of some models need, and what to do."""
+
 MOST_IMAGES = 16
 """Maximum number of images in a prompt."""
 
@@ -144,10 +147,11 @@ class ImageEncoder:
 
 
 def _refused(problem: str, error: Exception) -> InputRefused:
-    reason = first_line(error)
-    needs = "torchvision" in reason
-    hint = "install the torchvision that fits your torch" if needs else "copy the processor's files of the model again"
-    return InputRefused(f"{problem}: {reason}", hint=hint)
+    reason = first_line(error).split(" but it was not found")[0]
+    missing = next((name for name in INSTALLED if name in reason.lower()), "")
+    return InputRefused(
+        f"{problem}: {reason}", hint=INSTALLED.get(missing, "copy the processor's files of the model again")
+    )
 
 
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT and LLaVA-OneVision: an image is a small copy of itself and tiles, whose features are packed by its size."""
+"""LLaVA-NeXT and LLaVA-OneVision: an image is a small copy of itself and tiles, whose features are packed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.images.family import CONTRASTS, IMAGE_FEATURES, PIXEL_VALUES, Given, ImageFamily
+from llmconv.runtime.images.grids import best_resolution, unpadded
 from llmconv.runtime.images.resize import resize_bilinear
 from llmconv.tensors import Array
 
@@ -129,10 +130,15 @@ class OneVisionImages(AnyresImages):
 
     def shrunk(self, features: Array, side: int) -> Array:
         """Features [rows, columns, hidden], resized if they are of more than `anyres_max_N` tiles."""
-        most = int(self.config.vision_aspect_ratio.strip("anyres_max_"))
         height, width = features.shape[:2]
-        ratio = math.sqrt(height * width / (most * side**2))
+        ratio = math.sqrt(height * width / (self._most_tiles() * side**2))
         return resize_bilinear(features, int(height // ratio), int(width // ratio)) if ratio > 1.1 else features
+
+    def _most_tiles(self) -> int:
+        limit = str(self.config.vision_aspect_ratio)
+        if not limit.removeprefix("anyres_max_").isdecimal():
+            raise InputRefused(f"`vision_aspect_ratio` is `{limit}`, and not `anyres_max_N`", hint="see `config.json`")
+        return int(limit.removeprefix("anyres_max_"))
 
     def _grids(self, given: Given) -> list[tuple[int, int]]:
         counts = given.get(COUNTS, np.ones(len(given[IMAGE_SIZES]), int)).tolist()
@@ -142,35 +148,3 @@ class OneVisionImages(AnyresImages):
     def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
         given = super()._example(sizes, tile, contrast, random)
         return {**given, COUNTS: np.array([len(sizes)], np.int64)}
-
-
-def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The height and width of `grids` that keep most of an image, and then waste least; transformers' function.
-
-    Args:
-        size: of the image, height and width.
-        grids: heights and widths.
-    """
-
-    def merit(grid: Sequence[int]) -> tuple[int, int]:
-        scale = min(grid[1] / size[1], grid[0] / size[0])
-        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-        return kept, kept - grid[0] * grid[1]
-
-    height, width = max(grids, key=merit)
-    return int(height), int(width)
-
-
-def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
-    """The rows and columns of a grid that an image fills; transformers' `unpad_image`.
-
-    Args:
-        grid: rows and columns.
-        size: of the image, height and width.
-    """
-    (rows, columns), (height, width) = grid, size
-    if width / height > columns / rows:
-        padding = (rows - int(round(height * (columns / width), 7))) // 2
-        return slice(padding, rows - padding), slice(None)
-    padding = (columns - int(round(width * (rows / height), 7))) // 2
-    return slice(None), slice(padding, columns - padding)

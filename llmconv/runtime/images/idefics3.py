@@ -24,8 +24,8 @@ class Idefics3Images(ImageFamily):
         """One run for all tiles.
 
         Args:
-            given: `pixel_values`, float [prompts, tiles, channels, height, width], and `pixel_attention_mask`, [prompts,
-                tiles, height, width], 0 for padding.
+            given: `pixel_values`, float [prompts, tiles, channels, height, width], and `pixel_attention_mask`, int
+                [prompts, tiles, height, width], 0 for padding.
 
         Raises:
             InputRefused: a tile with padding, or no tile at all.
@@ -55,5 +55,4 @@ class Idefics3Images(ImageFamily):
 
 def _kept(given: Given) -> Array:
     """Which tiles are not padding, bool [prompts, tiles], as transformers decides it."""
-    kept: Array = given[PIXEL_VALUES].any(axis=(-3, -2, -1))
-    return kept
+    return np.asarray(given[PIXEL_VALUES].any(axis=(-3, -2, -1)))

@@ -25,8 +25,8 @@ class PixtralImages(ImageFamily):
         """One run for each image, without its padding.
 
         Args:
-            given: `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height and
-                width.
+            given: `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height
+                and width.
 
         Raises:
             InputRefused: a size is not a multiple of the model's merged patches.
@@ -35,7 +35,7 @@ class PixtralImages(ImageFamily):
         for pixels, (height, width) in zip(given[PIXEL_VALUES], _sizes(given), strict=True):
             if height % unit or width % unit:
                 raise InputRefused(
-                    f"the processor makes an image of {height} × {width} pixels, and the model takes multiples of {unit}",
+                    f"the processor makes images of {height} × {width} pixels, and the model takes multiples of {unit}",
                     hint="`patch_size` and `spatial_merge_size` of the processor are not those in `config.json`",
                 )
             yield {PIXEL_VALUES: pixels[None, :, :height, :width]}

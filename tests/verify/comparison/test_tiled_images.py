@@ -132,7 +132,7 @@ def test_a_wrong_tower_fails(seen: Seen, tmp_path: Path) -> None:
 def nearest(features: Array, height: int, width: int) -> Array:
     """Features resized without weights."""
     rows, columns = (np.arange(new) * old // new for new, old in zip((height, width), features.shape, strict=False))
-    return features[rows][:, columns]
+    return np.asarray(features[rows][:, columns])
 
 
 PACKINGS: dict[str, tuple[str, Callable[..., object]]] = {
@@ -144,9 +144,7 @@ PACKINGS: dict[str, tuple[str, Callable[..., object]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKINGS)
-def test_features_that_are_packed_in_another_way_fail(
-    seen: Seen, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_are_packed_in_another_way_fail(seen: Seen, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (seen.model_type == "llava_onevision" or (seen.model_type == "llava_next" and name != "nearest")):
         pytest.skip("this family packs nothing so")
     right = checks(seen.folder / VISION, seen.eager)
