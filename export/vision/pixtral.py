@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from llmconv.export.vision.tower import TowerInput, VisionTower
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.images.pixtral import unit_of
 
-TOKENS, HEIGHT, WIDTH = "image_tokens", "height", "width"
+TOKENS, ROWS, COLUMNS = "image_tokens", "rows", "columns"
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """A size in pixels, which the model's code divides by that of a patch; the graph need not."""
+
+    patches: Any
+
+    def __floordiv__(self, patch: int) -> Any:
+        return self.patches
 
 
 class PixtralFeatures(nn.Module):
@@ -27,28 +38,36 @@ class PixtralFeatures(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Features [tokens, hidden] of `pixel_values` [1, channels, height, width], multiples of merged patches."""
-        unit = unit_of(self.model.config)
-        height, width = (size // unit * unit for size in pixel_values.shape[2:])
-        pixels = pixel_values[:, :, :height, :width]  # nothing is cut off; it tells the trace the multiples
-        with replaced_attributes(modeling_pixtral, {"generate_block_attention_mask": _no_mask}):
-            return projected(self.model, {"pixel_values": pixels, "image_sizes": [(height, width)]})
+        """Features [rows * columns, hidden] of `pixel_values` [1, channels, rows, unit, columns, unit]."""
+        _, channels, rows, unit, columns, _ = pixel_values.shape
+        pixels = pixel_values.reshape(1, channels, rows * unit, columns * unit)
+        merge = self.model.config.spatial_merge_size
+        size = _Pixels(rows * merge), _Pixels(columns * merge)
+
+        def merged(grid: Tensor, kernel_size: int, stride: int) -> Tensor:
+            """`unfold` of squares that fill the grid."""
+            squares = grid.reshape(1, -1, rows, kernel_size, columns, kernel_size)
+            return squares.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).flatten(2)
+
+        attention = replaced_attributes(modeling_pixtral, {"generate_block_attention_mask": _no_mask})
+        with attention, replaced_attributes(nn.functional, {"unfold": merged}):
+            return projected(self.model, {"pixel_values": pixels, "image_sizes": [size]})
 
 
 def _no_mask(*given: Any) -> None:
     """Instead of the mask between images: there is one."""
 
 
-def pixels_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:
-    """The input of the tower, of any height and width.
+def squares_of_one_image(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """The input of the tower, of any number of rows and columns.
 
     Args:
         config: the whole model's config.
         precision: dtype of the pixels.
     """
     unit, channels = unit_of(config), int(config.vision_config.num_channels)
-    example = torch.zeros((1, channels, 3 * unit, 5 * unit), dtype=getattr(torch, precision))
-    return (TowerInput(Port(PIXEL_VALUES, precision, (1, channels, HEIGHT, WIDTH)), example),)
+    example = torch.zeros((1, channels, 3, unit, 5, unit), dtype=getattr(torch, precision))
+    return (TowerInput(Port(PIXEL_VALUES, precision, (1, channels, ROWS, unit, COLUMNS, unit)), example),)
 
 
-PIXTRAL = VisionTower(module=PixtralFeatures, inputs=pixels_of_one_image, outputs=((IMAGE_FEATURES, TOKENS),))
+PIXTRAL = VisionTower(module=PixtralFeatures, inputs=squares_of_one_image, outputs=((IMAGE_FEATURES, TOKENS),))

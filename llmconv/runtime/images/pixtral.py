@@ -22,7 +22,7 @@ class PixtralImages(ImageFamily):
         return placeholder
 
     def runs(self, given: Given) -> Iterator[Given]:
-        """One run for each image, without its padding.
+        """One run for each image, without its padding, cut into squares: [1, channels, rows, unit, columns, unit].
 
         Args:
             given: `pixel_values`, float [images, channels, height, width], and `image_sizes`, int [images, 2], height
@@ -38,7 +38,8 @@ class PixtralImages(ImageFamily):
                     f"the processor makes images of {height} × {width} pixels, and the model takes multiples of {unit}",
                     hint="`patch_size` and `spatial_merge_size` of the processor are not those in `config.json`",
                 )
-            yield {PIXEL_VALUES: pixels[None, :, :height, :width]}
+            squares = (1, len(pixels), height // unit, unit, width // unit, unit)
+            yield {PIXEL_VALUES: pixels[:, :height, :width].reshape(squares)}
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
         """An image, two of different sizes, and others; see `ImageFamily.examples`."""
