@@ -23,9 +23,13 @@ from llmconv.export.tracing.trace import name_ports, optimized, quiet_libraries,
 from llmconv.export.vision.tower import TowerInput, VisionTower
 
 
+LANGUAGE = ("model.language_model.", "model.text_model.", "language_model.", "lm_head.")
+"""Prefixes of the parameters of the language model and its head, in the models of transformers 5."""
+
+
 def is_vision(name: str) -> bool:
     """Whether a parameter belongs neither to the language model nor to its head."""
-    return not name.startswith(("model.language_model.", "model.text_model.", "lm_head."))
+    return not name.startswith(LANGUAGE)
 
 
 def build_whole(config: Any, precision: str) -> PreTrainedModel:
