@@ -22,7 +22,6 @@ from llmconv.export.tracing.fake_model import period, shortened
 from llmconv.export.tracing.trace import name_ports, optimized, quiet_libraries, weights_to_inputs
 from llmconv.export.vision.tower import TowerInput, VisionTower
 
-
 LANGUAGE = ("model.language_model.", "model.text_model.", "language_model.", "lm_head.")
 """Prefixes of the parameters of the language model and its head, in the models of transformers 5."""
 

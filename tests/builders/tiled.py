@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.builders.seeing import CLIP, IMAGE_ID, IMAGE_TOKEN
+from tests.builders.stand_in_processors import LLAMA4_TOKENS, Llama4Tiles, PixtralText
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
 
@@ -26,6 +23,31 @@ IDEFICS: dict[str, Any] = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": IDEFICS,
+    "llama4": {
+        "text_config": {
+            **TEXT,
+            "model_type": "llama4_text",
+            "head_dim": 16,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 3,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 0],
+        },
+        "vision_config": {
+            **TOWER,
+            "model_type": None,
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "image_size": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+            "vision_output_dim": 24,
+        },
+        "image_token_index": 97,
+        "boi_token_index": 98,
+        "eoi_token_index": 99,
+    },
     "llava_next": {"vision_config": TOWER, "image_token_index": IMAGE_ID, "image_grid_pinpoints": GRIDS},
     "llava_onevision": {
         "vision_config": {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
@@ -41,10 +63,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smolvlm": IDEFICS,
 }
 
-MARKERS = {"idefics3": "<image>", "smolvlm": "<image>"}
+MARKERS = {"idefics3": "<image>", "llama4": "<|image|>", "smolvlm": "<image>"}
 """Text of the placeholder token where it is not `~`."""
 
-UNLOADABLE = ("llava_onevision", "mistral3")
+UNLOADABLE = ("llama4", "llava_onevision", "mistral3")
 """Their processors need torchvision before transformers loads them."""
 
 
@@ -61,7 +83,7 @@ def save_tiled(model_type: str, folder: Path) -> Any:
     import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
-    config = transformers.AutoConfig.for_model(model_type, text_config=TEXT, **_fields(model_type))
+    config = transformers.AutoConfig.for_model(model_type, **fields_of(model_type))
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -75,8 +97,13 @@ def save_tiled(model_type: str, folder: Path) -> Any:
     return processor
 
 
-def _fields(model_type: str) -> dict[str, Any]:
-    fields = CONFIGS[model_type]
+def fields_of(model_type: str) -> dict[str, Any]:
+    """The fields of a config.
+
+    Args:
+        model_type: a row of `CONFIGS`.
+    """
+    fields = {"text_config": TEXT, **CONFIGS[model_type]}
     tower = {name: value for name, value in fields["vision_config"].items() if value is not None}
     return {**fields, "vision_config": tower}
 
@@ -122,42 +149,9 @@ def _onevision(transformers: Any, tokenizer: Any) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class PixtralText:
-    """The text and images of transformers' `PixtralProcessor`, whose module needs torchvision.
-
-    Attributes:
-        images: processor of images.
-        tokenizer: of characters.
-    """
-
-    images: Any
-    tokenizer: Any
-
-    def __call__(self, text: Sequence[str], images: Any, return_tensors: str, **options: Any) -> dict[str, Any]:
-        """Tokens and images of one prompt, tensors or arrays.
-
-        Args:
-            text: one prompt.
-            images: of Pillow, of one prompt.
-            return_tensors: `pt` or `np`.
-            options: of the tokenizer.
-        """
-        import torch  # noqa: PLC0415
-
-        found = self.images(images[0], return_tensors=return_tensors)
-        first, *others = text[0].split(IMAGE_TOKEN)
-        sizes = np.asarray(found["image_sizes"]).tolist()
-        parts = [_pixtral_rows(*size) + other for size, other in zip(sizes, others, strict=True)]
-        ids = self.tokenizer(first + "".join(parts), **options)["input_ids"]
-        tokens = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
-        made = tokens if return_tensors == "np" else {name: torch.from_numpy(one) for name, one in tokens.items()}
-        return {**made, **found}
-
-
-def _pixtral_rows(height: int, width: int) -> str:
-    """Rows of placeholders, with a token after each."""
-    return "|".join([IMAGE_TOKEN * (width // 8)] * (height // 8)) + "}"
+def _llama4(transformers: Any, tokenizer: Any) -> Any:
+    tokenizer.add_special_tokens({"additional_special_tokens": list(LLAMA4_TOKENS)})
+    return Llama4Tiles(tokenizer)
 
 
 def _pixtral(transformers: Any, tokenizer: Any) -> Any:
@@ -167,6 +161,7 @@ def _pixtral(transformers: Any, tokenizer: Any) -> Any:
 
 PROCESSORS = {
     "idefics3": _idefics3,
+    "llama4": _llama4,
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
     "mistral3": _pixtral,

@@ -13,8 +13,9 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.generation import Prompt, generate
 from llmconv.generation.images import ImageEncoder
+from llmconv.runtime.images.families import image_family
 from tests.builders.seeing import save_picture
-from tests.builders.tiled import CONFIGS, MARKERS, UNLOADABLE, save_tiled
+from tests.builders.tiled import CONFIGS, MARKERS, UNLOADABLE, fields_of, save_tiled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
 
@@ -81,6 +82,7 @@ def eager_tokens(seeing: Seeing, prompts: list[Prompt]) -> list[tuple[int, list[
     for prompt in prompts:
         images = [[Image.open(path) for path in prompt.images]]
         given = dict(seeing.processor(text=[str(prompt.content)], images=images, return_tensors="pt"))
+        given["pixel_values"] = given["pixel_values"].float()  # Llama 4's are of bfloat16
         length = given["input_ids"].shape[1]
         made = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
         found.append((length, [int(token) for token in made[0, length:]]))
@@ -103,10 +105,7 @@ def family(model_type: str) -> Any:
     """Of a config alone."""
     import transformers  # noqa: PLC0415
 
-    from llmconv.runtime.images.families import image_family  # noqa: PLC0415
-    from tests.builders.tiled import _fields  # noqa: PLC0415
-
-    return image_family(transformers.AutoConfig.for_model(model_type, **_fields(model_type)))
+    return image_family(transformers.AutoConfig.for_model(model_type, **fields_of(model_type)))
 
 
 def test_a_tile_with_padding_is_refused() -> None:

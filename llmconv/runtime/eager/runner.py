@@ -42,9 +42,9 @@ from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
-from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,

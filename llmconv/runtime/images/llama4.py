@@ -10,6 +10,8 @@ from llmconv.runtime.images.family import ImageFamily
 class Llama4Images(ImageFamily):
     """Tiles, which the processor lists for all images together."""
 
+    tensors = "pt"
+
     def text_of_image(self, placeholder: str) -> str:
         """The placeholder alone, as in the chat template of these models."""
         return placeholder

@@ -105,10 +105,17 @@ def half_a_newline(model: onnx.ModelProto) -> None:
     model.graph.node.append(onnx.helper.make_node("Mul", ["whole", add_constant(model, np.float32(0.5))], [made]))
 
 
+def turned_back(model: onnx.ModelProto) -> None:
+    """The real part of a product of complex numbers is a sum."""
+    node = next(node for node in users(model, "Sub") if "self_attn" in node.name)
+    node.op_type = "Add"
+
+
 COMMON = (swapped_weights, other_gelu, softmax_of_queries)
 PARTICULAR = {
     "idefics3": (reversed_positions,),
     "smolvlm": (reversed_positions,),
+    "llama4": (turned_back,),
     "llava_next": (reversed_positions, half_a_newline),
     "llava_onevision": (reversed_positions, half_a_newline),
     "mistral3": (rows_for_columns,),
