@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +17,12 @@ class _Reached(Exception):
 
 
 class _Captured:
-    """Stands for the projector's output; an attribute is first asked for by the code that is left."""
+    """Stands for the projector's output in the code that is left, which splits, reshapes or iterates it first."""
 
     def __getattr__(self, name: str) -> Any:
+        raise _Reached
+
+    def __iter__(self) -> Iterator[Any]:
         raise _Reached
 
 

@@ -13,7 +13,7 @@ from tests.conftest import DECODER
 GRIDS = [[12, 24], [24, 12], [24, 24], [36, 12], [12, 36], [36, 36]]
 
 TOWER = {**CLIP, "num_hidden_layers": 4, "image_size": 12}
-TEXT = {**DECODER, "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 101, "max_position_embeddings": 512}
+TEXT = {**DECODER, "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 103, "max_position_embeddings": 512}
 
 IDEFICS: dict[str, Any] = {
     "vision_config": {**TOWER, "model_type": None, "image_size": 24},

@@ -209,8 +209,8 @@ class EagerRunner(Runner):
         else:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-            if config.model_type in IMAGE_FAMILIES:
-                mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,)
+            if config.model_type in IMAGE_FAMILIES:  # the whole model, where the first is its language model alone
+                mappings = mappings[::-1]
             source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
             if source.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
                 config = config.get_text_config(decoder=True)
