@@ -43,6 +43,8 @@ TASKS = ExtraInput(
 
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
+SEEING = InputMap(note="graphs of embeddings; images by `vision.onnx`")
+
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros and ignores the cache."""
 
@@ -108,7 +110,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "glm4": DECODER,
     "glm4_moe": DECODER,
     "glm4_moe_lite": DECODER,
-    "got_ocr2": TEXT_MODEL,
+    "got_ocr2": SEEING,
     "gpt-sw3": DECODER,
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
     "gpt_bigcode": DECODER,
@@ -145,7 +147,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
-    "llama4": TEXT_MODEL,
+    "llama4": SEEING,
     "llama4_text": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),

@@ -90,6 +90,16 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 32},
     "granitemoe_swa": {"attention_multiplier": 0.2},  # its default leaves scores unscaled: rounding then grows unevenly
     "helium": {"head_dim": 16},
+    "llama4": {
+        "image_token_index": 130,
+        "vision_config": {
+            "intermediate_size": 128,  # of four patches
+            "image_size": 28,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+            "vision_output_dim": 24,
+        },
+    },
     "zaya": {"num_experts_per_tok": 1},
     "youtu": {"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},

@@ -22,6 +22,7 @@ MULTI_MODAL: dict[str, str] = {
     "got_ocr2": "",
     "idefics3": "",
     "internvl": "",
+    "llama4": "",
     "llava": "",
     "llava_next": "",
     "llava_onevision": "",

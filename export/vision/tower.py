@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmconv.export.input_map import Port
+from llmconv.export.vision.projected import projected
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
 
 IMAGES = "num_images"
 """The symbolic axis of graphs of images of one size."""
-
-PROJECTOR = "multi_modal_projector"
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,6 @@ class TowerInput:
     example: Tensor
 
 
-class _Captured:
-    """Stands for the projector's output in the code after it, which would count the images one by one."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def reshape(self, *shape: int) -> _Captured:
-        """The same."""
-        return self
-
-
 class ImageFeatures(nn.Module):
     """The model's features of images of one size, up to the output of its projector."""
 
@@ -52,18 +40,7 @@ class ImageFeatures(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Features [images, tokens, hidden] of `pixel_values` [images, channels, height, width]."""
-        found: list[Tensor] = []
-
-        def capture(module: nn.Module, given: Any, output: Tensor) -> _Captured:
-            found.append(output)
-            return _Captured()
-
-        hook = self.model.model.get_submodule(PROJECTOR).register_forward_hook(capture)
-        try:
-            self.model.model.get_image_features(pixel_values=pixel_values)
-        finally:
-            hook.remove()
-        features = found[0]
+        features = projected(self.model, {"pixel_values": pixel_values})
         return features.reshape(pixel_values.shape[0], -1, features.shape[-1])
 
 
@@ -90,10 +67,10 @@ class VisionTower:
         module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
             `inputs` and returns features, or a tuple of features and further outputs.
         inputs: of the graph, of the whole model's config and the graph's precision.
-        outputs: names of the graph's outputs, and of the symbolic axis that each has at first.
+        outputs: names of the graph's outputs, and the first axis of each: a symbol, or a fixed size.
     """
 
     alike: bool = True
     module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
     inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
-    outputs: tuple[tuple[str, str], ...] = ((IMAGE_FEATURES, IMAGES),)
+    outputs: tuple[tuple[str, str | int], ...] = ((IMAGE_FEATURES, IMAGES),)

@@ -22,10 +22,13 @@ from llmconv.export.tracing.fake_model import period, shortened
 from llmconv.export.tracing.trace import name_ports, optimized, quiet_libraries, weights_to_inputs
 from llmconv.export.vision.tower import TowerInput, VisionTower
 
+LANGUAGE = ("model.language_model.", "model.text_model.", "language_model.", "lm_head.")
+"""Prefixes of the parameters of the language model and its head, in the models of transformers 5."""
+
 
 def is_vision(name: str) -> bool:
     """Whether a parameter belongs neither to the language model nor to its head."""
-    return not name.startswith(("model.language_model.", "model.text_model.", "lm_head."))
+    return not name.startswith(LANGUAGE)
 
 
 def build_whole(config: Any, precision: str) -> PreTrainedModel:
@@ -89,7 +92,7 @@ def _traced(module: nn.Module, inputs: Iterable[TowerInput]) -> ir.Model:
     return traced.model
 
 
-def _output(name: str, value: ir.Value, axis: str, precision: str) -> Port:
+def _output(name: str, value: ir.Value, axis: str | int, precision: str) -> Port:
     assert value.shape is not None
     return Port(name, precision, (axis, *(int(str(size)) for size in list(value.shape)[1:])))
 

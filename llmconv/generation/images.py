@@ -16,11 +16,15 @@ from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.tensors import Array
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 TEXT_INPUTS = ("input_ids", "attention_mask")
 """What a processor makes of the text; the rest is of the images."""
+
+INSTALLED = {"torchvision": "install the torchvision that fits your torch", "num2words": "pip install num2words"}
+"""Packages that the processors of some models need, and what to do."""
 
 MOST_IMAGES = 16
 """Maximum number of images in a prompt."""
@@ -117,7 +121,7 @@ class ImageEncoder:
 
     def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
         prepared = self._prepared(text, images, starts)
-        given = {name: np.asarray(value) for name, value in prepared.items() if name not in TEXT_INPUTS}
+        given = {name: _array(value) for name, value in prepared.items() if name not in TEXT_INPUTS}
         where = np.asarray(prepared["input_ids"])[0] == self.token
         features = self._features(given)
         rows = features.rows.astype(np.float32)
@@ -136,18 +140,26 @@ class ImageEncoder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self.processor(text=[text], images=[opened], return_tensors="np", add_special_tokens=starts)
+                return self.processor(
+                    text=[text], images=[opened], return_tensors=self.family.tensors, add_special_tokens=starts
+                )
         except MemoryError:
             raise
         except Exception as error:  # processors check their inputs by failing
             raise _refused("the model's processor fails on the prompt and its images", error) from error
 
 
+def _array(value: Any) -> Array:
+    """An array of what a processor returns; bfloat16 becomes float32."""
+    return np.asarray(value.float() if "bfloat16" in str(getattr(value, "dtype", "")) else value)
+
+
 def _refused(problem: str, error: Exception) -> InputRefused:
-    reason = first_line(error)
-    needs = "torchvision" in reason
-    hint = "install the torchvision that fits your torch" if needs else "copy the processor's files of the model again"
-    return InputRefused(f"{problem}: {reason}", hint=hint)
+    reason = first_line(error).split(" but it was not found")[0]
+    missing = next((name for name in INSTALLED if name in reason.lower()), "")
+    return InputRefused(
+        f"{problem}: {reason}", hint=INSTALLED.get(missing, "copy the processor's files of the model again")
+    )
 
 
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:

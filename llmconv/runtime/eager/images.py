@@ -37,11 +37,14 @@ def image_features(runner: EagerRunner, given: Given) -> Features:
         runner: a multimodal model.
         given: what the processor made of the images of one prompt; what the model does not take is left out.
     """
-    compute = runner.model.model.get_image_features
+    owner = runner.model if hasattr(runner.model, "get_image_features") else runner.model.model
+    compute = owner.get_image_features
     taken = inspect.signature(compute).parameters
     with runner.compute_mode():
         found = compute(**runner.tensors({name: one for name, one in given.items() if name in taken}), return_dict=True)
-    parts = found.pooler_output
+        parts = found.pooler_output
+        if parts is None:  # Llama 4 projects where it places them
+            parts = owner.multi_modal_projector(found.last_hidden_state)
     images = [parts] if isinstance(parts, torch.Tensor) else parts
     return Features(np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images]))
 

@@ -44,6 +44,7 @@ from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,
@@ -208,6 +209,8 @@ class EagerRunner(Runner):
         else:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+            if config.model_type in IMAGE_FAMILIES:  # the whole model, where the first is its language model alone
+                mappings = mappings[::-1]
             source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
             if source.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
                 config = config.get_text_config(decoder=True)
@@ -369,7 +372,8 @@ def _require_complete(missing: Iterable[str], folder: Path) -> None:
 def _class_of(folder: Path) -> Any:
     """The auto class of a folder: of a language model, or of a model with image input."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in IMAGE_FAMILIES
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 @contextmanager

@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput, first_line
+from llmconv.runtime.images.anyres import AnyresImages, OneVisionImages
 from llmconv.runtime.images.family import ImageFamily
+from llmconv.runtime.images.idefics3 import Idefics3Images
+from llmconv.runtime.images.llama4 import Llama4Images
+from llmconv.runtime.images.pixtral import PixtralImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
     "got_ocr2": ImageFamily,
+    "idefics3": Idefics3Images,
     "internvl": ImageFamily,
+    "llama4": Llama4Images,
     "llava": ImageFamily,
+    "llava_next": AnyresImages,
+    "llava_onevision": OneVisionImages,
+    "mistral3": PixtralImages,
+    "smolvlm": Idefics3Images,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""

@@ -51,6 +51,9 @@ class ImageFamily:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    tensors = "np"
+    """What the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16."""
+
     # --- running ------------------------------------------------------------------------------------------------------
 
     def text_of_image(self, placeholder: str) -> str:
