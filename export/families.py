@@ -20,6 +20,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
+from llmconv.runtime.rotary_axes import DEEPSTACK, ROTARY_AXES
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -42,6 +43,15 @@ TASKS = ExtraInput(
 """The task that ERNIE is to do with each token."""
 
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
+
+THREE_AXES = InputMap(position_ids=False, extras=(ROTARY_AXES,), note="positions on three axes")
+"""A text model of Qwen2-VL and later, whose positions are of time, row and column."""
+
+DEEPSTACKED = InputMap(
+    position_ids=False,
+    extras=(ROTARY_AXES, DEEPSTACK),
+    note="positions on three axes; features of images in its first layers",
+)
 
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros and ignores the cache."""
@@ -185,7 +195,11 @@ INPUT_MAPS: dict[str, InputMap] = {
     "phimoe": DECODER,
     "plbart": MASK_ALONE,
     "qwen2": InputMap(note="biases on query, key and value"),
+    "qwen2_5_vl": THREE_AXES,
+    "qwen2_5_vl_text": THREE_AXES,
     "qwen2_moe": DECODER,
+    "qwen2_vl": THREE_AXES,
+    "qwen2_vl_text": THREE_AXES,
     "qwen3": InputMap(note="norms on query and key"),
     "qwen3_5": InputMap(cache="delta_rule", note="its text model: gated delta rule and gated attention layers"),
     "qwen3_5_moe": InputMap(

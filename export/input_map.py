@@ -9,7 +9,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
 from llmconv.runtime.cache_names import layer_of
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
+from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, POSITIONS, ExtraInput, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 
@@ -46,7 +46,7 @@ class InputMap:
     extras: tuple[ExtraInput, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [extra.name for extra in self.extras]
+        names = [*([POSITIONS] if self.position_ids else []), *(extra.name for extra in self.extras)]
         if len(set(names)) < len(names):
             raise UsageProblem(
                 f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from llmconv.export.vision.qwen_vl import TOKENS, PatchFeatures, WindowedFeatures, patches, patches_in_windows
 from llmconv.export.vision.tower import VisionTower
+from llmconv.runtime.images.family import IMAGE_FEATURES
+
+OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
 
 VISION_TOWERS: dict[str, VisionTower] = {
     "aya_vision": VisionTower(),
     "got_ocr2": VisionTower(alike=False),  # layers with windows between layers without
     "internvl": VisionTower(),
     "llava": VisionTower(),
+    "qwen2_5_vl": VisionTower(False, WindowedFeatures, patches_in_windows, OF_PATCHES),
+    "qwen2_vl": VisionTower(True, PatchFeatures, patches, OF_PATCHES),
     "vipllava": VisionTower(),
 }
 """By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

@@ -111,7 +111,7 @@ class ImageEncoder:
                 hint="write one for each image, or none",
             )
         if not found:
-            text = self.family.text_of_image(self.marker) * len(images) + text
+            text = self.family.text_of_image(self.marker, self.processor) * len(images) + text
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
 

@@ -307,7 +307,7 @@ class EagerRunner(Runner):
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
         inputs = {**tokens, "attention_mask": attention_mask, **values}
         if self.takes_positions:
-            inputs["position_ids"] = call.position_ids
+            inputs.setdefault("position_ids", call.position_ids)  # some families have several for each token
         return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:

@@ -7,12 +7,15 @@ from typing import Any
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.family import ImageFamily
+from llmconv.runtime.images.qwen_vl import QwenImages, WindowedQwenImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
     "got_ocr2": ImageFamily,
     "internvl": ImageFamily,
     "llava": ImageFamily,
+    "qwen2_5_vl": WindowedQwenImages,
+    "qwen2_vl": QwenImages,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""

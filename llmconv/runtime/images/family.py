@@ -53,11 +53,12 @@ class ImageFamily:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def text_of_image(self, placeholder: str) -> str:
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.
 
         Args:
             placeholder: text of the token that a processor repeats for each feature.
+            processor: of transformers.
         """
         return f"{placeholder}\n"
 

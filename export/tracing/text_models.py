@@ -1,0 +1,86 @@
+"""Text models that transformers has only as a part of a model with images: here with a head for tokens.
+
+Their parameters have the names of other language models, `model.layers…` and `lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from llmconv.runtime.eager.deepstack import added_after_layers
+
+
+class TextWithHead(PreTrainedModel):
+    """A text model and its head.
+
+    Args:
+        config: of the text model.
+    """
+
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = AutoModel.from_config(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits of all tokens, and the cache.
+
+        Args:
+            input_ids: int64 `[batch, tokens]`; or `inputs_embeds`.
+            attention_mask: int64 `[batch, past + tokens]`.
+            position_ids: int64 `[3, batch, tokens]`.
+            past_key_values: of transformers.
+            inputs_embeds: `[batch, tokens, hidden]`.
+            use_cache: return a cache.
+        """
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        logits = self.lm_head(found.last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+
+class DeepstackedText(TextWithHead):
+    """A text model whose first layers get features of images added to their outputs."""
+
+    def forward(self, *tensors: Any, deepstack_embeds: Tensor | None = None, **named: Any) -> CausalLMOutputWithPast:
+        """See `TextWithHead.forward`.
+
+        Args:
+            tensors: the same.
+            deepstack_embeds: `[batch, tokens, layers * hidden]`.
+            named: the same by name.
+        """
+        with added_after_layers(self.model.layers, deepstack_embeds):
+            return super().forward(*tensors, **named)
+
+
+TEXT_MODELS: dict[str, type[TextWithHead]] = {
+    "qwen2_5_vl_text": TextWithHead,
+    "qwen2_vl_text": TextWithHead,
+}
+"""By `model_type` of the text model's config."""
