@@ -38,12 +38,14 @@ class InputMap:
         cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
         extras: inputs that only some families have, such as `token_type_ids`.
         note: special properties of the family, for the table of families.
+        first_layers: number of first layers that take inputs of their own, so that they are not like the others.
     """
 
     position_ids: bool = True
     cache: str = "heads"
     note: str = ""
     extras: tuple[ExtraInput, ...] = ()
+    first_layers: int = 0
 
     def __post_init__(self) -> None:
         names = [*([POSITIONS] if self.position_ids else []), *(extra.name for extra in self.extras)]

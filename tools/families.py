@@ -28,7 +28,10 @@ from typing import Any
 import torch
 import torch.onnx
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
@@ -134,8 +137,9 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def all_types(guess: bool) -> list[str]:
-    """Rows of the registry that transformers knows too; with `guess` its whole table."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
+    """Rows of the registry that transformers knows too; with `guess` its whole table of causal language models."""
+    causal = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
+    return [*causal, *sorted(INPUT_MAPS.keys() & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - set(causal))]
 
 
 def run(model_type: str, options: argparse.Namespace) -> Result:

@@ -28,6 +28,7 @@ MULTI_MODAL: dict[str, str] = {
     "mistral3": "",
     "qwen2_5_vl": "",
     "qwen2_vl": "",
+    "qwen3_vl": "",
     "smolvlm": "",
     "vipllava": "",
 }

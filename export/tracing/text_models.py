@@ -67,20 +67,35 @@ class TextWithHead(PreTrainedModel):
 class DeepstackedText(TextWithHead):
     """A text model whose first layers get features of images added to their outputs."""
 
-    def forward(self, *tensors: Any, deepstack_embeds: Tensor | None = None, **named: Any) -> CausalLMOutputWithPast:
+    def forward(  # noqa: PLR0913 - those of transformers, and one more
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        deepstack_embeds: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
         """See `TextWithHead.forward`.
 
         Args:
-            tensors: the same.
+            input_ids: the same.
+            attention_mask: the same.
+            position_ids: the same.
+            past_key_values: the same.
+            inputs_embeds: the same.
+            use_cache: the same.
             deepstack_embeds: `[batch, tokens, layers * hidden]`.
-            named: the same by name.
         """
         with added_after_layers(self.model.layers, deepstack_embeds):
-            return super().forward(*tensors, **named)
+            return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
 
 
 TEXT_MODELS: dict[str, type[TextWithHead]] = {
     "qwen2_5_vl_text": TextWithHead,
     "qwen2_vl_text": TextWithHead,
+    "qwen3_vl_moe_text": DeepstackedText,
+    "qwen3_vl_text": DeepstackedText,
 }
 """By `model_type` of the text model's config."""

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import Port
 from llmconv.export.vision.tower import TowerInput
 from llmconv.runtime.images.family import PIXEL_VALUES
-from llmconv.runtime.images.qwen_vl import PATCH_POSITIONS, WINDOW_IDS
+from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, PATCH_POSITIONS, WINDOW_IDS
+from llmconv.runtime.rotary_axes import DEEPSTACK_LAYERS
 
 PATCHES, TOKENS = "num_patches", "num_tokens"
 """Symbolic axes: patches of the image, and features, of which each is made of several patches."""
@@ -75,6 +77,36 @@ class WindowedFeatures(nn.Module):
                 hidden = block(hidden, cu_seqlens=mask, position_embeddings=positions)
         features: Tensor = tower.merger(hidden)
         return features
+
+
+class DeepstackedFeatures(nn.Module):
+    """The features of one image, and those after some of the layers, for the first layers of the decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, pixel_values: Tensor, patch_positions: Tensor, cells: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Features `[tokens, hidden]`, and further ones `[tokens, layers * hidden]`.
+
+        Args:
+            pixel_values: as for `PatchFeatures`.
+            patch_positions: as for `PatchFeatures`.
+            cells: places in the table of position embeddings, int64 `[patches, 4]`.
+            weights: of these places, `[patches, 4]`.
+        """
+        tower: Any = self.model.model.visual
+        hidden = embedded(tower, pixel_values) + (tower.pos_embed(cells) * weights[:, :, None]).sum(1)
+        positions = tower.rotary_pos_emb(hidden, patch_positions)
+        deep, chosen = [], list(tower.deepstack_visual_indexes)
+        with attending(tower.blocks):
+            for number, block in enumerate(tower.blocks):
+                hidden = block(hidden, cu_seqlens=None, position_embeddings=positions)
+                if number in chosen:
+                    deep.append(tower.deepstack_merger_list[chosen.index(number)](hidden))
+        return tower.merger(hidden), torch.cat(deep, dim=-1)
 
 
 def embedded(tower: Any, pixel_values: Tensor) -> Tensor:
@@ -138,6 +170,24 @@ def patches_in_windows(config: Any, precision: str) -> tuple[TowerInput, ...]:
     """Patches, their positions and windows; arguments as for `patches`."""
     ids = torch.zeros(_example(config), dtype=torch.int64)
     return (*patches(config, precision), TowerInput(Port(WINDOW_IDS, "int64", (PATCHES,)), ids))
+
+
+def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
+    """Patches, their positions and their places in the table; arguments as for `patches`.
+
+    Raises:
+        UnsupportedInput: another number of layers of the decoder gets features than in any released model.
+    """
+    if len(config.vision_config.deepstack_visual_indexes) != DEEPSTACK_LAYERS:
+        raise UnsupportedInput(
+            f"`deepstack_visual_indexes` does not have {DEEPSTACK_LAYERS} layers", hint="correct `config.json`"
+        )
+    cells, weights = (torch.zeros((_example(config), 4), dtype=getattr(torch, one)) for one in ("int64", precision))
+    return (
+        *patches(config, precision),
+        TowerInput(Port(CELLS, "int64", (PATCHES, 4)), cells),
+        TowerInput(Port(CELL_WEIGHTS, precision, (PATCHES, 4)), weights),
+    )
 
 
 def _example(config: Any) -> int:

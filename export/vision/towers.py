@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from llmconv.export.vision.qwen_vl import TOKENS, PatchFeatures, WindowedFeatures, patches, patches_in_windows
+from llmconv.export.vision.qwen_vl import (
+    TOKENS,
+    DeepstackedFeatures,
+    PatchFeatures,
+    WindowedFeatures,
+    patches,
+    patches_in_windows,
+    patches_with_cells,
+)
 from llmconv.export.vision.tower import VisionTower
-from llmconv.runtime.images.family import IMAGE_FEATURES
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES
 
 OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
+DEEP = (*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS))
 
 VISION_TOWERS: dict[str, VisionTower] = {
     "aya_vision": VisionTower(),
@@ -15,6 +24,7 @@ VISION_TOWERS: dict[str, VisionTower] = {
     "llava": VisionTower(),
     "qwen2_5_vl": VisionTower(False, WindowedFeatures, patches_in_windows, OF_PATCHES),
     "qwen2_vl": VisionTower(True, PatchFeatures, patches, OF_PATCHES),
+    "qwen3_vl": VisionTower(False, DeepstackedFeatures, patches_with_cells, DEEP),
     "vipllava": VisionTower(),
 }
 """By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

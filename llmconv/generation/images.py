@@ -14,6 +14,7 @@ import numpy as np
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
+from llmconv.generation.image_processor import load_processor
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 
@@ -59,13 +60,12 @@ class ImageEncoder:
                 f"`{self.folder}` has no processor of images",
                 hint=f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder",
             )
-        from transformers import AutoProcessor  # noqa: PLC0415 - imports torch
-        from transformers.utils import logging  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415 - imports torch
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it announces which library resizes images
         try:
-            return AutoProcessor.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            return load_processor(self.folder, self.family.config)
         except Exception as error:  # an invalid config may raise anything
             raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
         finally:

@@ -11,7 +11,7 @@ import torch
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.images.families import image_family
-from llmconv.runtime.images.family import Features, Given, ImageFamily
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 
@@ -41,9 +41,15 @@ def image_features(runner: EagerRunner, given: Given) -> Features:
     taken = inspect.signature(compute).parameters
     with runner.compute_mode():
         found = compute(**runner.tensors({name: one for name, one in given.items() if name in taken}), return_dict=True)
-    parts = found.pooler_output
+    deep = [_rows(layer) for layer in getattr(found, "deepstack_features", None) or ()]
+    outputs = [{DEEPSTACK_FEATURES: np.concatenate(deep, axis=1)}] if deep else []
+    return Features(_rows(found.pooler_output), outputs)
+
+
+def _rows(parts: Any) -> Array:
+    """Features [tokens, hidden] of all images, which are in one tensor or in one for each image."""
     images = [parts] if isinstance(parts, torch.Tensor) else parts
-    return Features(np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images]))
+    return np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images])
 
 
 def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, given: Given) -> Step:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.family import ImageFamily
-from llmconv.runtime.images.qwen_vl import QwenImages, WindowedQwenImages
+from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
@@ -16,6 +16,7 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "llava": ImageFamily,
     "qwen2_5_vl": WindowedQwenImages,
     "qwen2_vl": QwenImages,
+    "qwen3_vl": DeepstackedQwenImages,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""

@@ -1,7 +1,8 @@
-"""Images of Qwen2-VL and Qwen2.5-VL: patches of any number of rows and columns, and positions on three axes."""
+"""Images of Qwen2-VL and later: patches of any number of rows and columns, and positions on three axes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.extra_inputs import POSITIONS
-from llmconv.runtime.images.family import PIXEL_VALUES, Features, Given, ImageFamily
-from llmconv.runtime.rotary_axes import positions_on_axes
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, PIXEL_VALUES, Features, Given, ImageFamily
+from llmconv.runtime.rotary_axes import DEEPSTACK, positions_on_axes
 from llmconv.tensors import Array
 
 GRIDS, PATCH_POSITIONS, WINDOW_IDS = "image_grid_thw", "patch_positions", "window_ids"
+CELLS, CELL_WEIGHTS = "position_cells", "position_weights"
+"""Places in the table of position embeddings around each patch, and their weights."""
 
 Patches = tuple[int, int]
 """Rows and columns of patches of an image."""
@@ -112,3 +115,34 @@ class WindowedQwenImages(QwenImages):
         side = vision.window_size // self._merged // vision.patch_size * self._merged
         rows, columns = (at // side for at in np.indices(patches))
         return {**super()._of_patches(patches), WINDOW_IDS: self._in_order(rows * (1 + patches[1] // side) + columns)}
+
+
+class DeepstackedQwenImages(QwenImages):
+    """Position embeddings are resampled to the size of the image, and the decoder's first layers get features, too."""
+
+    def _of_patches(self, patches: Patches) -> dict[str, Array]:
+        side = math.isqrt(self.config.vision_config.num_position_embeddings)
+        rows, columns = (_taps(size, side) for size in patches)
+        cells = rows[0][:, None, :, None] * side + columns[0][None, :, None, :]
+        weights = rows[1][:, None, :, None] * columns[1][None, :, None, :]
+        resampled = {CELLS: cells.reshape(*patches, -1), CELL_WEIGHTS: weights.reshape(*patches, -1)}
+        return {**super()._of_patches(patches), **{name: self._in_order(array) for name, array in resampled.items()}}
+
+    def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
+        """See `ImageFamily.inputs`."""
+        deep = np.concatenate([one[DEEPSTACK_FEATURES] for one in features.outputs]).astype(np.float32)
+        added = np.zeros((len(where), deep.shape[1]), dtype=np.float32)
+        added[where] = deep
+        return {**super().inputs(where, features, given), DEEPSTACK.name: added}
+
+
+def _taps(size: int, side: int) -> tuple[Array, Array]:
+    """The two nearest places in a table of `side` places for each of `size` patches, and their weights.
+
+    Source: `get_vision_interpolation_indices_and_weights` in transformers, bilinear with aligned corners.
+    """
+    at = np.arange(size, dtype=np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    below = np.floor(at)
+    near = below[:, None] + np.arange(2)
+    weights = np.maximum(1 - np.abs(at[:, None] - near), 0).astype(np.float32)
+    return np.clip(near, 0, side - 1).astype(np.int64), weights
