@@ -9,7 +9,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
 from llmconv.runtime.cache_names import layer_of
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, POSITIONS, ExtraInput, resolved_inputs
+from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 
@@ -53,6 +53,11 @@ class InputMap:
             raise UsageProblem(
                 f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"
             )
+
+    @property
+    def heeds_positions(self) -> bool:
+        """Whether the graph has the input `position_ids`, with one or several positions for each token."""
+        return self.position_ids or any(extra.name == POSITIONS for extra in self.extras)
 
     @property
     def kind(self) -> CacheKind:

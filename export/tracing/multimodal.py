@@ -84,7 +84,7 @@ NAMINGS = (
     TensorNaming("model.text_model."),
     TensorNaming("model.", seen="model.layers."),
 )
-"""Names that transformers 5 writes, that transformers 4 wrote, those of idefics3 and similar models, and of Qwen2-VL."""
+"""Names that transformers 5 writes, that transformers 4 wrote, those of idefics3 and others, and those of Qwen2-VL."""
 
 
 def alone(table: TracedGraph) -> TracedGraph:

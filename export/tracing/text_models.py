@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from llmconv.runtime.eager.deepstack import added_after_layers
 
 
-class TextWithHead(PreTrainedModel):
+class TextWithHead(PreTrainedModel):  # type: ignore[misc]
     """A text model and its head.
 
     Args:
@@ -67,7 +67,7 @@ class TextWithHead(PreTrainedModel):
 class DeepstackedText(TextWithHead):
     """A text model whose first layers get features of images added to their outputs."""
 
-    def forward(  # noqa: PLR0913 - those of transformers, and one more
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -24,6 +24,7 @@ def command(as_json: bool) -> None:
     """
     from llmconv.export.families import known_input_maps
     from llmconv.export.families_not_exported import NOT_EXPORTED
+    from llmconv.runtime.extra_inputs import POSITIONS
 
     rows = {name: row for name, row in sorted(known_input_maps().items())}
     others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
@@ -33,9 +34,11 @@ def command(as_json: bool) -> None:
         return
     width = max(map(len, rows))
     for name, row in rows.items():
-        extras = f"inputs: {', '.join(extra.name for extra in row.extras)}" if row.extras else ""
-        note = "; ".join(filter(None, (extras, row.note)))
-        click.echo(f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {note}".rstrip())
+        extras = [extra.name for extra in row.extras if extra.name != POSITIONS]
+        note = "; ".join(filter(None, (f"inputs: {', '.join(extras)}" if extras else "", row.note)))
+        click.echo(
+            f"{name:{width}}  {'position_ids' if row.heeds_positions else 'no position_ids':16}  {note}".rstrip()
+        )
     for name, reason in others.items():
         say(f"not exported: {name}: {reason}")
 
@@ -43,4 +46,4 @@ def command(as_json: bool) -> None:
 def _fields(row: InputMap) -> dict[str, Any]:
     """A row for JSON."""
     extras = [extra.name for extra in row.extras]
-    return {"position_ids": row.position_ids, "extras": extras, "note": row.note}
+    return {"position_ids": row.heeds_positions, "extras": extras, "note": row.note}

@@ -20,7 +20,7 @@ def load_processor(folder: Path, config: Any) -> Any:
     from transformers.utils import is_torchvision_available  # noqa: PLC0415
 
     kind: Any = AutoProcessor
-    known = PROCESSOR_MAPPING[type(config)] if type(config) in PROCESSOR_MAPPING else None
+    known = PROCESSOR_MAPPING.get(type(config), None)
     if not is_torchvision_available() and known and "video_processor" in known.get_attributes():
         kind = without_videos(known)
     return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

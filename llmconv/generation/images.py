@@ -112,8 +112,22 @@ class ImageEncoder:
             )
         if not found:
             text = self.family.text_of_image(self.marker, self.processor) * len(images) + text
+        self.refuse_videos(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
+
+    def refuse_videos(self, ids: Sequence[int], name: str = "the prompt") -> None:
+        """Refuses a prompt with a placeholder of a video, whose features no graph computes.
+
+        Args:
+            ids: its tokens.
+            name: of the prompt, for messages.
+
+        Raises:
+            InputRefused: there is one.
+        """
+        if getattr(self.family.config, "video_token_id", None) in ids:
+            raise InputRefused(f"{name} has a placeholder of a video", hint="give some of its frames as images")
 
     def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
         prepared = self._prepared(text, images, starts)

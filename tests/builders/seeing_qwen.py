@@ -36,7 +36,11 @@ VISION: dict[str, dict[str, Any]] = {
 }
 """Towers by `model_type`."""
 
-TEXT: dict[str, dict[str, Any]] = {"qwen2_vl": {}, "qwen2_5_vl": {}, "qwen3_vl": {"head_dim": 16, "num_hidden_layers": 8}}
+TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {"head_dim": 16, "num_hidden_layers": 8},
+}
 """Fields of the text model by `model_type`."""
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from llmconv.errors import LlmconvError
-from llmconv.runtime.eager.images import image_features, image_token, prefill_images
+from llmconv.runtime.eager.images import image_features, image_token, positions_after_images, prefill_images
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
 from llmconv.runtime.given_inputs import GivenInputs, batch_values
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.onnxruntime.graph import OrtGraph
@@ -137,8 +137,11 @@ class ImageChecks:
                 return prefill_images(model, call.input_ids, call.attention_mask, prompts.together)
 
             def second(model: EagerRunner) -> Step:
-                extras = prompts.values(step, [image_features(model, given) for given in prompts.images])
-                return model.decode(*_inputs(step), first(model).present, extras)
+                extras = dict(prompts.values(step, [image_features(model, given) for given in prompts.images]))
+                present, counted = first(model).present, positions_after_images(model, step.position_ids)
+                if counted is not None:  # transformers' own, because those in `extras` are compared with them
+                    extras[POSITIONS] = counted
+                return model.decode(*_inputs(step), present, extras)
 
             found = [self.eager.outputs_of(call, first), self.eager.outputs_of(step, second)]
             self._known_truths[id(prompts)] = found

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from llmconv.runtime.rotary_axes import DEEPSTACK_LAYERS
@@ -23,7 +24,8 @@ def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> 
     with ExitStack() as hooks:
         if features is not None:
             size = features.shape[-1] // DEEPSTACK_LAYERS
-            for layer, part in zip(layers, features.split(size, dim=-1), strict=False):
+            parts = torch.split(features, size, dim=-1)
+            for layer, part in zip(layers, parts, strict=False):
                 hooks.callback(layer.register_forward_hook(partial(_add, part)).remove)
         yield
 

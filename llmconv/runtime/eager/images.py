@@ -12,6 +12,7 @@ from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.images.families import image_family
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, Features, Given, ImageFamily
+from llmconv.runtime.rotary_axes import AXES
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 
@@ -70,3 +71,17 @@ def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array,
         inputs["position_ids"] = positions
     cache = runner.cache_of(None)
     return Step(to_numpy(runner.call(inputs, cache)), EagerCache(cache, input_ids, positions))
+
+
+def positions_after_images(runner: EagerRunner, position_ids: Array) -> Array | None:
+    """Positions of tokens after the prompts of the last `prefill_images`, as transformers counts them on.
+
+    Args:
+        runner: a multimodal model.
+        position_ids: of the tokens without images, int64 [batch, tokens].
+
+    Returns:
+        int64 [3, batch, tokens]; None in a family without positions on several axes.
+    """
+    deltas = getattr(runner.model.model, "rope_deltas", None)
+    return None if deltas is None else np.repeat((position_ids + deltas.cpu().numpy())[None], AXES, axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, PIXEL_VALUES, Features, Given, ImageFamily
 from llmconv.runtime.rotary_axes import DEEPSTACK, positions_on_axes
@@ -87,7 +87,9 @@ class QwenImages(ImageFamily):
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
         """See `ImageFamily.inputs`."""
         merged = self._merged
-        return {POSITIONS: positions_on_axes(where, [(rows // merged, cols // merged) for rows, cols in self._grids(given)])}
+        return {
+            POSITIONS: positions_on_axes(where, [(rows // merged, cols // merged) for rows, cols in self._grids(given)])
+        }
 
     def examples(self, shape: Sequence[int | str], random: np.random.Generator) -> list[Given]:
         """See `ImageFamily.examples`."""
@@ -127,6 +129,18 @@ class DeepstackedQwenImages(QwenImages):
         weights = rows[1][:, None, :, None] * columns[1][None, :, None, :]
         resampled = {CELLS: cells.reshape(*patches, -1), CELL_WEIGHTS: weights.reshape(*patches, -1)}
         return {**super()._of_patches(patches), **{name: self._in_order(array) for name, array in resampled.items()}}
+
+    def rows(self, outputs: Sequence[Given], given: Given) -> Array:
+        """See `ImageFamily.rows`.
+
+        Raises:
+            MalformedInput: the graph has no features for the first layers.
+        """
+        if any(DEEPSTACK_FEATURES not in one for one in outputs):
+            raise MalformedInput(
+                f"the vision graph has no output `{DEEPSTACK_FEATURES}`", hint="run `llmconv export` again"
+            )
+        return super().rows(outputs, given)
 
     def inputs(self, where: Array, features: Features, given: Given) -> dict[str, Array]:
         """See `ImageFamily.inputs`."""
