@@ -209,6 +209,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "qwen3_moe": DECODER,
     "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
     "qwen3_vl": DEEPSTACKED,
+    "qwen3_vl_moe": replace(DEEPSTACKED, note=f"{DEEPSTACKED.note}, experts"),
     "rembert": SEGMENTED,
     "roberta": SEGMENTED,
     "roberta-prelayernorm": SEGMENTED,

@@ -71,7 +71,7 @@ FIELDS: dict[str, Any] = {
 }
 """Applied to every config that has the field."""
 
-QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 STACKED = {"out_hidden_size": 64, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3], "depth": 4}
@@ -114,6 +114,7 @@ ODDITIES: dict[str, dict[str, Any]] = {
         **TOKENS,
     },
     "qwen3_vl": {"vision_config": {**PATCHES, **STACKED}, **TOKENS},
+    "qwen3_vl_moe": {"vision_config": {**PATCHES, **STACKED}, **TOKENS},
     "zaya": {"num_experts_per_tok": 1},
     "youtu": {"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},

@@ -24,7 +24,7 @@ from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
-from llmconv.export.tracing.text_models import TEXT_MODELS
+from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
 from llmconv.runtime.custom_code import custom_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
@@ -174,8 +174,9 @@ def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> Pr
         model = _initialized(config, dtype, task)
         if dtype != torch.float32:
             _take_buffers(model, _initialized(config, torch.float32, task))
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(EXPERTS)
+    code = model.model if isinstance(model, TextWithHead) else model
+    if code._can_set_experts_implementation():
+        code.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
         with mode:
             module._buffers[name] = torch.empty_like(module.get_buffer(name))

@@ -29,6 +29,7 @@ MULTI_MODAL: dict[str, str] = {
     "qwen2_5_vl": "",
     "qwen2_vl": "",
     "qwen3_vl": "",
+    "qwen3_vl_moe": "",
     "smolvlm": "",
     "vipllava": "",
 }

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.runtime.eager.deepstack import added_after_layers
@@ -99,3 +101,15 @@ TEXT_MODELS: dict[str, type[TextWithHead]] = {
     "qwen3_vl_text": DeepstackedText,
 }
 """By `model_type` of the text model's config."""
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any]:
+    """How tensors of a checkpoint become parameters of a model; of a text model also what the whole one declares.
+
+    Args:
+        model: with fake parameters.
+    """
+    own: list[Any] = get_model_conversion_mapping(model)
+    whole = str(model.config.model_type).removesuffix("_text")
+    declared = get_checkpoint_conversion_mapping(whole) if isinstance(model, TextWithHead) else None
+    return own + [one for one in declared or () if isinstance(one, WeightConverter)]

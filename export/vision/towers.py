@@ -25,6 +25,7 @@ VISION_TOWERS: dict[str, VisionTower] = {
     "qwen2_5_vl": VisionTower(False, WindowedFeatures, patches_in_windows, OF_PATCHES),
     "qwen2_vl": VisionTower(True, PatchFeatures, patches, OF_PATCHES),
     "qwen3_vl": VisionTower(False, DeepstackedFeatures, patches_with_cells, DEEP),
+    "qwen3_vl_moe": VisionTower(False, DeepstackedFeatures, patches_with_cells, DEEP),
     "vipllava": VisionTower(),
 }
 """By `model_type`; `runtime.images.families.IMAGE_FAMILIES` has the same rows."""

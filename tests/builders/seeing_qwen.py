@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llmconv.generation.image_processor import without_videos
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
@@ -35,13 +37,21 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"depth": 6, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, **DEEP},
 }
 """Towers by `model_type`."""
+VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {},
     "qwen2_5_vl": {},
     "qwen3_vl": {"head_dim": 16, "num_hidden_layers": 8},
+    "qwen3_vl_moe": {"head_dim": 16, "num_hidden_layers": 8, **EXPERTS},
 }
 """Fields of the text model by `model_type`."""
+
+
+FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if "moe" in name else name for name in TEXT]
+"""All of them, as parameters of a test."""
 
 
 def save_qwen(folder: Path, model_type: str, **changes: Any) -> Path:

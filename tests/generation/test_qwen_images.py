@@ -17,7 +17,7 @@ from llmconv.generation import Prompt, generate
 from llmconv.generation.image_processor import load_processor
 from llmconv.runtime.rotary_axes import positions_on_axes
 from tests.builders.seeing import save_picture
-from tests.builders.seeing_qwen import IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
+from tests.builders.seeing_qwen import FAMILIES, IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
 
 Seeing = Callable[[str], Path]
 
@@ -53,7 +53,7 @@ def eager_tokens(folder: Path, text: str, pictures: Sequence[Path]) -> list[int]
 
 
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
-@pytest.mark.parametrize("model_type", TEXT)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_batch_gives_the_texts_of_the_eager_model(
     seeing_qwen: Seeing, pictures: list[Path], model_type: str, backend: str
 ) -> None:

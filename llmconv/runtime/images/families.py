@@ -17,6 +17,7 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "qwen2_5_vl": WindowedQwenImages,
     "qwen2_vl": QwenImages,
     "qwen3_vl": DeepstackedQwenImages,
+    "qwen3_vl_moe": DeepstackedQwenImages,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""
