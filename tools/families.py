@@ -1,4 +1,4 @@
-"""Exports and verifies a tiny model of each causal-LM type of transformers, and writes a page of results.
+"""Exports and verifies a tiny model of each type of language models of transformers, and writes a page of results.
 
     python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
     python -m tools.families --only mixtral --only phi     again, these only
@@ -179,7 +179,7 @@ def examine(
     """Makes, exports and verifies a tiny model; any exception becomes the reason.
 
     Args:
-        model_type: of transformers' causal-LM table.
+        model_type: of a language model of transformers, which may be part of one with images.
         suite: of `verify`.
         guess: try a type without a row as a plain decoder.
         precision: dtype of the weights and of the graphs.
@@ -254,7 +254,7 @@ def page(runs: dict[str, list[Result]]) -> str:
             "",
             *INTRODUCTION,
             "",
-            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers",
+            f"{len(passed)} types of transformers' models pass. In {len(passed) - whole} of them the layers",
             f"after the first few are replicated; {whole} are traced whole, so their export grows with their depth.",
             "",
             "| `model_type` | traced of layers | outputs compared | largest sigma | odd about it |",

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+from llmconv.errors import UnsupportedInput
 from llmconv.export import export
 from llmconv.export.families import extra_inputs_of
 from llmconv.runtime.images.families import family_in
@@ -137,3 +138,9 @@ def test_tied_embeddings_are_one_matrix(tmp_path: Path) -> None:
     folder = save_qwen(tmp_path / "tied", "qwen2_vl", tie_word_embeddings=True)
     export(folder)
     assert {check.verdict for check in checks_of(folder)} == {"pass"}
+
+
+@pytest.mark.slow
+def test_layer_by_layer_verification_refuses_features_for_layers(seeing_qwen: Seeing) -> None:
+    with pytest.raises(UnsupportedInput, match="do not run layer by layer"):
+        verify(seeing_qwen("qwen3_vl"), low_memory=True)
