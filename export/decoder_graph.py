@@ -67,7 +67,8 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
     """
     total, repeat = depth(config), period(config)
     whole = build(config, task=spec.task)
-    few = warm_up(total, repeat, first_alike(layer_kinds(whole), repeat)) + 2 * repeat
+    first = max(first_alike(layer_kinds(whole), repeat), input_map.first_layers)
+    few = warm_up(total, repeat, first) + 2 * repeat
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:

@@ -20,6 +20,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
+from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -44,6 +45,16 @@ TASKS = ExtraInput(
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
 SEEING = InputMap(note="graphs of embeddings; images by `vision.onnx`")
+
+THREE_AXES = InputMap(position_ids=False, extras=(ROTARY_AXES,), note="positions on three axes")
+"""Qwen2-VL and later, where a position is one of time, row and column."""
+
+DEEPSTACKED = InputMap(
+    position_ids=False,
+    extras=(ROTARY_AXES, DEEPSTACK),
+    first_layers=DEEPSTACK_LAYERS,
+    note="positions on three axes; features of images in its first layers",
+)
 
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros and ignores the cache."""
@@ -187,7 +198,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "phimoe": DECODER,
     "plbart": MASK_ALONE,
     "qwen2": InputMap(note="biases on query, key and value"),
+    "qwen2_5_vl": THREE_AXES,
     "qwen2_moe": DECODER,
+    "qwen2_vl": THREE_AXES,
     "qwen3": InputMap(note="norms on query and key"),
     "qwen3_5": InputMap(cache="delta_rule", note="its text model: gated delta rule and gated attention layers"),
     "qwen3_5_moe": InputMap(
@@ -197,6 +210,8 @@ INPUT_MAPS: dict[str, InputMap] = {
     "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
     "qwen3_moe": DECODER,
     "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
+    "qwen3_vl": DEEPSTACKED,
+    "qwen3_vl_moe": replace(DEEPSTACKED, note=f"{DEEPSTACKED.note}, experts"),
     "rembert": SEGMENTED,
     "roberta": SEGMENTED,
     "roberta-prelayernorm": SEGMENTED,

@@ -21,7 +21,7 @@ from llmconv.export.targets.presets import TARGETS
 from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.extra_feeds import TOKEN_INPUTS
+from llmconv.runtime.onnxruntime.extra_feeds import is_token_input
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 CACHE_RANK = 4
@@ -149,7 +149,7 @@ class GraphSpec:
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
             return tuple(fixed)
-        first = sum(port.name in TOKEN_INPUTS for port in fixed)
+        first = sum(is_token_input(port.name, len(port.axes)) for port in fixed)
         batch = self.batch_size or BATCH
         return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
 
@@ -170,7 +170,7 @@ class GraphSpec:
 
     def _tokens(self, ports: Sequence[Port]) -> list[Port]:
         """The inputs of a graph without a cache; for a task it counts positions from the mask itself."""
-        own = [port for port in ports if port.name in TOKEN_INPUTS]
+        own = [port for port in ports if is_token_input(port.name, len(port.axes))]
         own = [port for port in own if not (self.task and port.name == "position_ids")]
         return [replace(port, axes=tuple(SEQUENCE if axis == TOTAL else axis for axis in port.axes)) for port in own]
 

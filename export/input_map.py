@@ -9,7 +9,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
 from llmconv.runtime.cache_names import layer_of
-from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
+from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 
@@ -38,19 +38,26 @@ class InputMap:
         cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
         extras: inputs that only some families have, such as `token_type_ids`.
         note: special properties of the family, for the table of families.
+        first_layers: number of first layers that take inputs of their own, so that they are not like the others.
     """
 
     position_ids: bool = True
     cache: str = "heads"
     note: str = ""
     extras: tuple[ExtraInput, ...] = ()
+    first_layers: int = 0
 
     def __post_init__(self) -> None:
-        names = [extra.name for extra in self.extras]
+        names = [*([POSITIONS] if self.position_ids else []), *(extra.name for extra in self.extras)]
         if len(set(names)) < len(names):
             raise UsageProblem(
                 f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"
             )
+
+    @property
+    def heeds_positions(self) -> bool:
+        """Whether the graph has the input `position_ids`, with one or several positions for each token."""
+        return self.position_ids or any(extra.name == POSITIONS for extra in self.extras)
 
     @property
     def kind(self) -> CacheKind:

@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.families import find_input_map
+from llmconv.export.families import find_input_map, known_input_maps
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_map import InputMap
 from llmconv.export.traced_graph import TracedGraph
@@ -112,6 +112,6 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
     for name, value in WITHOUT[model_type].items():
         setattr(config, name, value)
-    input_map = find_input_map(config.model_type)
+    input_map = find_input_map(model_type if model_type in known_input_maps() else config.model_type)
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

@@ -102,6 +102,23 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chatting(tmp_path_factory.mktemp("chatting") / "tiny-chat")
 
 
+@pytest.fixture(scope="session")
+def seeing_qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`seeing_qwen(model_type)`: a model with images, its graphs, processor and tokenizer; do not write into it."""
+    from llmconv.export.exporter import export  # noqa: PLC0415 - only the tests that ask for graphs pay for it
+    from tests.builders.seeing_qwen import save_qwen  # noqa: PLC0415
+
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            folders[model_type] = save_qwen(tmp_path_factory.mktemp("seeing") / model_type, model_type)
+            export(folders[model_type])
+        return folders[model_type]
+
+    return folder
+
+
 @pytest.fixture
 def save_tensors(tmp_path: Path) -> Callable[..., Path]:
     """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with weights.

@@ -1,4 +1,4 @@
-"""Exports and verifies a tiny model of each causal-LM type of transformers, and writes a page of results.
+"""Exports and verifies a tiny model of each type of language models of transformers, and writes a page of results.
 
     python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
     python -m tools.families --only mixtral --only phi     again, these only
@@ -28,7 +28,10 @@ from typing import Any
 import torch
 import torch.onnx
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from llmconv.errors import LlmconvError
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
@@ -134,8 +137,9 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 
 def all_types(guess: bool) -> list[str]:
-    """Rows of the registry that transformers knows too; with `guess` its whole table."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
+    """Rows of the registry that transformers knows too; with `guess` its whole table of causal language models."""
+    causal = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
+    return [*causal, *sorted(INPUT_MAPS.keys() & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - set(causal))]
 
 
 def run(model_type: str, options: argparse.Namespace) -> Result:
@@ -175,7 +179,7 @@ def examine(
     """Makes, exports and verifies a tiny model; any exception becomes the reason.
 
     Args:
-        model_type: of transformers' causal-LM table.
+        model_type: of a language model of transformers, which may be part of one with images.
         suite: of `verify`.
         guess: try a type without a row as a plain decoder.
         precision: dtype of the weights and of the graphs.
@@ -250,7 +254,7 @@ def page(runs: dict[str, list[Result]]) -> str:
             "",
             *INTRODUCTION,
             "",
-            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers",
+            f"{len(passed)} types of transformers' models pass. In {len(passed) - whole} of them the layers",
             f"after the first few are replicated; {whole} are traced whole, so their export grows with their depth.",
             "",
             "| `model_type` | traced of layers | outputs compared | largest sigma | odd about it |",

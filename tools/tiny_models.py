@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from llmconv.export.families import INPUT_MAPS
 from llmconv.export.input_map import decoder_config
 from llmconv.export.tracing.fake_model import kept_in_float32, period, stored_buffers
 from tools.state_configs import STATE_CONFIGS
@@ -70,6 +71,13 @@ FIELDS: dict[str, Any] = {
 }
 """Applied to every config that has the field."""
 
+QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+STACKED = {"out_hidden_size": 64, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3], "depth": 4}
+TOKENS = {"image_token_id": 130, "video_token_id": 129, "vision_start_token_id": 128, "vision_end_token_id": 127}
+"""What the configs of Qwen2-VL and later have in common."""
+
 ODDITIES: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
@@ -100,6 +108,23 @@ ODDITIES: dict[str, dict[str, Any]] = {
             "vision_output_dim": 24,
         },
     },
+    **{f"{name}_text": {"head_dim": 16, **MROPE} if "3" in name else MROPE for name in QWEN_VL},
+    "qwen2_vl": {
+        "vision_config": {**PATCHES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "depth": 5},
+        **TOKENS,
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            **PATCHES,
+            "out_hidden_size": 64,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "depth": 4,
+        },
+        **TOKENS,
+    },
+    "qwen3_vl": {"vision_config": {**PATCHES, **STACKED}, **TOKENS},
+    "qwen3_vl_moe": {"vision_config": {**PATCHES, **STACKED}, **TOKENS},
     "zaya": {"num_experts_per_tok": 1},
     "youtu": {"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},
@@ -206,6 +231,6 @@ def _class_of(folder: Path) -> Any:
 
 
 def depth(model_type: str) -> int:
-    """Layers of the tiny model: five periods, of which an export traces three."""
-    repeat = period(tiny_config(model_type, 24))
-    return 5 * repeat if repeat < 24 else 6
+    """Layers of the tiny model: five periods, of which an export traces three, after first layers that differ."""
+    repeat, row = period(tiny_config(model_type, 24)), INPUT_MAPS.get(model_type)
+    return 5 * repeat + (row.first_layers if row else 0) if repeat < 24 else 6

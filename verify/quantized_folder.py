@@ -89,5 +89,5 @@ def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:
     """Whether only llmconv's own runner runs a graph."""
     inputs = {port.name for port in compared.models[entry.name].graph.input}
     states = {name for name in inputs if is_past(name) and not MAP.fits(MAP.past, name)}  # of convolutions, recurrences
-    own = inputs & OWN_INPUTS or extra_names(inputs)
+    own = inputs & OWN_INPUTS or extra_names(dict.fromkeys(inputs, ()))
     return bool(len(entry.files) > 1 or entry.postprocess or entry.prefix or states or own)

@@ -13,9 +13,8 @@ from llmconv.export.input_map import Port
 from llmconv.runtime.cache_names import MAX_LENGTH
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.extra_feeds import is_token_input
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
-
-TOKENS = ("input_ids", INPUTS_EMBEDS, "attention_mask", "position_ids", WRITE_INDICES)
 
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
 """Example sizes of dynamic axes; none is 0 or 1, for which torch.export would specialize the axis."""
@@ -23,7 +22,7 @@ EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
 
 def example_arguments(inputs: Sequence[Port]) -> tuple[Any, ...]:
     """Arguments of the traced module: one per token input, the extra inputs as one list and the cache as another."""
-    tokens = {port.name: _ones(port) for port in inputs if port.name in TOKENS}
+    tokens = {port.name: _ones(port) for port in inputs if is_tokens(port)}
     extras = [_zeros(port) for port in extra_ports(inputs)]
     cache = [_zeros(port) for port in inputs if is_cache(port)]
     return (*_arguments(tokens), extras, cache)
@@ -35,7 +34,7 @@ def _ones(port: Port) -> Tensor:
 
 def extra_ports(inputs: Sequence[Port]) -> list[Port]:
     """The extra inputs, in the order of the graph."""
-    return [port for port in inputs if port.name not in TOKENS and not is_cache(port)]
+    return [port for port in inputs if not is_tokens(port) and not is_cache(port)]
 
 
 def _zeros(port: Port) -> Tensor:
@@ -47,7 +46,7 @@ def _zeros(port: Port) -> Tensor:
 
 def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:
     """The dynamic axes of these arguments, in the same structure."""
-    tokens = {port.name: axes(port) for port in inputs if port.name in TOKENS}
+    tokens = {port.name: axes(port) for port in inputs if is_tokens(port)}
     extras = [axes(port) for port in extra_ports(inputs)]
     return (*_arguments(tokens), extras, [axes(port) for port in inputs if is_cache(port)])
 
@@ -66,6 +65,11 @@ def axes(port: Port) -> dict[int, Any]:
 def sizes(port: Port) -> list[int]:
     """The sizes of an input, with example sizes for its symbols."""
     return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
+
+
+def is_tokens(port: Port) -> bool:
+    """Whether an input has one value for each token, or where tokens are written."""
+    return is_token_input(port.name, len(port.axes))
 
 
 def is_cache(port: Port) -> bool:

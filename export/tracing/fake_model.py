@@ -24,6 +24,7 @@ from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
+from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
 from llmconv.runtime.custom_code import custom_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
@@ -169,20 +170,28 @@ def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> Pr
         dtype: of the parameters.
         task: of the graph, see `GraphSpec`.
     """
-    auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
     with fake_parameters() as mode:
-        model = auto.from_config(config, attn_implementation="eager", dtype=dtype)
+        model = _initialized(config, dtype, task)
         if dtype != torch.float32:
-            exact = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
-            _take_buffers(model, exact)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(EXPERTS)
+            _take_buffers(model, _initialized(config, torch.float32, task))
+    code = model.model if isinstance(model, TextWithHead) else model
+    if code._can_set_experts_implementation():
+        code.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
         with mode:
             module._buffers[name] = torch.empty_like(module.get_buffer(name))
     _keep_in_float32(model, dtype)
     frequencies_from_positions(model)
     return model.eval()
+
+
+def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
+    """The model as transformers makes it."""
+    auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
+    own = None if task == CLASSIFY else TEXT_MODELS.get(getattr(config, "model_type", ""))
+    make = own._from_config if own else auto.from_config
+    made: PreTrainedModel = make(config, attn_implementation="eager", dtype=dtype)
+    return made
 
 
 def _take_buffers(model: PreTrainedModel, exact: PreTrainedModel) -> None:

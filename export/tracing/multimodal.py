@@ -27,6 +27,10 @@ MULTI_MODAL: dict[str, str] = {
     "llava_next": "",
     "llava_onevision": "",
     "mistral3": "",
+    "qwen2_5_vl": "",
+    "qwen2_vl": "",
+    "qwen3_vl": "",
+    "qwen3_vl_moe": "",
     "smolvlm": "",
     "vipllava": "",
 }
@@ -44,10 +48,12 @@ class TensorNaming:
     Attributes:
         body: prefix instead of `model.`.
         head: prefix instead of `lm_head.`.
+        seen: prefix of a tensor by which a checkpoint with these names is known; default: `body`.
     """
 
     body: str
     head: str = "lm_head."
+    seen: str = ""
 
     def name(self, own: str) -> str:
         """The name in the checkpoint of the tensor `own` of the language model."""
@@ -78,8 +84,9 @@ NAMINGS = (
     TensorNaming("model.language_model."),
     TensorNaming("language_model.model.", "language_model.lm_head."),
     TensorNaming("model.text_model."),
+    TensorNaming("model.", seen="model.layers."),
 )
-"""Names that transformers 5 writes, that transformers 4 wrote, and those of idefics3 and similar models."""
+"""Names that transformers 5 writes, that transformers 4 wrote, those of idefics3 and others, and those of Qwen2-VL."""
 
 
 def alone(table: TracedGraph) -> TracedGraph:
@@ -95,7 +102,7 @@ def find_naming(names: Iterable[str]) -> TensorNaming:
     """
     names = list(names)
     for naming in NAMINGS:
-        if any(name.startswith(naming.body) for name in names):
+        if any(name.startswith(naming.seen or naming.body) for name in names):
             return naming
     raise UnsupportedInput(
         "unknown tensor names: no tensor of this multi-modal checkpoint has the prefix of a language model",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import UnsupportedInput
@@ -40,6 +39,7 @@ from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, requir
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
+from llmconv.export.tracing.text_models import conversions_of
 from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
@@ -236,7 +236,7 @@ def _traced(
         depth(config),
         dict(model.all_tied_weights_keys),
         model.base_model_prefix,
-        get_model_conversion_mapping(model),
+        conversions_of(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
         spec,

@@ -25,6 +25,7 @@ def command(as_json: bool) -> None:
     """
     from llmconv.export.families import known_input_maps
     from llmconv.export.families_not_exported import NOT_EXPORTED
+    from llmconv.runtime.extra_inputs import POSITIONS
 
     rows = {name: row for name, row in sorted(known_input_maps().items())}
     others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
@@ -34,9 +35,11 @@ def command(as_json: bool) -> None:
         return
     width = max(map(len, rows))
     for name, row in rows.items():
-        extras = f"inputs: {', '.join(extra.name for extra in row.extras)}" if row.extras else ""
-        note = "; ".join(filter(None, (extras, row.note)))
-        click.echo(f"{name:{width}}  {'position_ids' if row.position_ids else 'no position_ids':16}  {note}".rstrip())
+        extras = [extra.name for extra in row.extras if extra.name != POSITIONS]
+        note = "; ".join(filter(None, (f"inputs: {', '.join(extras)}" if extras else "", row.note)))
+        click.echo(
+            f"{name:{width}}  {'position_ids' if row.heeds_positions else 'no position_ids':16}  {note}".rstrip()
+        )
     sys.stdout.flush()  # the reader may have left, and then nothing more is said
     if not sys.stdout.isatty():
         say(f"{len(others)} types of transformers are not exported; `llmconv families --json` has the reasons")
@@ -48,4 +51,4 @@ def command(as_json: bool) -> None:
 def _fields(row: InputMap) -> dict[str, Any]:
     """A row for JSON."""
     extras = [extra.name for extra in row.extras]
-    return {"position_ids": row.position_ids, "extras": extras, "note": row.note}
+    return {"position_ids": row.heeds_positions, "extras": extras, "note": row.note}

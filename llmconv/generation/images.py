@@ -14,6 +14,7 @@ import numpy as np
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
+from llmconv.generation.image_processor import load_processor
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.tensors import Array
@@ -63,13 +64,12 @@ class ImageEncoder:
                 f"`{self.folder}` has no processor of images",
                 hint=f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder",
             )
-        from transformers import AutoProcessor  # noqa: PLC0415 - imports torch
-        from transformers.utils import logging  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415 - imports torch
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it announces which library resizes images
         try:
-            return AutoProcessor.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            return load_processor(self.folder, self.family.config)
         except Exception as error:  # an invalid config may raise anything
             raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
         finally:
@@ -115,9 +115,23 @@ class ImageEncoder:
                 hint="write one for each image, or none",
             )
         if not found:
-            text = self.family.text_of_image(self.marker) * len(images) + text
+            text = self.family.text_of_image(self.marker, self.processor) * len(images) + text
+        self.refuse_videos(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
+
+    def refuse_videos(self, ids: Sequence[int], name: str = "the prompt") -> None:
+        """Refuses a prompt with a placeholder of a video, whose features no graph computes.
+
+        Args:
+            ids: its tokens.
+            name: of the prompt, for messages.
+
+        Raises:
+            InputRefused: there is one.
+        """
+        if getattr(self.family.config, "video_token_id", None) in ids:
+            raise InputRefused(f"{name} has a placeholder of a video", hint="give some of its frames as images")
 
     def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
         prepared = self._prepared(text, images, starts)

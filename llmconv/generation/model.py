@@ -212,8 +212,10 @@ class TextModel:
             name: of the prompt, for messages.
 
         Raises:
-            InputRefused: there is a placeholder of an image.
+            InputRefused: there is a placeholder of an image or of a video.
         """
+        if self.images is not None:
+            self.images.refuse_videos(ids, name)
         if self.images is not None and self.images.token in ids:
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",

@@ -28,6 +28,9 @@ RESERVED = (
     "use_cache",
 )
 
+POSITIONS = "position_ids"
+"""An extra input of this name has several positions for each token, instead of the one that most graphs take."""
+
 DOCUMENT = "see docs/adding-a-family.md"
 
 
@@ -189,8 +192,10 @@ def _problem(extra: ExtraInput) -> str:
     name, axes = extra.name, extra.axes
     if not isinstance(name, str) or not name.isidentifier():
         return "is not named like a parameter"
-    if name in RESERVED or name.startswith(("past_", "present")):
+    if (name in RESERVED and name != POSITIONS) or name.startswith(("past_", "present")):
         return "has the name of an input that every graph has"
+    if name == POSITIONS and len(axes) < 3:
+        return "needs several positions for each token: leave it out, and set `position_ids` of the input map instead"
     if extra.dtype not in DTYPES:
         return f"has the dtype `{extra.dtype}`: give {', '.join(DTYPES)}"
     if not isinstance(axes, tuple) or not all(isinstance(a, str | int) and a is not True or callable(a) for a in axes):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import onnx
 
 from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent, is_state, past_of
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
@@ -61,7 +61,7 @@ def check_structure(
     return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
 
 
-def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Iterable[str]) -> list[str]:
+def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Collection[str]) -> list[str]:
     """Errors for missing, unexpected or reordered inputs and outputs; such a graph is not run.
 
     Args:
@@ -70,7 +70,8 @@ def name_problems(graph: OrtGraph, cache_shapes: CacheShapes, extras: Iterable[s
         extras: names of the extra inputs that the graph must take.
     """
     first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
-    tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
+    plain = graph.takes_positions and POSITIONS not in extras
+    tokens = [first, "attention_mask", *([POSITIONS] if plain else [])]
     if graph.sizes and graph.sizes.indexed:
         tokens.append(WRITE_INDICES)
     tokens += extras

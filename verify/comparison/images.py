@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from llmconv.errors import LlmconvError
-from llmconv.runtime.eager.images import image_features, image_token, prefill_images
+from llmconv.runtime.eager.images import image_features, image_token, positions_after_images, prefill_images
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
 from llmconv.runtime.given_inputs import GivenInputs, batch_values
-from llmconv.runtime.images.family import IMAGE_FEATURES, Features, Given, ImageFamily
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
@@ -52,17 +52,20 @@ class ImageChecks:
         """One check of the features of several images, in several batches."""
         floor = NoiseFloor(self.eager.dtype, self.eager.width)
         blank = Check(FEATURES, VISION, IMAGE_FEATURES)
-        found = [self._measure_features(floor, given) for given in self._examples(SEED)]
+        found = [one for given in self._examples(SEED) for one in self._measure_features(floor, given)]
         return fold(blank, IMAGE_FEATURES, found, GATES[self.eager.dtype])
 
-    def _measure_features(self, floor: NoiseFloor, given: Given) -> Measure:
-        exact, rounded = (image_features(model, given).rows[None] for model in self.eager.eager_runners)
-        truth = floor.truth(IMAGE_FEATURES, exact, rounded, np.ones(exact.shape[:2], dtype=bool))
+    def _measure_features(self, floor: NoiseFloor, given: Given) -> list[Measure]:
+        exact, rounded = (image_features(model, given) for model in self.eager.eager_runners)
         try:
-            rows = self.family.features(self.vision.run, given).rows[None]
+            found = self.family.features(self.vision.run, given)
         except LlmconvError as error:
-            return Measure(problem=error.message)
-        return measure(truth, rows)
+            return [Measure(problem=error.message)]
+        parts = zip(*(_compared(features) for features in (exact, rounded, found)), strict=True)
+        return [
+            measure(floor.truth(IMAGE_FEATURES, true, near, np.ones(true.shape[:2], dtype=bool)), rows)
+            for true, near, rows in parts
+        ]
 
     def _examples(self, seed: int) -> list[Given]:
         """Images of prompts as a processor returns them, floats as numbers of the graph's dtype."""
@@ -134,8 +137,11 @@ class ImageChecks:
                 return prefill_images(model, call.input_ids, call.attention_mask, prompts.together)
 
             def second(model: EagerRunner) -> Step:
-                extras = prompts.values(step, [image_features(model, given) for given in prompts.images])
-                return model.decode(*_inputs(step), first(model).present, extras)
+                extras = dict(prompts.values(step, [image_features(model, given) for given in prompts.images]))
+                present, counted = first(model).present, positions_after_images(model, step.position_ids)
+                if counted is not None:  # transformers' own, because those in `extras` are compared with them
+                    extras[POSITIONS] = counted
+                return model.decode(*_inputs(step), present, extras)
 
             found = [self.eager.outputs_of(call, first), self.eager.outputs_of(step, second)]
             self._known_truths[id(prompts)] = found
@@ -215,6 +221,12 @@ def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, 
     positions, last = default_positions(mask, len(where)), len(where) - 1
     prompt = Call(ids[:, :last], mask[:, :last], positions[:, :last])
     return prompt, Call(ids[:, last:], mask, positions[:, last:])
+
+
+def _compared(features: Features) -> list[Array]:
+    """The features, and the further ones of a family that has them, each [1, tokens, hidden]."""
+    deep = [one[DEEPSTACK_FEATURES] for one in features.outputs if DEEPSTACK_FEATURES in one]
+    return [features.rows[None], *([np.concatenate(deep)[None]] if deep else [])]
 
 
 def _inputs(call: Call) -> tuple[Array, Array, Array]:

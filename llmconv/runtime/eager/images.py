@@ -11,7 +11,8 @@ import torch
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.images.families import image_family
-from llmconv.runtime.images.family import Features, Given, ImageFamily
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, Features, Given, ImageFamily
+from llmconv.runtime.rotary_axes import AXES
 from llmconv.runtime.runner import Step, default_positions
 from llmconv.tensors import Array
 
@@ -45,8 +46,15 @@ def image_features(runner: EagerRunner, given: Given) -> Features:
         parts = found.pooler_output
         if parts is None:  # Llama 4 projects where it places them
             parts = owner.multi_modal_projector(found.last_hidden_state)
+    deep = [_rows(layer) for layer in getattr(found, "deepstack_features", None) or ()]
+    outputs = [{DEEPSTACK_FEATURES: np.concatenate(deep, axis=1)}] if deep else []
+    return Features(_rows(parts), outputs)
+
+
+def _rows(parts: Any) -> Array:
+    """Features [tokens, hidden] of all images, which are in one tensor or in one for each image."""
     images = [parts] if isinstance(parts, torch.Tensor) else parts
-    return Features(np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images]))
+    return np.concatenate([to_numpy(one).reshape(-1, one.shape[-1]) for one in images])
 
 
 def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array, given: Given) -> Step:
@@ -67,3 +75,17 @@ def prefill_images(runner: EagerRunner, input_ids: Array, attention_mask: Array,
         inputs["position_ids"] = positions
     cache = runner.cache_of(None)
     return Step(to_numpy(runner.call(inputs, cache)), EagerCache(cache, input_ids, positions))
+
+
+def positions_after_images(runner: EagerRunner, position_ids: Array) -> Array | None:
+    """Positions of tokens after the prompts of the last `prefill_images`, as transformers counts them on.
+
+    Args:
+        runner: a multimodal model.
+        position_ids: of the tokens without images, int64 [batch, tokens].
+
+    Returns:
+        int64 [3, batch, tokens]; None in a family without positions on several axes.
+    """
+    deltas = getattr(runner.model.model, "rope_deltas", None)
+    return None if deltas is None else np.repeat((position_ids + deltas.cpu().numpy())[None], AXES, axis=0)

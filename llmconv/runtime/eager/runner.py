@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.computed_values import restore_computed_values
+from llmconv.runtime.eager.deepstack import added_after_layers
 from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.layer_modules import layer_modules
@@ -53,6 +54,7 @@ from llmconv.runtime.library_patches import (
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.rotary_axes import DEEPSTACK
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
@@ -310,7 +312,7 @@ class EagerRunner(Runner):
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
         inputs = {**tokens, "attention_mask": attention_mask, **values}
         if self.takes_positions:
-            inputs["position_ids"] = call.position_ids
+            inputs.setdefault("position_ids", call.position_ids)  # some families have several for each token
         return self.call(inputs, cache)
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
@@ -337,11 +339,18 @@ class EagerRunner(Runner):
             cache: of transformers.
         """
         tensors = self.tensors(inputs)
-        with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode():
+        added = self._deepstack(tensors.pop(DEEPSTACK.name, None))
+        with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode(), added:
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
+
+    def _deepstack(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Context in which features of images reach the first layers; transformers takes none after the tower."""
+        if features is None:
+            return nullcontext()
+        return added_after_layers(without_adapter(self.model).model.language_model.layers, features)
 
     @contextmanager
     def compute_mode(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.images.idefics3 import Idefics3Images
 from llmconv.runtime.images.llama4 import Llama4Images
 from llmconv.runtime.images.pixtral import PixtralImages
+from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
@@ -23,6 +24,10 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "llava_onevision": OneVisionImages,
     "mistral3": PixtralImages,
     "smolvlm": Idefics3Images,
+    "qwen2_5_vl": WindowedQwenImages,
+    "qwen2_vl": QwenImages,
+    "qwen3_vl": DeepstackedQwenImages,
+    "qwen3_vl_moe": DeepstackedQwenImages,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""

@@ -12,6 +12,9 @@ from llmconv.tensors import Array
 
 PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
 
+DEEPSTACK_FEATURES = "deepstack_features"
+"""Further features, [tokens, layers * hidden], that are added to the outputs of the first layers of the decoder."""
+
 Given = Mapping[str, Array]
 """Arrays by name: what the model's processor makes of the images of one prompt, or the inputs or outputs of the vision
 graph in one run."""
@@ -56,11 +59,12 @@ class ImageFamily:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def text_of_image(self, placeholder: str) -> str:
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.
 
         Args:
             placeholder: text of the token that a processor repeats for each feature.
+            processor: of transformers.
         """
         return f"{placeholder}\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ MASK = "pixel_attention_mask"
 class Idefics3Images(ImageFamily):
     """`pixel_values` are [prompts, tiles, channels, height, width]; tiles of zeros fill prompts with fewer tiles."""
 
-    def text_of_image(self, placeholder: str) -> str:
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The placeholder alone, as in the chat templates of these models."""
         return placeholder
 

@@ -12,7 +12,7 @@ class Llama4Images(ImageFamily):
 
     tensors = "pt"
 
-    def text_of_image(self, placeholder: str) -> str:
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The placeholder alone, as in the chat template of these models."""
         return placeholder
 

@@ -17,7 +17,7 @@ IMAGE_SIZES = "image_sizes"
 class PixtralImages(ImageFamily):
     """Images of any size; `pixel_values` are [images, channels, height, width], padded to the largest."""
 
-    def text_of_image(self, placeholder: str) -> str:
+    def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The placeholder alone, as in the chat templates of these models."""
         return placeholder
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,6 +208,19 @@ class StreamedRunner(EagerRunner):
         layer.lazy_initialization(zero, zero)
         layer.keys = layer.values = zero
         return layer
+
+    def _deepstack(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
+        """See `EagerRunner._deepstack`; a layer runs for all calls, and only knows the features of one.
+
+        Raises:
+            UnsupportedInput: there are features.
+        """
+        if features is not None:
+            raise UnsupportedInput(
+                "the features of images that this family adds to its first layers do not run layer by layer",
+                hint=LOW_MEMORY_HINT,
+            )
+        return nullcontext()
 
     def cache_of(self, past: Cache | None) -> Any:
         """See `EagerRunner.cache_of`; the cache of each planned call is kept."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from llmconv.errors import UnsupportedInput
 from llmconv.runtime.cache_names import is_past
-from llmconv.runtime.extra_inputs import SYMBOLS, ExtraInput
+from llmconv.runtime.extra_inputs import POSITIONS, SYMBOLS, ExtraInput
 from llmconv.runtime.onnxruntime.device import INPUT_DTYPES
 from llmconv.tensors import BY_NAME
 
@@ -19,9 +19,23 @@ UNKNOWN = 1 << 31
 INSTALL = "install the package whose input map declares it, or call `register_input_map`"
 
 
-def extra_names(names: Iterable[str]) -> list[str]:
-    """The names of a graph's inputs besides tokens, mask, positions and cache."""
-    return [name for name in names if name not in TOKEN_INPUTS and not is_past(name)]
+def is_token_input(name: str, rank: int) -> bool:
+    """Whether an input has tokens, their mask, one position for each, or where they are written.
+
+    Args:
+        name: of the input.
+        rank: number of its axes.
+    """
+    return name in TOKEN_INPUTS and (name != POSITIONS or rank < 3)
+
+
+def extra_names(shapes: Mapping[str, Sequence[int | str]]) -> list[str]:
+    """The names of a graph's inputs besides tokens, mask, one position for each token, and cache.
+
+    Args:
+        shapes: declared shapes of all inputs by name.
+    """
+    return [name for name, shape in shapes.items() if not is_token_input(name, len(shape)) and not is_past(name)]
 
 
 def declared_extras(
@@ -61,11 +75,11 @@ def _declared(extra: ExtraInput, shape: Sequence[int | str], kind: str) -> Extra
     return replace(extra, axes=axes, values=extra.values if known else UNKNOWN)
 
 
-def require_known(shapes: Iterable[str], known: Mapping[str, ExtraInput], what: str) -> None:
+def require_known(shapes: Mapping[str, Sequence[int | str]], known: Mapping[str, ExtraInput], what: str) -> None:
     """Refuses to run a graph with an input whose value nothing computes.
 
     Args:
-        shapes: names of the graph's inputs.
+        shapes: declared shapes of the graph's inputs by name.
         known: its extra inputs by name.
         what: the graph in messages.
 

@@ -189,7 +189,7 @@ def _refuse_extras(export: StagedExport) -> None:
     for use in export.entries:
         names = [name for number in range(1, export.count + 1) for name in export.inputs(use, number)]
         passed = {name for number in range(1, export.count + 1) for name in export.outputs(use, number)}
-        if extra := [name for name in extra_names(names) if name not in passed]:
+        if extra := [name for name in extra_names(dict.fromkeys(names, ())) if name not in passed]:
             raise UnsupportedInput(
                 f"stages in other processes do not take the input `{extra[0]}` of this family",
                 hint=f"leave out `{OPTION}`: in one process they do",

@@ -1,0 +1,115 @@
+"""Text models that transformers has only as a part of a model with images: here with a head for tokens.
+
+Their parameters have the names of other language models, `model.layers…` and `lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from llmconv.runtime.eager.deepstack import added_after_layers
+
+
+class TextWithHead(PreTrainedModel):  # type: ignore[misc]
+    """A text model and its head.
+
+    Args:
+        config: of the text model.
+    """
+
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = AutoModel.from_config(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits of all tokens, and the cache.
+
+        Args:
+            input_ids: int64 `[batch, tokens]`; or `inputs_embeds`.
+            attention_mask: int64 `[batch, past + tokens]`.
+            position_ids: int64 `[3, batch, tokens]`.
+            past_key_values: of transformers.
+            inputs_embeds: `[batch, tokens, hidden]`.
+            use_cache: return a cache.
+        """
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        logits = self.lm_head(found.last_hidden_state)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+
+class DeepstackedText(TextWithHead):
+    """A text model whose first layers get features of images added to their outputs."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        deepstack_embeds: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """See `TextWithHead.forward`.
+
+        Args:
+            input_ids: the same.
+            attention_mask: the same.
+            position_ids: the same.
+            past_key_values: the same.
+            inputs_embeds: the same.
+            use_cache: the same.
+            deepstack_embeds: `[batch, tokens, layers * hidden]`.
+        """
+        with added_after_layers(self.model.layers, deepstack_embeds):
+            return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+
+
+TEXT_MODELS: dict[str, type[TextWithHead]] = {
+    "qwen2_5_vl_text": TextWithHead,
+    "qwen2_vl_text": TextWithHead,
+    "qwen3_vl_moe_text": DeepstackedText,
+    "qwen3_vl_text": DeepstackedText,
+}
+"""By `model_type` of the text model's config."""
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any]:
+    """How tensors of a checkpoint become parameters of a model; of a text model also what the whole one declares.
+
+    Args:
+        model: with fake parameters.
+    """
+    own: list[Any] = get_model_conversion_mapping(model)
+    whole = str(model.config.model_type).removesuffix("_text")
+    declared = get_checkpoint_conversion_mapping(whole) if isinstance(model, TextWithHead) else None
+    return own + [one for one in declared or () if isinstance(one, WeightConverter)]
