@@ -38,7 +38,7 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
         if replicated is not None:
             return replicated
         traced = trace(config, input_map, spec)
-        _rewrite(traced)
+        _rewrite(traced, input_map)
         name_everything(traced.model)
         return traced, depth(config)
 
@@ -76,7 +76,7 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
                 difference = NotIsomorphic("the first layers of a shorter model differ")
                 continue
             traced = trace(short, input_map, spec)
-            _rewrite(traced)
+            _rewrite(traced, input_map)
             try:
                 replicate(traced, total, repeat)
             except NotIsomorphic as found:
@@ -95,12 +95,12 @@ def _is_part(short: Any, whole: Any) -> bool:
     return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
-def _rewrite(traced: TracedGraph) -> None:
+def _rewrite(traced: TracedGraph, input_map: InputMap) -> None:
     """Rewrites the exporter's nodes for mapped weights and the target, in place."""
     rewrite_linear_layers(traced)
     fuse_norms(traced)
     add_filled_length(traced)
-    if traced.spec.cache == "shared-buffer":
+    if traced.spec.cache == "shared-buffer" and not input_map.both_ways:  # the fused operator is causal
         use_grouped_query_attention(traced)
     if traced.spec.target == "ort-cpu":
         fuse_for_cpu(traced)

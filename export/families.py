@@ -33,6 +33,9 @@ SEGMENTS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values="type_vocab_si
 
 SEGMENTED = InputMap(extras=(SEGMENTS,))
 
+IMAGE_TOKENS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values=2, both_ways=True)
+"""Which tokens stand for features of images, 1 or 0; those of one image attend to each other in both directions."""
+
 TASKS = ExtraInput(
     "task_type_ids",
     (BATCH, SEQUENCE),
@@ -97,7 +100,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "fuyu": TEXT_MODEL,
     "gemma": DECODER,
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
-    "gemma3": TEXT_MODEL,
+    "gemma3": InputMap(extras=(IMAGE_TOKENS,), note="tokens of an image attend to each other in both directions"),
     "gemma3_text": DECODER,
     "gemma3n_text": DECODER,
     "gemma4": TEXT_MODEL,

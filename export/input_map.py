@@ -53,6 +53,11 @@ class InputMap:
             )
 
     @property
+    def both_ways(self) -> bool:
+        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`."""
+        return any(extra.both_ways for extra in self.extras)
+
+    @property
     def kind(self) -> CacheKind:
         """The kind of cache.
 

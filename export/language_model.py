@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.families import find_input_map
+from llmconv.export.families import find_input_map, known_input_maps
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_map import InputMap
 from llmconv.export.traced_graph import TracedGraph
@@ -112,6 +112,7 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
     for name, value in WITHOUT[model_type].items():
         setattr(config, name, value)
-    input_map = find_input_map(config.model_type)
+    own = known_input_maps().get(model_type, InputMap())
+    input_map = replace(find_input_map(config.model_type), extras=own.extras)
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

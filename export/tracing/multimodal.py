@@ -18,7 +18,7 @@ from llmconv.export.traced_graph import TracedGraph
 
 MULTI_MODAL: dict[str, str] = {
     "aya_vision": "",
-    "gemma3": "tokens of an image attend only to earlier tokens, in transformers also to each other",
+    "gemma3": "",
     "got_ocr2": "",
     "idefics3": "",
     "internvl": "",

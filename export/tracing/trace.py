@@ -33,6 +33,7 @@ from llmconv.export.library_patches import (
 )
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
+from llmconv.export.tracing.both_ways import masks_of
 from llmconv.export.tracing.cache_probe import ports_of
 from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, extra_ports, is_cache, sizes
@@ -70,6 +71,7 @@ class CacheAsTensors(nn.Module):
         super().__init__()
         self.model, self._past, self._spec = model, past, spec
         self._extras = ExtraTensors(extras or {}, spec.fixed_inputs)
+        self._kinds = next((name for name, extra in (extras or {}).items() if extra.both_ways), None)
         # `cache_params` in models whose layers have no keys and values
         is_stateful = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if is_stateful else "past_key_values"
@@ -105,11 +107,20 @@ class CacheAsTensors(nn.Module):
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = INPUTS_EMBEDS if self._spec.embeddings else "input_ids"
-        given = {tokens: input_ids, "attention_mask": attention_mask, **others}
+        given: dict[str, Any] = {tokens: input_ids, "attention_mask": attention_mask, **others}
         if position_ids is not None:
             given["position_ids"] = position_ids
+        if self._kinds:
+            given["attention_mask"] = self._masks(given, given.pop(self._kinds), cache)
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits.to(getattr(torch, self._spec.logits)), cache.tensors()
+
+    def _masks(self, given: Mapping[str, Tensor], kinds: Tensor, cache: Any) -> Tensor | dict[str, Tensor]:
+        embedded = (
+            given[INPUTS_EMBEDS] if self._spec.embeddings else self.model.get_input_embeddings()(given["input_ids"])
+        )
+        known = {name: given.get(name) for name in ("attention_mask", "position_ids")}
+        return masks_of(self.model.config, kinds, {"inputs_embeds": embedded, "past_key_values": cache, **known})
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
         if self._spec.cache == GROWING.cache:

@@ -6,6 +6,7 @@ from llmconv.export.vision.tower import VisionTower
 
 VISION_TOWERS: dict[str, VisionTower] = {
     "aya_vision": VisionTower(),
+    "gemma3": VisionTower(),
     "got_ocr2": VisionTower(alike=False),  # layers with windows between layers without
     "internvl": VisionTower(),
     "llava": VisionTower(),

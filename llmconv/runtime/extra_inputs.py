@@ -78,6 +78,8 @@ class ExtraInput:
             standard deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides.
         repeats: new tokens have the last value that a request gave for its prompt, and not the default.
         counts_on: new tokens have the next numbers after the largest that a request gave for its prompt.
+        both_ways: neighbors whose value is not 0 attend to each other in both directions, so a call that contains them
+            cannot be divided, and calls cannot be joined.
 
     Raises:
         UsageProblem: a name, an axis, a dtype or a default that no graph can have.
@@ -90,6 +92,7 @@ class ExtraInput:
     values: float | OfConfig | None = None
     repeats: bool = False
     counts_on: bool = False
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         problem = _problem(self)

@@ -42,7 +42,7 @@ from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
+from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
@@ -305,10 +305,20 @@ class EagerRunner(Runner):
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
-        inputs = {**tokens, "attention_mask": attention_mask, **values}
+        past = call.sizes[PAST]
+        inputs = {**tokens, "attention_mask": attention_mask, **self._from_the_first_token(values, past)}
         if self.takes_positions:
             inputs["position_ids"] = call.position_ids
         return self.call(inputs, cache)
+
+    def _from_the_first_token(self, values: Extras, past: int) -> dict[str, Array]:
+        """Values of inputs that go both ways for all tokens, as transformers reads them; none if all of them are 0."""
+        found = dict(values)
+        for name in [name for name in values if self._extra_inputs[name].both_ways]:
+            array = found.pop(name)
+            if array.any():
+                found[name] = np.pad(array, ((0, 0), (past, 0)))
+        return found
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
