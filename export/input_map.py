@@ -37,6 +37,7 @@ class InputMap:
         position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
         cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
         extras: inputs that only some families have, such as `token_type_ids`.
+        image_extras: further inputs of graphs that take features of images instead of tokens.
         note: special properties of the family, for the table of families.
     """
 
@@ -44,18 +45,22 @@ class InputMap:
     cache: str = "heads"
     note: str = ""
     extras: tuple[ExtraInput, ...] = ()
+    image_extras: tuple[ExtraInput, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [extra.name for extra in self.extras]
+        names = [extra.name for extra in (*self.extras, *self.image_extras)]
         if len(set(names)) < len(names):
             raise UsageProblem(
                 f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"
             )
 
-    @property
-    def both_ways(self) -> bool:
-        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`."""
-        return any(extra.both_ways for extra in self.extras)
+    def both_ways(self, config: Any) -> bool:
+        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`.
+
+        Args:
+            config: a transformers config.
+        """
+        return any(extra.both_ways for extra in self.extra_inputs(config).values())
 
     @property
     def kind(self) -> CacheKind:

@@ -62,7 +62,7 @@ def for_target(
     dynamic = given["shapes"] == "dynamic"
     fits = (
         dynamic
-        and not model.input_map.both_ways
+        and not model.input_map.both_ways(model.config)
         and not given["prefix"]
         and given["stages"] == 1
         and (given["opset"] or 24) >= 24

@@ -116,7 +116,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
             smallest failing piece is not empty.
     """
-    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+    from llmconv.export.families import extra_inputs_of, image_inputs_of  # noqa: PLC0415 - the table alone
 
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     chosen = Method.of(method, layers)
@@ -131,6 +131,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         return report
     reference = require_weights(folder, [*entries, *single][0], reference or recorded_reference(folder))
     report.reference = reference.name
+    unseeing = () if has_vision(folder) else image_inputs_of(reference)
+    entries = [replace(entry, fixed_inputs=(*entry.fixed_inputs, *unseeing)) for entry in entries]
     settings = replace(session.settings, extra_inputs=partial(extra_inputs_of, reference))
     session = replace(session, settings=settings)
     rest = _single_pass(folder, single, reference, report, session, allow_changed) if single and not only else None

@@ -5,37 +5,40 @@ transformers' whole model makes them from the kind of each token; its text model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+from llmconv.runtime.extra_inputs import FULL, SLIDING
 
 Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether a query sees a key, of row, head, query index and key index."""
 
 
-def masks_of(config: Any, kinds: Tensor, given: Mapping[str, Any]) -> Tensor | dict[str, Tensor]:
+def masks_of(
+    config: Any, kinds: Tensor, types: Collection[str], given: Mapping[str, Any]
+) -> Tensor | dict[str, Tensor]:
     """The mask, or that of each type of layers: causal or in the same block, and in the window for those that slide.
 
     Args:
         config: of the text model.
         kinds: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block.
+        types: of layers in which tokens see their block, see `ExtraInput.both_ways`; the others are causal.
         given: arguments of `create_causal_mask`: embeddings, mask, cache and positions.
     """
-    visible = same_block(kinds)
-    mask: Tensor = create_causal_mask(config, or_mask_function=visible, **given)
-    types = getattr(config, "layer_types", None)
-    if not types:
-        return mask
-    masks = {FULL: mask}
-    if SLIDING in types:
-        window = sliding_window_overlay(config.sliding_window)
-        masks[SLIDING] = create_causal_mask(config, or_mask_function=visible, and_mask_function=window, **given)
-    return masks
+    block = same_block(kinds)
+
+    def mask(kind: str) -> Tensor:
+        window = sliding_window_overlay(config.sliding_window) if kind == SLIDING else None
+        visible = block if kind in types else None
+        made: Tensor = create_causal_mask(config, or_mask_function=visible, and_mask_function=window, **given)
+        return made
+
+    kinds_of_layers = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    return {kind: mask(kind) for kind in kinds_of_layers} or mask(FULL)
 
 
 def same_block(kinds: Tensor) -> Visible:

@@ -150,6 +150,11 @@ def embedding_size(config: Any) -> int:
     Raises:
         UnsupportedInput: the model takes tokens only.
     """
+    if getattr(decoder_config(config), "hidden_size_per_layer_input", None):
+        raise UnsupportedInput(
+            "every layer of this model also embeds the tokens, so its graphs cannot take embeddings alone",
+            hint="leave out `--embeds`",
+        )
     with refusing("build this model"):
         model = build(shortened(config, period(config)))
         if "inputs_embeds" not in inspect.signature(model.forward).parameters:

@@ -90,10 +90,10 @@ class VisionTower:
         module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
             `inputs` and returns features, or a tuple of features and further outputs.
         inputs: of the graph, of the whole model's config and the graph's precision.
-        outputs: names of the graph's outputs, and of the symbolic axis that each has at first.
+        outputs: names of the graph's outputs, and of the symbolic axes that each has at first, one or several.
     """
 
     alike: bool = True
     module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
     inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
-    outputs: tuple[tuple[str, str], ...] = ((IMAGE_FEATURES, IMAGES),)
+    outputs: tuple[tuple[str, str | tuple[str, ...]], ...] = ((IMAGE_FEATURES, IMAGES),)

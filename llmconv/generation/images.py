@@ -59,13 +59,12 @@ class ImageEncoder:
                 f"`{self.folder}` has no processor of images",
                 hint=f"copy {' or '.join(PROCESSOR_FILES)} of the original model into the folder",
             )
-        from transformers import AutoProcessor  # noqa: PLC0415 - imports torch
-        from transformers.utils import logging  # noqa: PLC0415
+        from transformers.utils import logging  # noqa: PLC0415 - imports torch
 
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it announces which library resizes images
         try:
-            return AutoProcessor.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+            return self.family.load_processor(self.folder)
         except Exception as error:  # an invalid config may raise anything
             raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
         finally:

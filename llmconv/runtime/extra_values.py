@@ -52,7 +52,7 @@ class ExtraValues:
     @property
     def both_ways(self) -> bool:
         """Whether tokens attend to each other in both directions, so that the call cannot be divided."""
-        return any(self.inputs[name].both_ways and array.any() for name, array in self.given.items())
+        return any(bool(self.inputs[name].both_ways) and bool(array.any()) for name, array in self.given.items())
 
     def require_whole(self, most: int) -> None:
         """Refuses to divide a call whose tokens attend to later ones.

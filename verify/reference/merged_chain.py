@@ -62,7 +62,7 @@ def _divides(extra: ExtraInput, calls: Sequence[Call]) -> bool:
     """Whether the value of an input for several calls consists of its values in each."""
     given = [(call.extras or {}).get(extra.name) for call in calls]
     is_hook = callable(extra.default) and given[0] is None
-    joins = extra.both_ways and any(array is not None and array.any() for array in given)
+    joins = bool(extra.both_ways) and any(array is not None and array.any() for array in given)
     return not is_hook and not joins and not {SEQUENCE, TOTAL} <= set(extra.axes)
 
 

@@ -44,6 +44,7 @@ from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.images.placeholders import as_embedded
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,
@@ -227,8 +228,9 @@ class EagerRunner(Runner):
 
     def embed(self, input_ids: Array) -> Array:
         """Embeddings [batch, tokens, hidden] of `input_ids` int64 [batch, tokens]."""
+        tokens = torch.from_numpy(as_embedded(input_ids, self.model.config)).to(self._device)
         with torch.no_grad():
-            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids).to(self._device)))
+            return to_numpy(self.model.get_input_embeddings()(tokens))
 
     @property
     def vocab_size(self) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.images.gemma3 import Gemma3Images
+from llmconv.runtime.images.gemma4 import Gemma4Images
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
     "gemma3": Gemma3Images,
+    "gemma4": Gemma4Images,
     "got_ocr2": ImageFamily,
     "internvl": ImageFamily,
     "llava": ImageFamily,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,16 @@ class ImageFamily:
         self.config = config
 
     # --- running ------------------------------------------------------------------------------------------------------
+
+    def load_processor(self, folder: Path) -> Any:
+        """transformers' processor of the model, or one that returns the same for texts and images.
+
+        Args:
+            folder: has its files.
+        """
+        from transformers import AutoProcessor  # noqa: PLC0415 - imports torch
+
+        return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
     def text_of_image(self, placeholder: str) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.

@@ -1,0 +1,36 @@
+"""Placeholder tokens whose own embeddings a whole model never reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+EMBEDDED_AS_PADDING = {"gemma4": ("image_token_id", "video_token_id", "audio_token_id")}
+"""By `model_type`: fields of the config with the tokens that are embedded as padding until features replace them."""
+
+
+def placeholders(config: Any) -> tuple[int, ...]:
+    """The tokens that a model embeds as padding; none for most.
+
+    Args:
+        config: the whole model's transformers config.
+    """
+    found = (getattr(config, name, None) for name in EMBEDDED_AS_PADDING.get(config.model_type, ()))
+    return tuple(token for token in found if token is not None)
+
+
+def as_embedded(input_ids: Array, config: Any) -> Array:
+    """The tokens whose embeddings the model reads, int64 [batch, tokens].
+
+    Args:
+        input_ids: int64 [batch, tokens].
+        config: the whole model's transformers config.
+    """
+    tokens = placeholders(config)
+    if not tokens:
+        return input_ids
+    padding = config.get_text_config(decoder=True).pad_token_id
+    return np.where(np.isin(input_ids, tokens), padding, input_ids)
