@@ -112,9 +112,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "gemma3": InputMap(image_extras=(IMAGE_TOKENS,), note="tokens of an image attend to each other in both directions"),
     "gemma3_text": DECODER,
     "gemma3n_text": DECODER,
-    "gemma4": InputMap(
-        image_extras=(IMAGE_TOKENS_4,), note="its text model; with `--embeds` and images, where it takes them"
-    ),
+    "gemma4": InputMap(image_extras=(IMAGE_TOKENS_4,), note="its text model; large ones take images with `--embeds`"),
     "gemma4_text": DECODER,
     "gemma4_unified": TEXT_MODEL,
     "gemma4_unified_text": DECODER,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
 from llmconv.runtime.images.gemma4_processor import PatchProcessor
@@ -82,3 +83,13 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(folder: Path,
     assert [one.tokens for one in together] == [
         generate(model, [one], **OPTIONS).completions[0].tokens for one in prompts
     ]
+
+
+def test_a_model_with_embeddings_per_layer_takes_texts_only(tmp_path: Path, pictures: list[Path]) -> None:
+    small = save_gemma4(tmp_path / "small", hidden_size_per_layer_input=16, vocab_size_per_layer_input=96)
+    assert generate(small, "A text", backend="torch", **OPTIONS).completions[0].tokens
+    with pytest.raises(UsageProblem, match="takes no images"):
+        generate(small, Prompt("~What?", images=(pictures[0],)), backend="torch", **OPTIONS)
+    with pytest.raises(LlmconvError, match="takes tokens"):
+        rows = np.zeros((1, 64), dtype=np.float32)
+        generate(small, Prompt("What?", embeddings=rows), backend="torch", **OPTIONS)

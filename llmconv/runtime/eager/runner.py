@@ -44,7 +44,7 @@ from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.images.placeholders import as_embedded
+from llmconv.runtime.images.placeholders import as_embedded, embeds_in_layers
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,
@@ -120,7 +120,7 @@ class EagerRunner(Runner):
         self.takes_positions = "position_ids" in arguments
         self._extra_inputs = resolved_inputs(extra_inputs, self.config)
         require_parameters(model.forward, self._extra_inputs)
-        self._takes_embeddings = "inputs_embeds" in arguments
+        self._takes_embeddings = "inputs_embeds" in arguments and not embeds_in_layers(self.config)
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call

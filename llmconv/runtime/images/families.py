@@ -9,6 +9,7 @@ from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.family import ImageFamily
 from llmconv.runtime.images.gemma3 import Gemma3Images
 from llmconv.runtime.images.gemma4 import Gemma4Images
+from llmconv.runtime.images.placeholders import embeds_in_layers
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
@@ -29,7 +30,8 @@ def image_family(config: Any) -> ImageFamily | None:
         config: the whole model's transformers config.
     """
     family = IMAGE_FAMILIES.get(config.model_type)
-    return family(config) if family else None
+    takes_images = getattr(config, "vision_config", None) is not None and not embeds_in_layers(config)
+    return family(config) if family and takes_images else None
 
 
 def family_in(folder: Path) -> ImageFamily | None:

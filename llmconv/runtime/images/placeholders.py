@@ -1,4 +1,4 @@
-"""Placeholder tokens whose own embeddings a whole model never reads."""
+"""Which embeddings a model reads: placeholders are embedded as padding, and some models embed tokens in every layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from llmconv.tensors import Array
 
 EMBEDDED_AS_PADDING = {"gemma4": ("image_token_id", "video_token_id", "audio_token_id")}
 """By `model_type`: fields of the config with the tokens that are embedded as padding until features replace them."""
+
+
+def embeds_in_layers(config: Any) -> bool:
+    """Whether every layer also embeds the tokens, so that embeddings cannot stand in for them.
+
+    Args:
+        config: a transformers config.
+    """
+    return bool(getattr(config.get_text_config(decoder=True), "hidden_size_per_layer_input", None))
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
