@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
@@ -38,23 +39,24 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
         if replicated is not None:
             return replicated
         traced = trace(config, input_map, spec)
-        _rewrite(traced)
+        _rewrite(traced, causal=not input_map.both_ways(config))
         name_everything(traced.model)
         return traced, depth(config)
 
 
-def build_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
+def build_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequence[int] = ()) -> TracedGraph:
     """The graph of the embedding table.
 
     Args:
         config: a transformers config.
         precision: dtype of the table and of the embeddings.
+        placeholders: tokens that are embedded as padding.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        traced = trace_embeddings(shortened(config, period(config)), precision)
+        traced = trace_embeddings(shortened(config, period(config)), precision, placeholders)
         name_everything(traced.model)
         return traced
 
@@ -77,7 +79,7 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
                 difference = NotIsomorphic("the first layers of a shorter model differ")
                 continue
             traced = trace(short, input_map, spec)
-            _rewrite(traced)
+            _rewrite(traced, causal=not input_map.both_ways(config))
             try:
                 replicate(traced, total, repeat)
             except NotIsomorphic as found:
@@ -96,12 +98,12 @@ def _is_part(short: Any, whole: Any) -> bool:
     return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
-def _rewrite(traced: TracedGraph) -> None:
+def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
     """Rewrites the exporter's nodes for mapped weights and the target, in place."""
     rewrite_linear_layers(traced)
     fuse_norms(traced)
     add_filled_length(traced)
-    if traced.spec.cache == "shared-buffer":
+    if traced.spec.cache == "shared-buffer" and causal:  # as the fused operator is
         use_grouped_query_attention(traced)
     if traced.spec.target == "ort-cpu":
         fuse_for_cpu(traced)

@@ -13,13 +13,14 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.export.families_not_exported import NOT_EXPORTED
 from llmconv.export.input_map import InputMap
-from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
+from llmconv.runtime.extra_inputs import BATCH, FULL, SEQUENCE, SLIDING, ExtraInput
 from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
 
 ENTRY_POINTS = "llmconv.input_maps"
@@ -33,6 +34,17 @@ SEGMENTS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values="type_vocab_si
 """The segment of each token, as BERT numbers them; a model with one segment has no such input."""
 
 SEGMENTED = InputMap(extras=(SEGMENTS,))
+
+IMAGE_TOKENS = ExtraInput("token_type_ids", (BATCH, SEQUENCE), values=2, both_ways=(FULL, SLIDING))
+"""Which tokens stand for features of images, 1 or 0; those of one image attend to each other in both directions."""
+
+IMAGE_TOKENS_4 = ExtraInput(
+    "mm_token_type_ids",
+    (BATCH, SEQUENCE),
+    values=lambda config: 2 if config.use_bidirectional_attention == "vision" else 1,
+    both_ways=(SLIDING,),
+)
+"""The same in Gemma 4, of which only the large models have it, and only in layers with a window."""
 
 TASKS = ExtraInput(
     "task_type_ids",
@@ -110,10 +122,10 @@ INPUT_MAPS: dict[str, InputMap] = {
     "fuyu": TEXT_MODEL,
     "gemma": DECODER,
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
-    "gemma3": TEXT_MODEL,
+    "gemma3": InputMap(image_extras=(IMAGE_TOKENS,), note="tokens of an image attend to each other in both directions"),
     "gemma3_text": DECODER,
     "gemma3n_text": DECODER,
-    "gemma4": TEXT_MODEL,
+    "gemma4": InputMap(image_extras=(IMAGE_TOKENS_4,), note="its text model; large ones take images with `--embeds`"),
     "gemma4_text": DECODER,
     "gemma4_unified": TEXT_MODEL,
     "gemma4_unified_text": DECODER,
@@ -254,17 +266,36 @@ def known_input_maps() -> dict[str, InputMap]:
 
 
 def extra_inputs_of(folder: Path) -> tuple[ExtraInput, ...]:
-    """The extra inputs of the language model in a folder; none for a family without an input map.
+    """The extra inputs of the language model in a folder, also those that only graphs with images have.
+
+    None for a family without an input map.
 
     Raises:
         MalformedInput: `config.json` is invalid.
     """
+    row, fields = _row_of(folder)
+    config = SimpleNamespace(**fields)
+    return tuple(_with_stated(extra, config) for extra in (*row.extras, *row.image_extras)) if row else ()
+
+
+def image_inputs_of(folder: Path) -> tuple[str, ...]:
+    """The names of the extra inputs of the model in a folder that only graphs with images have.
+
+    Raises:
+        MalformedInput: `config.json` is invalid.
+    """
+    row, _ = _row_of(folder)
+    return tuple(extra.name for extra in row.image_extras) if row else ()
+
+
+def _row_of(folder: Path) -> tuple[InputMap | None, dict[str, Any]]:
+    """The input map of the model in a folder, if it has one, and `config.json`."""
     path = folder / "config.json"
     fields = read_json(path) if path.is_file() else {}
     text = fields.get("text_config")
     types = [part.get("model_type") for part in (fields, text) if isinstance(part, dict)]
     rows = [known_input_maps()[name] for name in types if isinstance(name, str) and name in known_input_maps()]
-    return tuple(_with_stated(extra, SimpleNamespace(**fields)) for extra in rows[0].extras) if rows else ()
+    return (rows[0] if rows else None), fields
 
 
 def _with_stated(extra: ExtraInput, config: SimpleNamespace) -> ExtraInput:

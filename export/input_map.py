@@ -37,6 +37,7 @@ class InputMap:
         position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
         cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
         extras: inputs that only some families have, such as `token_type_ids`.
+        image_extras: further inputs of graphs that take features of images instead of tokens.
         note: special properties of the family, for the table of families.
         first_layers: number of first layers that take inputs of their own, so that they are not like the others.
     """
@@ -45,14 +46,24 @@ class InputMap:
     cache: str = "heads"
     note: str = ""
     extras: tuple[ExtraInput, ...] = ()
+    image_extras: tuple[ExtraInput, ...] = ()
     first_layers: int = 0
 
     def __post_init__(self) -> None:
-        names = [*([POSITIONS] if self.position_ids else []), *(extra.name for extra in self.extras)]
+        extras = (*self.extras, *self.image_extras)
+        names = [*([POSITIONS] if self.position_ids else []), *(extra.name for extra in extras)]
         if len(set(names)) < len(names):
             raise UsageProblem(
                 f"the input map has the extra input `{max(names, key=names.count)}` twice", hint="leave out one of them"
             )
+
+    def both_ways(self, config: Any) -> bool:
+        """Whether some tokens attend to later ones, see `ExtraInput.both_ways`.
+
+        Args:
+            config: a transformers config.
+        """
+        return any(extra.both_ways for extra in self.extra_inputs(config).values())
 
     @property
     def heeds_positions(self) -> bool:

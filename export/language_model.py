@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,19 @@ from llmconv.export.tracing.fake_model import (
     refusing,
     shortened,
 )
-from llmconv.export.tracing.multimodal import MULTI_MODAL, WITHOUT, TensorNaming, alone, find_naming
+from llmconv.export.tracing.multimodal import (
+    MULTI_MODAL,
+    WITHOUT,
+    TensorNaming,
+    alone,
+    find_naming,
+    is_multi_modal,
+)
 from llmconv.export.vision.graph import build_vision
 from llmconv.export.vision.towers import VISION_TOWERS
 from llmconv.progress import say
 from llmconv.runtime.extra_inputs import ExtraInput
+from llmconv.runtime.images.placeholders import placeholders
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 
@@ -76,7 +84,8 @@ class LanguageModel:
         graphs = {spec: self._named(traced) for spec, (traced, _) in built.items()}
         made = {role: graphs[spec] for role, spec in specs.items()}
         if self.embeddings:
-            table = build_embeddings(self.config, next(iter(specs.values())).precision)
+            padded = placeholders(self.whole) if self.whole else ()
+            table = build_embeddings(self.config, next(iter(specs.values())).precision, padded)
             made[EMBEDDINGS_ROLE] = self.naming.rename_embeddings(table) if self.naming else alone(table)
         if self.whole and self.naming:
             made[VISION_ROLE] = build_vision(self.whole, self.naming, next(iter(specs.values())).precision)
@@ -101,7 +110,7 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise MalformedInput("`config.json` has no `model_type`", hint="copy the config of the original model again")
-    if model_type not in MULTI_MODAL:
+    if not is_multi_modal(checkpoint.config, embeds=embeds):
         input_map = find_input_map(model_type)
         config = load_config(checkpoint.config, code)
         return LanguageModel(config, input_map, embeddings=embedding_size(config) if embeds else None)
@@ -112,6 +121,7 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
     for name, value in WITHOUT[model_type].items():
         setattr(config, name, value)
-    input_map = find_input_map(model_type if model_type in known_input_maps() else config.model_type)
+    row = find_input_map(model_type if model_type in known_input_maps() else config.model_type)
+    input_map = replace(row, extras=(*row.extras, *row.image_extras))
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)

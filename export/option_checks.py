@@ -60,7 +60,13 @@ def for_target(
     if given["target"] is None:
         return given
     dynamic = given["shapes"] == "dynamic"
-    fits = dynamic and not given["prefix"] and given["stages"] == 1 and (given["opset"] or 24) >= 24
+    fits = (
+        dynamic
+        and not model.input_map.both_ways(model.config)
+        and not given["prefix"]
+        and given["stages"] == 1
+        and (given["opset"] or 24) >= 24
+    )
     fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
     preset = find_preset(
         given["target"],

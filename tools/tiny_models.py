@@ -95,6 +95,11 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "gpt_neo": {"num_layers": 10, "attention_types": [[["global", "local"], 5]], "window_size": 9},
+    "gemma3": {
+        "image_token_id": 130,
+        "mm_tokens_per_image": 4,
+        "vision_config": {"image_size": 16, "patch_size": 4},
+    },
     "gemma4_unified_text": {"global_head_dim": 32},
     "granitemoe_swa": {"attention_multiplier": 0.2},  # its default leaves scores unscaled: rounding then grows unevenly
     "helium": {"head_dim": 16},

@@ -79,13 +79,15 @@ class GraphFolder:
         Raises:
             InputRefused: there is no such model.
         """
-        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+        from llmconv.export.families import extra_inputs_of, image_inputs_of  # noqa: PLC0415 - the table alone
 
         entries, single = graph_entries(path), single_pass_entries(path)
         if not entries and not single:
             return None
         model = require_weights(path, [*entries, *single][0], reference or recorded_reference(path))
         report.reference = model.name
+        unseeing = () if has_vision(path) else image_inputs_of(model)
+        entries = [replace(entry, fixed_inputs=(*entry.fixed_inputs, *unseeing)) for entry in entries]
         session = replace(session, settings=replace(session.settings, extra_inputs=partial(extra_inputs_of, model)))
         return cls(path, entries, single, model, report, session, allow_changed, model if trusted else None)
 

@@ -26,6 +26,7 @@ from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
 from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
 from llmconv.runtime.custom_code import custom_classes
+from llmconv.runtime.images.placeholders import embeds_in_layers
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that refer to code or kernels; a checkpoint is data, so they are not passed on."""
@@ -151,6 +152,11 @@ def embedding_size(config: Any) -> int:
     Raises:
         UnsupportedInput: the model takes tokens only.
     """
+    if embeds_in_layers(config):
+        raise UnsupportedInput(
+            "every layer of this model also embeds the tokens, so its graphs cannot take embeddings alone",
+            hint="leave out `--embeds`",
+        )
     with refusing("build this model"):
         model = build(shortened(config, period(config)))
         if "inputs_embeds" not in inspect.signature(model.forward).parameters:

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.traced_graph import TracedGraph
 
 MULTI_MODAL: dict[str, str] = {
     "aya_vision": "",
-    "gemma3": "tokens of an image attend only to earlier tokens, in transformers also to each other",
+    "gemma3": "",
+    "gemma4": "",
     "got_ocr2": "",
     "idefics3": "",
     "internvl": "",
@@ -35,6 +37,21 @@ MULTI_MODAL: dict[str, str] = {
     "vipllava": "",
 }
 """`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
+
+
+TOKENS_FIRST = {"gemma4"}
+"""Those whose graphs take tokens and no images, unless embeddings are asked for."""
+
+
+def is_multi_modal(fields: Mapping[str, Any], *, embeds: bool) -> bool:
+    """Whether graphs take embeddings of text and features of images.
+
+    Args:
+        fields: content of `config.json`.
+        embeds: embeddings are asked for.
+    """
+    kind = fields.get("model_type")
+    return kind in MULTI_MODAL and (kind not in TOKENS_FIRST or (embeds and bool(fields.get("vision_config"))))
 
 
 WITHOUT: Mapping[str, Mapping[str, float]] = defaultdict(dict, {"aya_vision": {"logit_scale": 1.0}})

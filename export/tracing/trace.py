@@ -32,6 +32,7 @@ from llmconv.export.library_patches import (
 )
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
+from llmconv.export.tracing.both_ways import masks_of
 from llmconv.export.tracing.cache_probe import ports_of
 from llmconv.export.tracing.exact_scalars import record_exact_scalars
 from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, extra_ports, is_cache, sizes
@@ -70,6 +71,7 @@ class CacheAsTensors(nn.Module):
         super().__init__()
         self.model, self._past, self._spec = model, past, spec
         self._extras = ExtraTensors(extras or {}, spec.fixed_inputs)
+        self._both_ways = next((extra for extra in (extras or {}).values() if extra.both_ways), None)
         # `cache_params` in models whose layers have no keys and values
         is_stateful = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if is_stateful else "past_key_values"
@@ -105,11 +107,23 @@ class CacheAsTensors(nn.Module):
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = INPUTS_EMBEDS if self._spec.embeddings else "input_ids"
-        given = {tokens: input_ids, "attention_mask": attention_mask, **others}
+        given: dict[str, Any] = {tokens: input_ids, "attention_mask": attention_mask, **others}
         if position_ids is not None:
             given["position_ids"] = position_ids
+        if self._both_ways:
+            given["attention_mask"] = self._masks(given, self._both_ways, cache)
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits.to(getattr(torch, self._spec.logits)), cache.tensors()
+
+    def _masks(self, given: dict[str, Any], extra: ExtraInput, cache: Any) -> Tensor | dict[str, Tensor]:
+        kinds = given.pop(extra.name)
+        embedded = (
+            given[INPUTS_EMBEDS] if self._spec.embeddings else self.model.get_input_embeddings()(given["input_ids"])
+        )
+        known = {name: given.get(name) for name in ("attention_mask", "position_ids")}
+        return masks_of(
+            self.model.config, kinds, extra.both_ways, {"inputs_embeds": embedded, "past_key_values": cache, **known}
+        )
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
         if self._spec.cache == GROWING.cache:
@@ -119,14 +133,21 @@ class CacheAsTensors(nn.Module):
 
 
 class EmbeddingTable(nn.Module):
-    """The embedding table alone."""
+    """The embedding table alone.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        model: the model.
+        placeholders: tokens that are embedded as padding.
+    """
+
+    def __init__(self, model: PreTrainedModel, placeholders: Sequence[int] = ()) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._placeholders = model, placeholders
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Embeddings of tokens, `[batch, sequence, hidden]`."""
+        for token in self._placeholders:
+            input_ids = torch.where(input_ids == token, self.model.config.pad_token_id, input_ids)
         embedded: Tensor = self.model.get_input_embeddings()(input_ids)
         return embedded
 
@@ -189,12 +210,13 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
     return traced
 
 
-def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
+def trace_embeddings(config: Any, precision: str = FLOAT32, placeholders: Sequence[int] = ()) -> TracedGraph:
     """The embedding table as a graph: `input_ids` to `inputs_embeds` `[batch, sequence, hidden]`.
 
     Args:
         config: a transformers config.
         precision: dtype of the table and of the embeddings.
+        placeholders: tokens that are embedded as padding.
     """
     tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
     with quiet_libraries(), torch.no_grad():
@@ -202,7 +224,7 @@ def trace_embeddings(config: Any, precision: str = FLOAT32) -> TracedGraph:
         size = int(model.get_input_embeddings().weight.shape[1])
         embedded = Port(INPUTS_EMBEDS, precision, (BATCH, SEQUENCE, size))
         program = torch.export.export(
-            EmbeddingTable(model),
+            EmbeddingTable(model, placeholders),
             (torch.ones(sizes(tokens), dtype=torch.int64),),
             dynamic_shapes=(axes(tokens),),
             strict=False,

@@ -67,10 +67,10 @@ class VisionTower:
         module: a module around the whole model, whose attribute must be named `model`; it takes tensors in the order of
             `inputs` and returns features, or a tuple of features and further outputs.
         inputs: of the graph, of the whole model's config and the graph's precision.
-        outputs: names of the graph's outputs, and the first axis of each: a symbol, or a fixed size.
+        outputs: names of the graph's outputs, and the first axes of each: a symbol, a fixed size, or several symbols.
     """
 
     alike: bool = True
     module: Callable[[PreTrainedModel], nn.Module] = ImageFeatures
     inputs: Callable[[Any, str], Sequence[TowerInput]] = pixels_of_one_size
-    outputs: tuple[tuple[str, str | int], ...] = ((IMAGE_FEATURES, IMAGES),)
+    outputs: tuple[tuple[str, str | int | tuple[str, ...]], ...] = ((IMAGE_FEATURES, IMAGES),)

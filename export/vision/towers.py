@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmconv.export.vision.anyres import ANYRES
+from llmconv.export.vision.gemma4 import GEMMA4
 from llmconv.export.vision.idefics3 import IDEFICS3
 from llmconv.export.vision.llama4 import LLAMA4
 from llmconv.export.vision.pixtral import PIXTRAL
@@ -23,6 +24,8 @@ DEEP = (*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS))
 
 VISION_TOWERS: dict[str, VisionTower] = {
     "aya_vision": VisionTower(),
+    "gemma3": VisionTower(),
+    "gemma4": GEMMA4,
     "got_ocr2": VisionTower(alike=False),  # layers with windows between layers without
     "idefics3": IDEFICS3,
     "internvl": VisionTower(),

@@ -18,7 +18,7 @@ from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_map import Port
 from llmconv.export.library_patches import exact_constants, fake_parameters
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.tracing.fake_model import period, shortened
+from llmconv.export.tracing.fake_model import period, shortened, stored_buffers
 from llmconv.export.tracing.trace import name_ports, optimized, quiet_libraries, weights_to_inputs
 from llmconv.export.vision.tower import TowerInput, VisionTower
 
@@ -39,10 +39,13 @@ def build_whole(config: Any, precision: str) -> PreTrainedModel:
         precision: its dtype.
     """
     short = shortened(config, period(config))
-    with fake_parameters():
+    with fake_parameters() as mode:
         model = AutoModelForImageTextToText.from_config(
             short, attn_implementation="eager", dtype=getattr(torch, precision)
         )
+    for module, name in list(stored_buffers(model)):  # a checkpoint has them
+        with mode:
+            module._buffers[name] = torch.empty_like(module.get_buffer(name))
     return model.eval()
 
 
@@ -61,8 +64,8 @@ def trace_vision(tower: VisionTower, config: Any, model: PreTrainedModel, precis
     with exact_constants():
         optimized(graph)
     outputs = [
-        _output(name, value, axis, precision)
-        for (name, axis), value in zip(tower.outputs, graph.graph.outputs, strict=True)
+        _output(name, value, symbols, precision)
+        for (name, symbols), value in zip(tower.outputs, graph.graph.outputs, strict=True)
     ]
     name_ports(graph, [one.port for one in inputs], outputs)
     depth = depth_of(config)
@@ -92,9 +95,10 @@ def _traced(module: nn.Module, inputs: Iterable[TowerInput]) -> ir.Model:
     return traced.model
 
 
-def _output(name: str, value: ir.Value, axis: str | int, precision: str) -> Port:
+def _output(name: str, value: ir.Value, axes: str | int | tuple[str, ...], precision: str) -> Port:
     assert value.shape is not None
-    return Port(name, precision, (axis, *(int(str(size)) for size in list(value.shape)[1:])))
+    first = axes if isinstance(axes, tuple) else (axes,)
+    return Port(name, precision, (*first, *(int(str(size)) for size in list(value.shape)[len(first) :])))
 
 
 def layers_of(model: PreTrainedModel, count: int) -> str:

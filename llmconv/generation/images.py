@@ -14,7 +14,6 @@ import numpy as np
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
-from llmconv.generation.image_processor import load_processor
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.tensors import Array
@@ -69,7 +68,7 @@ class ImageEncoder:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it announces which library resizes images
         try:
-            return load_processor(self.folder, self.family.config)
+            return self.family.load_processor(self.folder)
         except Exception as error:  # an invalid config may raise anything
             raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
         finally:

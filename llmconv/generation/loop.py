@@ -11,6 +11,7 @@ from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.given_inputs import batch_values
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Runner, Step, default_positions
@@ -61,9 +62,17 @@ class Batch:
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
-        whole = any(row.embeddings and row.embeddings.read_whole for row in self.rows)
-        in_parts = most and not whole and self._runner.continues_in_one_run(len(mask), done + most, most)
+        in_parts = (
+            most
+            and not any(map(self._reads_whole, self.rows))
+            and self._runner.continues_in_one_run(len(mask), done + most, most)
+        )
         self._most = most if in_parts else self._ids.shape[1]
+
+    def _reads_whole(self, row: Row) -> bool:
+        """Whether tokens of a prompt attend to later ones."""
+        of_images = row.embeddings is not None and row.embeddings.read_whole
+        return of_images or ExtraValues(self._runner.extra_inputs, row.inputs.values).both_ways
 
     def read(self) -> Step | None:
         """Runs the next columns of the prompts; None while more remain."""

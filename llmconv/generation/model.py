@@ -232,7 +232,7 @@ class TextModel:
         if self.images is None:
             raise UsageProblem(
                 f"`{self.folder}` takes no images with the backend `{self.backend}`",
-                hint="docs/multimodal.md lists the families whose vision tower is exported as vision.onnx",
+                hint="docs/multimodal.md lists the families that take images, and those that need `export --embeds`",
             )
         return self.images
 

@@ -16,6 +16,9 @@ from llmconv.tensors import BY_NAME, Array
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 """The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""transformers' types of layers with attention."""
+
 SYMBOLS = (BATCH, SEQUENCE, PAST, TOTAL)
 DTYPES = ("int64", "int32", "bool", "float32")
 RESERVED = (
@@ -81,6 +84,8 @@ class ExtraInput:
             standard deviation, which `verify` draws; as for a fixed axis. None: a function in `default` alone decides.
         repeats: new tokens have the last value that a request gave for its prompt, and not the default.
         counts_on: new tokens have the next numbers after the largest that a request gave for its prompt.
+        both_ways: types of layers, as in `layer_types` of the config, in which neighbors whose value is not 0 attend to
+            each other in both directions; a call that contains them cannot be divided, and calls cannot be joined.
 
     Raises:
         UsageProblem: a name, an axis, a dtype or a default that no graph can have.
@@ -93,6 +98,7 @@ class ExtraInput:
     values: float | OfConfig | None = None
     repeats: bool = False
     counts_on: bool = False
+    both_ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problem = _problem(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.runtime.extra_inputs import BATCH, DOCUMENT, PAST, SEQUENCE, TOTAL, ExtraInput, ModelCall
 from llmconv.tensors import Array
 
@@ -48,6 +48,26 @@ class ExtraValues:
             UsageProblem: a given array has another dtype or shape.
         """
         return {name: self._value(name, extra, call, whole or call, start) for name, extra in self.inputs.items()}
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens attend to each other in both directions, so that the call cannot be divided."""
+        return any(bool(self.inputs[name].both_ways) and bool(array.any()) for name, array in self.given.items())
+
+    def require_whole(self, most: int) -> None:
+        """Refuses to divide a call whose tokens attend to later ones.
+
+        Args:
+            most: number of tokens that run together.
+
+        Raises:
+            InputRefused: they do.
+        """
+        if self.both_ways:
+            raise InputRefused(
+                f"tokens of images attend to later ones, and these graphs read {most} tokens at a time",
+                hint="export again with `--shapes dynamic`, or give a shorter prompt",
+            )
 
     def _value(self, name: str, extra: ExtraInput, call: ModelCall, whole: ModelCall, start: int) -> Array:
         if name not in self.given:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmconv.generation.image_processor import without_videos
+from llmconv.runtime.images.processor import without_videos
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
 

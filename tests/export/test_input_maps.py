@@ -54,7 +54,8 @@ def test_layers_may_have_different_head_sizes() -> None:
 
 def test_a_config_of_several_models_is_read_as_its_text_model() -> None:
     ports = find_input_map("gemma3").inputs(tiny_config("gemma3", 4))
-    assert ports == find_input_map("gemma3_text").inputs(tiny_config("gemma3_text", 4))
+    of_text = find_input_map("gemma3_text").inputs(tiny_config("gemma3_text", 4))
+    assert tuple(port for port in ports if port.name != "token_type_ids") == of_text
 
 
 def test_the_families_command_lists_the_table() -> None:

@@ -10,9 +10,11 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.token_choices import expected_count, measure_choices
@@ -57,14 +59,23 @@ class Candidate:
         """The prefix of the graph that runs the prompt."""
         return self.graphs[0].entry.prefix
 
-    def refuses(self, call: Call) -> str:
-        """Why the graph cannot run a call by design; empty if it can."""
+    def refuses(self, call: Call, *, whole: bool = False) -> str:
+        """Why the graph cannot run a call by design; empty if it can.
+
+        Args:
+            call: the call.
+            whole: some of its tokens attend to later ones, whatever its extra inputs are.
+        """
         for graph in self.graphs:
             if not call.uniform and not graph.takes_positions:
                 return "the graph has no position_ids"
             if graph.sizes:
                 rows, new = call.input_ids.shape
-                reason = graph.sizes.refusal(rows, call.attention_mask.shape[1] - new, new)
+                past = call.attention_mask.shape[1] - new
+                joined = whole or ExtraValues(graph.extra_inputs, call.extras or {}).both_ways
+                reason = graph.sizes.refusal(rows, past, new) or (
+                    _division(graph.sizes, rows, past, new) if joined else ""
+                )
                 if reason:
                     return reason
                 continue
@@ -74,6 +85,12 @@ class Candidate:
             ):
                 return f"the graph takes input_ids of shape {shape} only"
         return ""
+
+
+def _division(sizes: FixedSizes, rows: int, past: int, new: int) -> str:
+    """Why a graph cannot run tokens that attend to later ones; empty if it runs all of them together."""
+    most = sizes.width(rows, past, new)
+    return "" if new <= most else f"the graph reads {most} tokens at a time, and some attend to later ones"
 
 
 def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:

@@ -86,7 +86,8 @@ class ImageChecks:
         blank = Check(ANSWERS, graph.name, "")
         candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
         for prompts in self._prompts:
-            if reason := candidate.refuses(prompts.prompt) or candidate.refuses(prompts.step):
+            whole = self.family.read_whole
+            if reason := candidate.refuses(prompts.prompt, whole=whole) or candidate.refuses(prompts.step):
                 return [replace(blank, output="logits", verdict="skip", detail=reason)]
         try:
             made = [prompts.run(candidate.runner, self._features_of(prompts)) for prompts in self._prompts]

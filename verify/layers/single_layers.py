@@ -95,7 +95,7 @@ def made_up_call(graph: GraphLayers, vocab_size: int, extras: Mapping[str, Extra
         mask[PADDED, :PAST] = 0
         past = SyntheticPast(shapes, 3, PAST, (0, 1), SEED)
     call = Call(ids, mask, default_positions(mask, NEW), start=past, known=PAST if past else 0)
-    return drawn([call], extras, rng)[0]
+    return drawn([call], extras, rng, both_ways=True)[0]
 
 
 def _sizes(port: onnx.ValueInfoProto) -> tuple[int, ...]:

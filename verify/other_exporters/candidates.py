@@ -49,8 +49,8 @@ class ExternalCandidate(Candidate):
         """Empty: external graphs are compared with the model only, not with each other."""
         return ""
 
-    def refuses(self, call: Call) -> str:
-        """The reason why the graphs do not support a call; else empty."""
+    def refuses(self, call: Call, *, whole: bool = False) -> str:
+        """The reason why the graphs do not support a call; else empty; arguments as in `Candidate.refuses`."""
         return next((reason for graph in self.external if (reason := graph.limits.refusal(call))), "")
 
 

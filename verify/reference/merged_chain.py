@@ -48,7 +48,7 @@ def one_call(calls: Sequence[Call], inputs: Inputs) -> Call | None:
         len(calls) < 2
         or any(call.edit != CacheEdit() for call in calls)
         or (start and any(map(is_state, start.shapes)))
-        or not all(_divides(extra, calls[0]) for extra in inputs.values())
+        or not all(_divides(extra, calls) for extra in inputs.values())
     ):
         return None
     ids = np.concatenate([call.input_ids for call in calls], axis=1)
@@ -58,10 +58,12 @@ def one_call(calls: Sequence[Call], inputs: Inputs) -> Call | None:
     return Call(ids, calls[-1].attention_mask, positions, start=start, known=calls[0].known, extras=extras)
 
 
-def _divides(extra: ExtraInput, call: Call) -> bool:
+def _divides(extra: ExtraInput, calls: Sequence[Call]) -> bool:
     """Whether the value of an input for several calls consists of its values in each."""
-    is_hook = callable(extra.default) and extra.name not in (call.extras or {})
-    return not is_hook and not {SEQUENCE, TOTAL} <= set(extra.axes)
+    given = [(call.extras or {}).get(extra.name) for call in calls]
+    is_hook = callable(extra.default) and given[0] is None
+    joins = bool(extra.both_ways) and any(array is not None and array.any() for array in given)
+    return not is_hook and not joins and not {SEQUENCE, TOTAL} <= set(extra.axes)
 
 
 def _joined(values: Sequence[Array], extra: ExtraInput) -> Array:
@@ -83,7 +85,7 @@ def another_order(calls: Sequence[Call], inputs: Inputs) -> Chain | None:
         return [whole]
     if len(calls) > 1 or not first.start or first.input_ids.shape[1] < 2 or any(map(is_state, first.start.shapes)):
         return None
-    if not all(_divides(extra, first) for extra in inputs.values()):
+    if not all(_divides(extra, calls) for extra in inputs.values()):
         return None
     return [_one_token(first, at, inputs) for at in range(first.input_ids.shape[1])]
 

@@ -17,7 +17,7 @@ Extras = Mapping[str, ExtraInput]
 """Resolved extra inputs by name."""
 
 
-def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator) -> Chain:
+def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator, *, both_ways: bool = False) -> Chain:
     """The calls with random values of the inputs that a request may give; calls that have values keep them.
 
     A value of each new token is drawn for each call; one of all tokens grows, and one of a sequence stays, with the
@@ -27,8 +27,11 @@ def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator) -> Chain:
         chain: the calls.
         inputs: the extra inputs.
         rng: generates the values.
+        both_ways: also of inputs with which a call cannot be divided, as graphs of a fixed size divide it.
     """
-    free = {name: extra for name, extra in inputs.items() if extra.values is not None}
+    free = {
+        name: extra for name, extra in inputs.items() if extra.values is not None and (both_ways or not extra.both_ways)
+    }
     calls, held = [], dict[str, Array]()
     for call in chain:
         if call.extras is not None:

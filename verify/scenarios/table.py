@@ -27,7 +27,7 @@ from llmconv.verify.scenarios.calls import (
     pieces,
     ragged_mask,
 )
-from llmconv.verify.scenarios.extra_draws import at_limits
+from llmconv.verify.scenarios.extra_draws import at_limits, drawn
 
 LENGTHS = (33, 1, 2, 3, 7)
 LONG_LENGTHS = (16, 17, 64, 65, 127)
@@ -202,12 +202,13 @@ def _repeated(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _extra_values(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """The defaults of all extra inputs, and their first and last valid values, equal in all rows."""
+    """The defaults of all extra inputs, their first and last valid values, equal in all rows, and random ones."""
     if not facts.extra_inputs:
         return []
     calls = chain(ragged_mask((7, 4, 2), 3, "left"), [7, 1, 2], facts, rng)
     ends = [at_limits(calls, facts.extra_inputs, last=last) for last in (False, True)]
-    return [[replace(call, extras={}) for call in calls], *ends]
+    mixed = drawn(calls, facts.extra_inputs, rng, both_ways=True)
+    return [[replace(call, extras={}) for call in calls], *ends, mixed]
 
 
 SCENARIOS = (

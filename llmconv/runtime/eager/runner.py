@@ -43,9 +43,10 @@ from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall, require_parameters, resolved_inputs
+from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.images.families import IMAGE_FAMILIES
+from llmconv.runtime.images.placeholders import as_embedded, embeds_in_layers
 from llmconv.runtime.library_patches import (
     continues_recurrent_state,
     reset_dynamic_rope,
@@ -122,7 +123,7 @@ class EagerRunner(Runner):
         self.takes_positions = "position_ids" in arguments
         self._extra_inputs = resolved_inputs(extra_inputs, self.config)
         require_parameters(model.forward, self._extra_inputs)
-        self._takes_embeddings = "inputs_embeds" in arguments
+        self._takes_embeddings = "inputs_embeds" in arguments and not embeds_in_layers(self.config)
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
@@ -232,8 +233,9 @@ class EagerRunner(Runner):
 
     def embed(self, input_ids: Array) -> Array:
         """Embeddings [batch, tokens, hidden] of `input_ids` int64 [batch, tokens]."""
+        tokens = torch.from_numpy(as_embedded(input_ids, self.model.config)).to(self._device)
         with torch.no_grad():
-            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids).to(self._device)))
+            return to_numpy(self.model.get_input_embeddings()(tokens))
 
     @property
     def vocab_size(self) -> int:
@@ -310,10 +312,20 @@ class EagerRunner(Runner):
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
-        inputs = {**tokens, "attention_mask": attention_mask, **values}
+        past = call.sizes[PAST]
+        inputs = {**tokens, "attention_mask": attention_mask, **self._from_the_first_token(values, past)}
         if self.takes_positions:
             inputs.setdefault("position_ids", call.position_ids)  # some families have several for each token
         return self.call(inputs, cache)
+
+    def _from_the_first_token(self, values: Extras, past: int) -> dict[str, Array]:
+        """Values of inputs that go both ways for all tokens, as transformers reads them; none if all of them are 0."""
+        found = dict(values)
+        for name in [name for name in values if self._extra_inputs[name].both_ways]:
+            array = found.pop(name)
+            if array.any():
+                found[name] = np.pad(array, ((0, 0), (past, 0)))
+        return found
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""

@@ -8,13 +8,18 @@ from typing import Any
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.images.anyres import AnyresImages, OneVisionImages
 from llmconv.runtime.images.family import ImageFamily
+from llmconv.runtime.images.gemma3 import Gemma3Images
+from llmconv.runtime.images.gemma4 import Gemma4Images
 from llmconv.runtime.images.idefics3 import Idefics3Images
 from llmconv.runtime.images.llama4 import Llama4Images
 from llmconv.runtime.images.pixtral import PixtralImages
+from llmconv.runtime.images.placeholders import embeds_in_layers
 from llmconv.runtime.images.qwen_vl import DeepstackedQwenImages, QwenImages, WindowedQwenImages
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "aya_vision": ImageFamily,
+    "gemma3": Gemma3Images,
+    "gemma4": Gemma4Images,
     "got_ocr2": ImageFamily,
     "idefics3": Idefics3Images,
     "internvl": ImageFamily,
@@ -40,7 +45,8 @@ def image_family(config: Any) -> ImageFamily | None:
         config: the whole model's transformers config.
     """
     family = IMAGE_FAMILIES.get(config.model_type)
-    return family(config) if family else None
+    takes_images = getattr(config, "vision_config", None) is not None and not embeds_in_layers(config)
+    return family(config) if family and takes_images else None
 
 
 def family_in(folder: Path) -> ImageFamily | None:

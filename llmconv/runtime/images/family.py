@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmconv.runtime.images.processor import load_processor
 from llmconv.tensors import Array
 
 PIXEL_VALUES, IMAGE_FEATURES = "pixel_values", "image_features"
@@ -58,6 +60,17 @@ class ImageFamily:
     """What the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16."""
 
     # --- running ------------------------------------------------------------------------------------------------------
+
+    def load_processor(self, folder: Path) -> Any:
+        """transformers' processor of the model, or one that returns the same for texts and images.
+
+        Args:
+            folder: has its files and those of the tokenizer.
+
+        Raises:
+            Exception: of any class; transformers cannot read the files, or needs a library that is not installed.
+        """
+        return load_processor(folder, self.config)
 
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.

@@ -233,9 +233,11 @@ class BufferedSession:
         reason = self.sizes.refusal(rows, filled, new)
         if reason:
             raise InputRefused(reason, hint="export again with a larger --batch-size or --max-seq-len")
+        width = self.sizes.width(rows, filled, new)
+        if width < new:
+            values.require_whole(width)
         buffers = self._buffers(past, rows, filled + new)
         pieces = []
-        width = self.sizes.width(rows, filled, new)
         for start in range(0, new, width):
             at = slice(start, min(start + width, new))
             mask = call.attention_mask[:, : filled + at.stop]

@@ -24,6 +24,9 @@ LENGTHS = re.compile(
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Config fields whose numbers may be compared with token ids."""
 
+POOLING = re.compile(r"pooling_kernel_size")
+"""Config field; its square divides numbers of patches (transformers modeling_gemma4.py)."""
+
 JITTER = re.compile(r"router_jitter")
 """Config field; twice its value is a threshold for scores of experts (transformers modeling_phimoe.py)."""
 TWICE = 2
@@ -71,6 +74,7 @@ class ConfigNumbers:
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
         lengths |= {length * (1 - 1 / factor) for length in lengths for factor in _dynamic_factors(config)}
+        lengths |= {float(number**power) for name, number in found if POOLING.search(name) for power in (1, 2)}
         tokens = {number for name, number in found if TOKENS.search(name)}
         data = {abs(number) for name, number in found if not SIZES.search(name)}
         data |= {2 * number for name, number in found if JITTER.search(name)}
