@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.input_map import Port
-from llmconv.export.vision.tower import TowerInput
-from llmconv.runtime.images.family import PIXEL_VALUES
+from llmconv.export.vision.tower import TowerInput, VisionTower
+from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, PIXEL_VALUES
 from llmconv.runtime.images.qwen_vl import CELL_WEIGHTS, CELLS, PATCH_POSITIONS, WINDOW_IDS
 from llmconv.runtime.rotary_axes import DEEPSTACK_LAYERS
 
@@ -193,3 +193,14 @@ def patches_with_cells(config: Any, precision: str) -> tuple[TowerInput, ...]:
 def _example(config: Any) -> int:
     """Number of patches in the trace, which is that of three features."""
     return 3 * int(config.vision_config.spatial_merge_size) ** 2
+
+
+OF_PATCHES = ((IMAGE_FEATURES, TOKENS),)
+QWEN2_VL = VisionTower(module=PatchFeatures, inputs=patches, outputs=OF_PATCHES)
+QWEN2_5_VL = VisionTower(alike=False, module=WindowedFeatures, inputs=patches_in_windows, outputs=OF_PATCHES)
+QWEN3_VL = VisionTower(
+    alike=False,
+    module=DeepstackedFeatures,
+    inputs=patches_with_cells,
+    outputs=(*OF_PATCHES, (DEEPSTACK_FEATURES, TOKENS)),
+)

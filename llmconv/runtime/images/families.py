@@ -28,11 +28,11 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "llava_next": AnyresImages,
     "llava_onevision": OneVisionImages,
     "mistral3": PixtralImages,
-    "smolvlm": Idefics3Images,
     "qwen2_5_vl": WindowedQwenImages,
     "qwen2_vl": QwenImages,
     "qwen3_vl": DeepstackedQwenImages,
     "qwen3_vl_moe": DeepstackedQwenImages,
+    "smolvlm": Idefics3Images,
     "vipllava": ImageFamily,
 }
 """By `model_type`; `export.vision.towers.VISION_TOWERS` has the same rows."""
