@@ -132,6 +132,24 @@ class ImageEncoder:
         if getattr(self.family.config, "video_token_id", None) in ids:
             raise InputRefused(f"{name} has a placeholder of a video", hint="give some of its frames as images")
 
+    def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
+        """The tokens of a prompt without images, none of which stands for one.
+
+        Args:
+            ids: the tokens.
+            name: of the prompt, for messages.
+
+        Raises:
+            InputRefused: there is a placeholder of an image or of a video.
+        """
+        self.refuse_videos(ids, name)
+        if self.token in ids:
+            raise InputRefused(
+                f"{name} has a placeholder of an image, and no image",
+                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
+            )
+        return ids
+
     def _embeddings(self, text: str, images: Sequence[Any], starts: bool) -> PromptEmbeddings:
         prepared = self._prepared(text, images, starts)
         given = {name: _array(value) for name, value in prepared.items() if name not in TEXT_INPUTS}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
@@ -25,7 +25,7 @@ from llmconv.generation.own_embeddings import require_size
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.prompt_names import prompt_names
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of
+from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of, refuse_shifted, row_starts
 from llmconv.generation.runners import (
     is_model,
     with_lora,
@@ -93,16 +93,13 @@ class TextModel:
         """Opens a folder, a graph, a pair of graphs (prefill, decode), a name in the Hub's cache, or `ModelFiles`.
 
         Args:
-            model: what to open, or a model of transformers, which is run by torch. Files behind a URI are downloaded,
-                and removed when nothing holds the model any more.
+            model: what to open (a download is removed with the last use), or a model of transformers, run by torch.
             decode: the decode graph, if `model` is the prefill graph.
             tokenizer: a tokenizer of transformers, or the folder of one; None for that of the model.
-            backend: `onnx` (the graphs), `torch` (the eager model, the only use of torch) or `genai` (the graphs in
-                ONNX Runtime GenAI, an optional package).
+            backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI, an optional package).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-            adapter: for `torch`: a PEFT adapter folder, which PEFT applies, or an adapter of another program, which is
-                merged in memory as `merge-lora` would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file
-                of `llmconv onnx-adapter`.
+            adapter: for `torch`: a PEFT adapter, which PEFT applies, or another, which is merged in memory as `merge-lora`
+                would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file of `llmconv onnx-adapter`.
             prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
                 where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
             trust_remote_code: run the code in the folder: of the tokenizer and, for `torch`, of the model.
@@ -112,15 +109,14 @@ class TextModel:
 
         Raises:
             InputRefused: the folder has no tokenizer, or neither graphs nor weights; or a prefix of another model.
-            OutOfMemory: the device has too little memory.
-            StageFailed: no stage answers at an address, or it serves another model or export.
+            OutOfMemory, StageFailed: the device has too little memory; no stage of this model answers at an address.
             UnsupportedInput: a prefix for a model that caches more than keys and values.
             UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
         """
         options = TorchOptions.of(adapter, device, dtype)
         if is_model(model):
-            unused = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
-            return cls(**parts_of_object(model, tokenizer, settings, options, **unused))
+            of_files = {"decode": decode, "stages": stages, "prefix_tuning": prefix_tuning}
+            return cls(**parts_of_object(model, tokenizer, settings, options, **of_files))
         with fetching() as fetched:
             files = ModelFiles.find(model if decode is None else (model, decode))
             prefix = None if prefix_tuning is None else open_prefix(local_path(prefix_tuning))
@@ -214,14 +210,7 @@ class TextModel:
         Raises:
             InputRefused: there is a placeholder of an image or of a video.
         """
-        if self.images is not None:
-            self.images.refuse_videos(ids, name)
-        if self.images is not None and self.images.token in ids:
-            raise InputRefused(
-                f"{name} has a placeholder of an image, and no image",
-                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
-            )
-        return ids
+        return ids if self.images is None else self.images.without_images(ids, name)
 
     def require_images(self) -> ImageEncoder:
         """What prepares prompts with images.
@@ -325,21 +314,16 @@ class TextModel:
         inputs: Sequence[RequestInputs] | None,
     ) -> list[RowStart]:
         """The rows of a batch before the first token; arguments and errors as in `stream`."""
-        samples = samples or [0] * len(prompts)
-        if len(samples) != len(prompts):
-            raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
-        if len(prompts) > 1 == self.sequences and self.runner.virtual_tokens:
-            raise UsageProblem(
-                "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
-                hint="give one prompt at a time",
-            )
-        limits, given = self.limits(prompts, settings), self.given_inputs(prompts, inputs)
-        placed = [one for one in embeddings if one is not None]
-        if any(given):
-            require_together([one or GivenInputs(0) for one in given], self.runner.extra_inputs)
-        for one in placed:
-            require_size(self.embedding_size, one.rows, TOKENS_ONLY)
-        return list(map(RowStart, prompts, limits, samples, embeddings or [None] * len(prompts), given))
+        refuse_shifted(prompts, self.sequences, self.runner.virtual_tokens)
+        starts = row_starts(
+            prompts, self.limits(prompts, settings), samples, embeddings, self.given_inputs(prompts, inputs)
+        )
+        if any(start.inputs for start in starts):
+            require_together([start.inputs or GivenInputs(0) for start in starts], self.runner.extra_inputs)
+        for start in starts:
+            if start.embeddings:
+                require_size(self.embedding_size, start.embeddings.rows, TOKENS_ONLY)
+        return starts
 
     def given_inputs(
         self, prompts: Sequence[Sequence[int]], inputs: Sequence[RequestInputs] | None

@@ -36,6 +36,49 @@ class RowStart(NamedTuple):
     inputs: GivenInputs | None = None
 
 
+def row_starts(
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    samples: Sequence[int],
+    embeddings: Sequence[PromptEmbeddings | None],
+    inputs: Sequence[GivenInputs | None],
+) -> list[RowStart]:
+    """What the rows of a batch begin with.
+
+    Args:
+        prompts: token ids.
+        limits: maximum number of new tokens of each.
+        samples: number of the random generator of each; empty for 0.
+        embeddings: of each; empty for none.
+        inputs: values of extra inputs of each.
+
+    Raises:
+        UsageProblem: more or fewer samples than prompts.
+    """
+    samples = samples or [0] * len(prompts)
+    if len(samples) != len(prompts):
+        raise UsageProblem(f"{len(samples)} samples for {len(prompts)} prompts", hint="give one number per prompt")
+    return list(map(RowStart, prompts, limits, samples, embeddings or [None] * len(prompts), inputs))
+
+
+def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_tokens: int) -> None:
+    """Refuses a batch after a tuned prefix whose window padding would shift.
+
+    Args:
+        prompts: token ids.
+        most: maximum number of prompts in a batch; None for any.
+        virtual_tokens: number of tokens of the prefix.
+
+    Raises:
+        UsageProblem: there are several prompts, a prefix, and room for one.
+    """
+    if len(prompts) > 1 == most and virtual_tokens:
+        raise UsageProblem(
+            "in a batch, padding would shift the window of this model's attention away from the tuned prefix",
+            hint="give one prompt at a time",
+        )
+
+
 @dataclass(frozen=True)
 class TextPiece:
     """A piece of one text: what one new token adds to it.

@@ -114,3 +114,19 @@ def grown(extra: ExtraInput, array: Array, sizes: Mapping[str, int]) -> Array:
         rows = np.moveaxis(result, extra.axes.index(BATCH), 0)
         rows[array.shape[extra.axes.index(BATCH)] :] = rows[:1]
     return result
+
+
+def with_past(inputs: Mapping[str, ExtraInput], values: Mapping[str, Array], past: int) -> dict[str, Array]:
+    """Values as transformers takes them: those of `both_ways` for past tokens, too, and left out where all are 0.
+
+    Args:
+        inputs: resolved inputs by name.
+        values: of the new tokens.
+        past: number of tokens in the cache.
+    """
+    found = dict(values)
+    for name in [name for name in values if inputs[name].both_ways]:
+        array = found.pop(name)
+        if array.any():
+            found[name] = np.pad(array, ((0, 0), (past, 0)))
+    return found

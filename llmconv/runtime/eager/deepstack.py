@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,3 +32,13 @@ def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> 
 
 def _add(part: Tensor, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
     return output + part
+
+
+def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[None]:
+    """Context in which features of images reach the first layers; transformers takes none after the tower.
+
+    Args:
+        model: a multimodal model of transformers.
+        features: see `added_after_layers`; None for none.
+    """
+    return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)

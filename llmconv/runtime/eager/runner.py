@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.computed_values import restore_computed_values
-from llmconv.runtime.eager.deepstack import added_after_layers
+from llmconv.runtime.eager.deepstack import deepstacked
 from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.layer_modules import layer_modules
@@ -44,7 +44,7 @@ from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
 from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
-from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.extra_values import ExtraValues, with_past
 from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.images.placeholders import as_embedded, embeds_in_layers
 from llmconv.runtime.library_patches import (
@@ -312,20 +312,11 @@ class EagerRunner(Runner):
         if self._cache_name == "cache_params":  # these models expect the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
-        past = call.sizes[PAST]
-        inputs = {**tokens, "attention_mask": attention_mask, **self._from_the_first_token(values, past)}
+        own = with_past(self._extra_inputs, values, call.sizes[PAST])
+        inputs = {**tokens, "attention_mask": attention_mask, **own}
         if self.takes_positions:
             inputs.setdefault("position_ids", call.position_ids)  # some families have several for each token
         return self.call(inputs, cache)
-
-    def _from_the_first_token(self, values: Extras, past: int) -> dict[str, Array]:
-        """Values of inputs that go both ways for all tokens, as transformers reads them; none if all of them are 0."""
-        found = dict(values)
-        for name in [name for name in values if self._extra_inputs[name].both_ways]:
-            array = found.pop(name)
-            if array.any():
-                found[name] = np.pad(array, ((0, 0), (past, 0)))
-        return found
 
     def run_embedded(self, inputs_embeds: Array) -> Cache:
         """The cache of virtual tokens at positions 0, 1, …, from their embeddings [batch, tokens, hidden]."""
@@ -351,18 +342,12 @@ class EagerRunner(Runner):
             cache: of transformers.
         """
         tensors = self.tensors(inputs)
-        added = self._deepstack(tensors.pop(DEEPSTACK.name, None))
+        added = deepstacked(without_adapter(self.model), tensors.pop(DEEPSTACK.name, None))
         with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode(), added:
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
-
-    def _deepstack(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Context in which features of images reach the first layers; transformers takes none after the tower."""
-        if features is None:
-            return nullcontext()
-        return added_after_layers(without_adapter(self.model).model.language_model.layers, features)
 
     @contextmanager
     def compute_mode(self) -> Iterator[None]:
