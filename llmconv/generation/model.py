@@ -96,9 +96,9 @@ class TextModel:
             model: what to open (a download is removed with the last use), or a model of transformers, run by torch.
             decode: the decode graph, if `model` is the prefill graph.
             tokenizer: a tokenizer of transformers, or the folder of one; None for that of the model.
-            backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI, an optional package).
+            backend: `onnx` (the graphs), `torch` (the eager model) or `genai` (ONNX Runtime GenAI, if installed).
             settings: session settings of onnxruntime; `torch` takes the number of threads from them.
-            adapter: for `torch`: a PEFT adapter, which PEFT applies, or another, which is merged in memory as `merge-lora`
+            adapter: for `torch`: a PEFT adapter, which PEFT applies, or another, merged in memory as `merge-lora`
                 would. For graphs of `export --lora-inputs`: a LoRA adapter, or a file of `llmconv onnx-adapter`.
             prefix_tuning: tuned prefix before every prompt: a PEFT adapter folder of prefix tuning, or of prompt tuning
                 where the model takes embeddings (`torch`), or PaddleNLP's `pre_caches.npy`.
