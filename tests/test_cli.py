@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import llmconv.cli
 import llmconv.convert
+import llmconv.embedding
 import llmconv.export
 import llmconv.generation
 import llmconv.push
@@ -29,6 +30,7 @@ from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.export.export_options import DEFAULTS as EXPORT_DEFAULTS
 from llmconv.generation.running_options import RunningOptions
 from llmconv.progress import set_quiet
+from llmconv.runtime.onnxruntime.session_options import SessionOptions
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = str(ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt")
@@ -47,6 +49,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "verify": llmconv.verify.verify,
     "push": llmconv.push.push,
     "generate": llmconv.generation.generate,
+    "embed": llmconv.embedding.embed,
 }
 """The function behind each command; the other commands only list a registry."""
 
@@ -112,6 +115,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
         found |= {field.name: None for field in dataclasses.fields(llmconv.generation.GenerationSettings)}
         found |= {**dict.fromkeys(RunningOptions.__annotations__), "backend": "onnx"}
         found |= {field.name: field.default for field in dataclasses.fields(llmconv.generation.Wording)}
+    if function is llmconv.embedding.embed:
+        found |= dict.fromkeys(SessionOptions.__annotations__)
     if "provider" in found:  # left out, it is the session file's or the CPU
         found["provider"] = found["provider"] if function is llmconv.bench.bench else None
     if function is llmconv.export.export:

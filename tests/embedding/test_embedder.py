@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from transformers import AutoModel
 
 from llmconv.cli import main
-from llmconv.embedding import Embedder
+from llmconv.embedding import Embedder, embed
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export import export
 from tests.builders.embedding_models import save_model, save_modules
@@ -132,3 +132,18 @@ def test_a_name_of_a_file_in_place_of_a_text_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("texts", [[], ["t3", "--text-file", "x.txt"]])
 def test_no_text_or_two_sources_of_texts_are_refused(texts: list[str], folder: Path) -> None:
     assert CliRunner().invoke(main, ["embed", str(folder), *texts]).exit_code == 2
+
+
+def test_the_function_reads_a_file_and_writes_what_it_returns(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("ab\ncde\n")
+    found = embed(folder, text_file=tmp_path / "texts.txt", output_file=tmp_path / "out.npy", threads=1)
+    np.testing.assert_array_equal(found.values, Embedder(folder).encode(["ab", "cde"]))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), found.values)
+    assert [row["text"] for row in found.rows()] == found.texts == ["ab", "cde"]
+
+
+def test_the_function_takes_the_options_of_sessions_by_name(folder: Path) -> None:
+    with pytest.raises(UsageProblem, match="unknown option `thread`|`thread`"):
+        embed(folder, ["ab"], thread=1)  # type: ignore[call-arg]
+    with pytest.raises(UsageProblem, match="no provider|provider"):
+        embed(folder, "ab", provider="nowhere")
