@@ -10,9 +10,9 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.fixed_inputs import all_fixed
+from llmconv.export.folders.new_folder import file_tensors
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import LanguageModel
-from llmconv.export.output import file_tensors
 from llmconv.export.quantization.activation_aware import measure_activation_aware
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.cache_scales import measure_cache_scales

@@ -23,17 +23,17 @@ from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import DEFAULTS, ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
+from llmconv.export.folders.graphs_only import GraphsOnly, option_that_computes, require_possible
+from llmconv.export.folders.in_place import InPlace
+from llmconv.export.folders.model_in_memory import checkpoint_in_memory, require_output
+from llmconv.export.folders.new_folder import NewFolder, OutputFolder, file_tensors
 from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_names import graph_names
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
-from llmconv.export.graphs_only import GraphsOnly, option_that_computes, require_possible
-from llmconv.export.in_place import InPlace
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
-from llmconv.export.model_in_memory import checkpoint_in_memory, require_output
 from llmconv.export.option_checks import check_target, check_weight_options, for_target, require_exact, shape_options
-from llmconv.export.output import NewFolder, OutputFolder, file_tensors
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped

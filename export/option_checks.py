@@ -11,9 +11,9 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
 from llmconv.export.clients import DEFAULT, Client
 from llmconv.export.export_options import ExportOptions
+from llmconv.export.folders.new_folder import main_dtype
 from llmconv.export.graph_spec import FLOAT32, ShapeOptions
 from llmconv.export.language_model import LanguageModel
-from llmconv.export.output import main_dtype
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size

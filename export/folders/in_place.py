@@ -11,9 +11,9 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
+from llmconv.export.folders.new_folder import file_tensors, main_dtype
 from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
 from llmconv.export.graph_spec import FLOAT32
-from llmconv.export.output import file_tensors, main_dtype
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.safe_folder import Folder, Link, WritableContent

@@ -11,9 +11,9 @@ from typing import Any
 from llmconv.checkpoint import INDEX, own_file, read_small
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.export_options import ExportOptions
+from llmconv.export.folders.in_place import InPlace
+from llmconv.export.folders.new_folder import sources_of
 from llmconv.export.graph_files import GraphFiles, GraphPlan
-from llmconv.export.in_place import InPlace
-from llmconv.export.output import sources_of
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
