@@ -259,7 +259,7 @@ MERGE_LORA: Callable[..., object] = llmconv.convert.merge_lora
 @pytest.mark.parametrize(
     ("call", "problem", "hint"),
     [
-        (lambda: VERIFY(".", scenario="left padding"), "`verify` has no parameter `scenario`", "it has"),
+        (lambda: VERIFY(".", scenarios="left padding"), "`verify` has no parameter `scenarios`", "`scenario`"),
         (
             lambda: MERGE_LORA(".", ".", "x", weight=2),
             "`merge_lora` has no parameter `weight`",

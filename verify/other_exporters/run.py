@@ -57,7 +57,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     reference: str | Path | None = None,
     input_map: str = AUTO,
     suite: str = "quick",
-    scenario: Sequence[str] = (),
+    scenario: str | Sequence[str] = (),
     repeat: int = 1,
     settings: SessionSettings | None = None,
     provider: str | None = None,
@@ -93,7 +93,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     written = reporter(report)
-    selection = Selection(suite, scenario, repeat, Budget.of(budget, scenario))
+    only = [scenario] if isinstance(scenario, str) else scenario
+    selection = Selection(suite, only, repeat, Budget.of(budget, only))
     own = with_options(settings, provider, threads, timeout)
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
