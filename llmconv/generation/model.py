@@ -216,7 +216,7 @@ class TextModel:
         """
         if self.images is not None:
             self.images.refuse_videos(ids, name)
-        if self.images is not None and self.images.token in ids:
+        if self.images is not None and self.images.stands_for_image(ids):
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",
                 hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
