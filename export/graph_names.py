@@ -20,6 +20,9 @@ FILES: Mapping[str, str] = {
 
 OPTION, SUFFIX = "--graph-name", ".onnx"
 
+LONGEST = 200
+"""Maximum number of bytes of a name: file systems take 255, and the number of a stage is added."""
+
 
 def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
     """File names by role.
@@ -48,7 +51,8 @@ def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collectio
             raise UsageProblem(f"`{OPTION} {one}`: {problem}", hint=f"for example `{OPTION} {role}=my-{role}{SUFFIX}`")
         found[role] = name
     names = [found.get(role, FILES[role]) for role in roles]
-    if double := next((name for name in names if names.count(name) > 1), None):
+    alike = [name.casefold() for name in names]  # one file on macOS and Windows
+    if double := next((name for name in names if alike.count(name.casefold()) > 1), None):
         raise UsageProblem(f"two graphs would have the name `{double}`", hint="give each a name of its own")
     return found
 
@@ -59,4 +63,6 @@ def _problem(name: str) -> str:
         return "a name without a folder is needed"
     if not name.endswith(SUFFIX) or name == SUFFIX or name.startswith("."):
         return f"the name must end in `{SUFFIX}`"
-    return f"`{name}` is the name of another graph" if name in (EMBEDDINGS, VISION) else ""
+    if len(name.encode()) > LONGEST:
+        return f"a name of at most {LONGEST} bytes is needed"
+    return f"`{name}` is the name of another graph" if name.casefold() in (EMBEDDINGS, VISION) else ""

@@ -17,6 +17,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LARGEST_FILE, MOST_PIXELS = 32 << 20, 64 << 20
 """Maximum number of bytes of a file, and of pixels of an image."""
 
+MOST_RATIO = 200
+"""Maximum ratio of its sides, that of Qwen2-VL's processor: one that resizes the shorter side would fill the memory."""
+
 
 def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
     """An image as Pillow has it, upright and in RGB; what is transparent is over white, as transformers' processors do.
@@ -76,6 +79,10 @@ def _decoded(content: bytes, name: str, most: int) -> Any:
         raise InputRefused(
             f"{name} has {width} x {height} pixels: the images of a prompt may have {MOST_PIXELS:,} together",
             hint="give a smaller image",
+        )
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise InputRefused(
+            f"{name} has {width} x {height} pixels: one side may be {MOST_RATIO} times the other", hint="crop it"
         )
     return _upright(image, name)
 

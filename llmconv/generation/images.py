@@ -26,6 +26,8 @@ TEXT_INPUTS = ("input_ids", "attention_mask")
 INSTALLED = {"torchvision": "install the torchvision that fits your torch", "num2words": "pip install num2words"}
 """Packages that the processors of some models need, and what to do."""
 
+OTHER_MODEL = "the processor's files are of another model than `config.json`"
+
 MOST_IMAGES = 16
 """Maximum number of images in a prompt."""
 
@@ -85,14 +87,31 @@ class ImageEncoder:
 
     @property
     def placeholder(self) -> str:
-        """Text of the placeholder token."""
-        text: str = self.processor.tokenizer.convert_ids_to_tokens(self.token)
+        """Text of the placeholder token.
+
+        Raises:
+            InputRefused: the tokenizer has no such token.
+        """
+        known = 0 <= self.token < 1 << 32  # the tokenizer's numbers have 32 bits
+        text: str | None = self.processor.tokenizer.convert_ids_to_tokens(self.token) if known else None
+        if text is None:
+            raise InputRefused(
+                f"the placeholder of images is the token {self.token}, which the tokenizer does not have",
+                hint="`config.json` and the tokenizer's files are of different models: copy both again",
+            )
         return text
 
-    @property
+    @cached_property
     def marker(self) -> str:
-        """Text that stands for one image in a prompt, before the processor expands it."""
-        return self.family.marker(self.processor, self.placeholder)
+        """Text that stands for one image in a prompt, before the processor expands it.
+
+        Raises:
+            InputRefused: the processor is of another family, or the tokenizer lacks the token.
+        """
+        try:
+            return self.family.marker(self.processor, self.placeholder)
+        except AttributeError as error:
+            raise InputRefused(f"the processor of images does not fit the model: {error}", hint=OTHER_MODEL) from error
 
     def encode(self, text: str, images: Sequence[Any], *, starts: bool) -> EncodedPrompt:
         """A prompt with images as the model takes it.
@@ -119,6 +138,10 @@ class ImageEncoder:
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
 
+    def stands_for_image(self, ids: Sequence[int]) -> bool:
+        """Whether a token of a prompt is the placeholder, or starts an image."""
+        return self.token in ids or self.family.start_token in ids
+
     def refuse_videos(self, ids: Sequence[int], name: str = "the prompt") -> None:
         """Refuses a prompt with a placeholder of a video, whose features no graph computes.
 
@@ -143,7 +166,7 @@ class ImageEncoder:
             InputRefused: there is a placeholder of an image or of a video.
         """
         self.refuse_videos(ids, name)
-        if self.token in ids:
+        if self.stands_for_image(ids):
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",
                 hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
@@ -154,12 +177,15 @@ class ImageEncoder:
         prepared = self._prepared(text, images, starts)
         given = {name: _array(value) for name, value in prepared.items() if name not in TEXT_INPUTS}
         where = np.asarray(prepared["input_ids"])[0] == self.token
-        features = self._features(given)
+        try:
+            features = self._features(given)
+        except KeyError as error:
+            raise InputRefused(f"the processor of images makes no {error}", hint=OTHER_MODEL) from error
         rows = features.rows.astype(np.float32)
         if where.sum() != len(rows):
             raise InputRefused(
                 f"the processor makes {where.sum()} placeholder tokens, and the vision tower {len(rows)} features",
-                hint="the processor's files are of another model than `config.json`",
+                hint=OTHER_MODEL,
             )
         inputs = self.family.inputs(where, features, given)
         return PromptEmbeddings(np.flatnonzero(where), rows, inputs=inputs, read_whole=self.family.read_whole)

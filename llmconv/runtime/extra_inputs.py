@@ -200,7 +200,7 @@ def _problem(extra: ExtraInput) -> str:
         return "is not named like a parameter"
     if (name in RESERVED and name != POSITIONS) or name.startswith(("past_", "present")):
         return "has the name of an input that every graph has"
-    if name == POSITIONS and len(axes) < 3:
+    if name == POSITIONS and len([axis for axis in axes if axis != BATCH]) < 2:
         return "needs several positions for each token: leave it out, and set `position_ids` of the input map instead"
     if extra.dtype not in DTYPES:
         return f"has the dtype `{extra.dtype}`: give {', '.join(DTYPES)}"

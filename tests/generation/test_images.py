@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -157,8 +158,6 @@ def test_a_text_model_takes_no_images(talking: Path, pictures: list[Path]) -> No
 
 
 def test_a_folder_without_processor_is_refused(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
-    import shutil  # noqa: PLC0415
-
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     (copy / "processor_config.json").unlink()
     with pytest.raises(InputRefused, match="no processor"):
@@ -262,3 +261,21 @@ def test_a_rotated_photograph_is_turned_upright() -> None:
     exif[0x0112] = 6
     Image.new("RGB", (4, 9)).save(file, "JPEG", exif=exif)
     assert open_image(file.getvalue()).size == (9, 4)
+
+
+@pytest.mark.parametrize("size", [(1, 3_000), (20_000, 7)])
+def test_a_thin_image_is_refused_before_a_processor_makes_it_large(size: tuple[int, int], tmp_path: Path) -> None:
+    thin = save_picture(tmp_path / "thin.png", size=size)
+    with pytest.raises(InputRefused, match="one side may be 200 times the other"):
+        open_image(thin)
+
+
+@pytest.mark.parametrize("token", [-1, 4_000, 1 << 40])
+def test_a_placeholder_that_the_tokenizer_lacks_is_refused(
+    folder: Path, pictures: list[Path], tmp_path: Path, token: int
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    fields = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**fields, "image_token_index": token}))
+    with pytest.raises(InputRefused, match=f"the token {token}, which the tokenizer does not have"):
+        generate(copy, Prompt("Look", images=(pictures[0],)))

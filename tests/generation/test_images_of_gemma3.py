@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
 from tests.builders.eager_images import eager_tokens
-from tests.builders.seeing import save_picture
+from tests.builders.seeing import save_picture, save_seeing
 from tests.builders.seeing_gemma import BOI, save_gemma3
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
@@ -86,3 +87,15 @@ def test_graphs_that_would_divide_an_image_refuse_it(folder: Path, pictures: lis
     found = generate(long, Prompt(TWO, images=tuple(pictures)), **OPTIONS).completions[0]
     assert found.tokens == eager_tokens(folder, TWO, pictures, 8)
     assert generate(short, "A text", **OPTIONS).completions[0].tokens == eager_tokens(folder, "A text", [], 8)
+
+
+def test_a_start_of_an_image_without_an_image_is_refused(folder: Path) -> None:
+    with pytest.raises(InputRefused, match="placeholder of an image, and no image"):
+        generate(folder, f"Look:{BOI}", **OPTIONS)
+
+
+def test_the_processor_of_another_family_is_refused(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shutil.copy(save_seeing(tmp_path / "llava") / "processor_config.json", copy)
+    with pytest.raises(InputRefused, match="no attribute 'boi_token'"):
+        generate(copy, Prompt("Look", images=(pictures[0],)))

@@ -81,6 +81,12 @@ def test_images_without_text_between_them_are_refused(seeing_qwen: Seeing, pictu
         generate(seeing_qwen("qwen2_vl"), Prompt(TOKENS[IMAGE] * 2, images=tuple(pictures)), **OPTIONS)
 
 
+def test_a_request_may_give_the_positions_on_all_axes(seeing_qwen: Seeing) -> None:
+    folder, positions = seeing_qwen("qwen2_vl"), [[0, 1, 2, 3]] * 3
+    given = generate(folder, Prompt("Look", inputs={"position_ids": positions}), **OPTIONS).completions[0]
+    assert given.tokens == generate(folder, "Look", **OPTIONS).completions[0].tokens
+
+
 @pytest.mark.parametrize("images", [0, 1])
 def test_videos_are_refused(seeing_qwen: Seeing, pictures: list[Path], images: int) -> None:
     text = PLACEHOLDER * images + TOKENS[VIDEO]

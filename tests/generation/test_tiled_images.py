@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from llmconv.export import export
 from llmconv.generation import Prompt, generate
 from llmconv.generation.images import ImageEncoder
 from llmconv.runtime.images.families import image_family
-from tests.builders.seeing import save_picture
+from tests.builders.seeing import save_picture, save_seeing
 from tests.builders.tiled import CONFIGS, MARKERS, UNLOADABLE, fields_of, save_tiled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
@@ -145,3 +146,11 @@ def test_a_processor_that_needs_a_missing_package_names_it(tmp_path: Path) -> No
     with pytest.raises(InputRefused, match="requires the Torchvision library$") as found:
         encoder.encode("~", [save_picture(tmp_path / "a.png")], starts=True)
     assert "install the torchvision" in str(found.value.hint)
+
+
+def test_the_processor_of_images_of_one_size_is_refused_for_tiles(pictures: list[Path], tmp_path: Path) -> None:
+    save_tiled("llava_next", folder := tmp_path / "llava_next")
+    export(folder)
+    shutil.copy(save_seeing(tmp_path / "llava") / "processor_config.json", folder)
+    with pytest.raises(InputRefused, match="makes no 'image_sizes'"):
+        generate(folder, Prompt("Look", images=(pictures[0],)))

@@ -80,6 +80,8 @@ class ImageChecks:
     def answers(self, graph: OrtGraph) -> list[Check]:
         """One check per output: batches of two prompts with an image each, and with two, then one token.
 
+        The prompts also run in two parts, if that gives the same.
+
         Args:
             graph: takes embeddings.
         """
@@ -89,8 +91,10 @@ class ImageChecks:
             whole = self.family.read_whole
             if reason := candidate.refuses(prompts.prompt, whole=whole) or candidate.refuses(prompts.step):
                 return [replace(blank, output="logits", verdict="skip", detail=reason)]
+        divided = [one for one in self._prompts if self._can_divide(one, candidate)]
         try:
             made = [prompts.run(candidate.runner, self._features_of(prompts)) for prompts in self._prompts]
+            parts = [prompts.run_in_parts(candidate.runner, self._features_of(prompts)) for prompts in divided]
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         if made[0][0].choices is not None:
@@ -100,7 +104,19 @@ class ImageChecks:
             for prompts, steps in zip(self._prompts, made, strict=True)
             for number, (truths, step) in enumerate(zip(self._truths(prompts), steps, strict=True))
         ]
+        measures += [
+            self._measured(self._truths_of_part(prompts), step, last=candidate.last_logits)
+            for prompts, step in zip(divided, parts, strict=True)
+        ]
         return [fold(blank, name, [found[name] for found in measures], self.gates) for name in measures[0]]
+
+    def _can_divide(self, prompts: PromptsWithImages, candidate: Candidate) -> bool:
+        return not (self.family.read_whole or any(map(candidate.refuses, prompts.parts)))
+
+    def _truths_of_part(self, prompts: PromptsWithImages) -> dict[str, ExpectedOutput]:
+        """Every output of the whole prompts, the logits of the second part alone."""
+        truths = self._truths(prompts)[0]
+        return {**truths, "logits": truths["logits"].last(prompts.parts[1].input_ids.shape[1])}
 
     def _measured(self, truths: dict[str, ExpectedOutput], made: Step, *, last: bool) -> dict[str, Measure]:
         rows = rows_of(made)
@@ -191,6 +207,31 @@ class PromptsWithImages:
             rows.append(GivenInputs(int(is_token.sum()), self.family.inputs(where[is_token], own, given)))
         return batch_values(rows, call.tokens, self.where.shape[1], self.known)
 
+    @property
+    def parts(self) -> tuple[Call, Call]:
+        """The prompts in two calls, of which the second begins within the first image."""
+        ids, mask, positions = _inputs(self.prompt)
+        cut = int(np.flatnonzero(self.where[0])[0]) + 1
+        return (
+            Call(ids[:, :cut], mask[:, :cut], positions[:, :cut]),
+            Call(ids[:, cut:], mask, positions[:, cut:]),
+        )
+
+    def run_in_parts(self, runner: Runner, features: Sequence[Features]) -> Step:
+        """The prompts in two runs; the results are those of the second.
+
+        Args:
+            runner: takes embeddings.
+            features: of the images of each prompt.
+        """
+        placed, (first, second) = self._placed(features), self.parts
+        cut, total = first.input_ids.shape[1], self.where.shape[1]
+        past = runner.prefill(*_inputs(first), None, self.values(first, features), placed.columns(0, cut)).present
+        return runner.prefill(*_inputs(second), past, self.values(second, features), placed.columns(cut, total))
+
+    def _placed(self, features: Sequence[Features]) -> PlacedEmbeddings:
+        return PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
+
     def run(self, runner: Runner, features: Sequence[Features]) -> tuple[Step, Step]:
         """The prompts, and then the step.
 
@@ -198,8 +239,8 @@ class PromptsWithImages:
             runner: takes embeddings.
             features: of the images of each prompt.
         """
-        placed = PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
-        first = runner.prefill(*_inputs(self.prompt), None, self.values(self.prompt, features), placed)
+        placed, values = self._placed(features), self.values(self.prompt, features)
+        first = runner.prefill(*_inputs(self.prompt), None, values, placed)
         return first, runner.decode(*_inputs(self.step), first.present, self.values(self.step, features))
 
 

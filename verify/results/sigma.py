@@ -123,12 +123,16 @@ class ExpectedOutput:
         flipped: Array = (self.exact.argmax(axis=-1) != logits.argmax(axis=-1)) & self.valid
         return flipped
 
-    def last(self) -> ExpectedOutput:
-        """The last token only, for graphs that return the logits of the last token."""
-        noise, valid = self.noise[:, -1:], self.valid[:, -1:]
+    def last(self, count: int = 1) -> ExpectedOutput:
+        """The last tokens only, for graphs that return the logits of the last token, or runs of a part of the prompt.
+
+        Args:
+            count: number of tokens.
+        """
+        noise, valid = self.noise[:, -count:], self.valid[:, -count:]
         total = max(rms(noise[valid]), 1e-300)
-        again = [partial(_last_row, other) for other in self.others]
-        return ExpectedOutput(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
+        again = [partial(_last_rows, other, count) for other in self.others]
+        return ExpectedOutput(self.exact[:, -count:], noise, total, self.max_noise[:, -count:], valid, again)
 
     def is_doubtful(self, found: Measure, gates: Gates) -> bool:
         """Whether the noise may be small by chance: of an output of few rows, or of few rows that fail alone.
@@ -157,8 +161,8 @@ class ExpectedOutput:
         return replace(self, noise=noise, total_noise=total, max_noise=most, others=())
 
 
-def _last_row(rows: Callable[[], Array]) -> Array:
-    return rows()[:, -1:]
+def _last_rows(rows: Callable[[], Array], count: int) -> Array:
+    return rows()[:, -count:]
 
 
 @dataclass(frozen=True)

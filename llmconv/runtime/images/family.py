@@ -56,6 +56,9 @@ class ImageFamily:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    start_token: int | None = None
+    """The token that starts an image, where the processor expands that one instead of the placeholder."""
+
     tensors = "np"
     """What the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16."""
 

@@ -14,9 +14,17 @@ KINDS = "token_type_ids"
 
 
 class Gemma3Images(ImageFamily):
-    """Images of one size between two tokens that mark their start and end."""
+    """Images of one size between two tokens that mark their start and end.
+
+    Args:
+        config: the whole model's transformers config.
+    """
 
     read_whole = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.start_token = config.boi_token_index
 
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The marker alone: the processor writes empty lines around it; see `ImageFamily.text_of_image`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,12 @@ def with_options(
         timeout: time limit in seconds; None likewise.
 
     Raises:
-        UsageProblem: an invalid provider.
+        UsageProblem: an invalid provider, number of threads or time limit.
     """
+    if threads is not None and threads < 0:
+        raise UsageProblem(f"`threads` is {threads}", hint="give 0 for one per core, or more")
+    if timeout is not None and not 0 < timeout < inf:
+        raise UsageProblem(f"`timeout` is {timeout}", hint="give a finite number of seconds above zero")
     given = {"provider": provider and provider_name(provider), "threads": threads, "timeout": timeout}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(settings or SessionSettings(), **changes)

@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.runtime.onnxruntime.session_file import read_session_file
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageOptions, provider_name
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageOptions, provider_name, with_options
 
 INI = """
 [session]
@@ -129,3 +129,9 @@ def test_a_section_of_a_stage_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageProblem, match=r"section `\[stage 3\]`, but the graphs have 2 stages") as caught:
         SessionSettings(stages={3: own}).require_stages(2)
     assert "numbered from 1 to 2" in caught.value.hint
+
+
+@pytest.mark.parametrize("options", [{"threads": -1}, {"timeout": 0.0}, {"timeout": float("nan")}], ids=str)
+def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UsageProblem, match=next(iter(options))):
+        with_options(None, **{"provider": None, "threads": None, "timeout": None, **options})  # type: ignore[arg-type]

@@ -89,6 +89,19 @@ def axes_exchanged(model: onnx.ModelProto) -> None:
     _gathered(model, "position_ids", [0, 2, 1], axis=0)
 
 
+def axes_exchanged_after_a_past(model: onnx.ModelProto) -> None:
+    """The same, but for a part of a prompt that continues a cache."""
+    axes_exchanged(model)
+    key = next(port.name for port in model.graph.input if port.name.endswith(".0.key"))
+    for node in model.graph.node:
+        replace_input(node, "position_ids_gathered", "of_call")
+    empty = add_constant(model, np.array([0]))
+    model.graph.node.insert(1, onnx.helper.make_node("Shape", [key], ["past_length"], start=2, end=3))
+    model.graph.node.insert(2, onnx.helper.make_node("Equal", ["past_length", empty], ["is_empty"]))
+    chosen = ["is_empty", "position_ids", "position_ids_gathered"]
+    model.graph.node.insert(3, onnx.helper.make_node("Where", chosen, ["of_call"]))
+
+
 def one_axis(model: onnx.ModelProto) -> None:
     """All axes have the positions in time."""
     _gathered(model, "position_ids", [0, 0, 0], axis=0)
@@ -101,7 +114,8 @@ def no_deepstack(model: onnx.ModelProto) -> None:
 
 OF_ALL = ((VISION, rows_as_columns), (VISION, swapped_weight), (PREFILL, axes_exchanged), (PREFILL, one_axis))
 OWN = {"qwen2_5_vl": ((VISION, no_windows),), "qwen3_vl": ((VISION, cells_exchanged), (PREFILL, no_deepstack))}
-MUTANTS = [(kind, *one) for kind in (*OWN, "qwen2_vl") for one in (*OF_ALL, *OWN.get(kind, ()))]
+OWN["qwen2_vl"] = ((PREFILL, axes_exchanged_after_a_past),)
+MUTANTS = [(kind, *one) for kind in OWN for one in (*OF_ALL, *OWN[kind])]
 
 
 @pytest.mark.parametrize(("model_type", "graph", "change"), MUTANTS, ids=lambda one: getattr(one, "__name__", one))
