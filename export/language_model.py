@@ -122,6 +122,6 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
     for name, value in WITHOUT[model_type].items():
         setattr(config, name, value)
     row = find_input_map(model_type if model_type in known_input_maps() else config.model_type)
-    input_map = replace(row, extras=(*row.extras, *row.image_extras))
+    input_map = replace(row, extras=(*row.extras, *row.image_extras), image_extras=())
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)
