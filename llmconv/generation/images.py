@@ -110,7 +110,7 @@ class ImageEncoder:
         found = text.count(self.marker)
         if found not in (0, len(images)):
             raise InputRefused(
-                f"the prompt has {found} placeholders `{self.marker}` and {len(images)} images",
+                f"placeholders `{self.marker}` in the prompt: {found}; images: {len(images)}",
                 hint="write one for each image, or none",
             )
         if not found:

@@ -219,7 +219,8 @@ class TextModel:
         if self.images is not None and self.images.token in ids:
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",
-                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
+                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`; for embeddings of "
+                "your own, name the token as their `placeholder`",
             )
         return ids
 
