@@ -42,7 +42,13 @@ def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collectio
         )
     found: dict[str, str] = {}
     for one in [given] if isinstance(given, str) else given:
-        role, _, name = one.partition("=")
+        role, equals, name = one.partition("=")
+        if not equals:
+            raise UsageProblem(f"`{OPTION} {one}` is not ROLE=FILE", hint=f"for example `{OPTION} decode=step{SUFFIX}`")
+        if role in (EMBEDDINGS_ROLE, VISION_ROLE):
+            raise UsageProblem(
+                f"`{OPTION} {one}`: the name `{FILES[role]}` is fixed", hint=f"one of: {', '.join(roles)}"
+            )
         if role not in roles:
             raise UsageProblem(f"`{OPTION} {one}`: no graph `{role}` is exported", hint=f"one of: {', '.join(roles)}")
         if role in found:

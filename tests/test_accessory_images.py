@@ -131,3 +131,8 @@ def test_a_checkpoint_with_several_towers_is_refused(example: ModuleType) -> Non
         example.features(
             {"clip.visual.proj": torch.ones(1), "dinov2_vitg14.a": torch.ones(1)}, Image.new("RGB", (4, 4))
         )
+
+
+def test_a_folder_without_a_checkpoint_is_refused(example: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="0 files"):
+        example.read(tmp_path)

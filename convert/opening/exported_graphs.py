@@ -39,6 +39,7 @@ class GraphSummary:
         extra_inputs: its inputs besides tokens, mask, positions and cache.
         outputs: its outputs besides the cache.
         lora_inputs: the modules that it takes LoRA factors for, as they were given to `--lora-inputs`.
+        prefix_tokens: number of virtual tokens that it puts before a prompt, see `--prefix`.
     """
 
     role: str
@@ -50,6 +51,7 @@ class GraphSummary:
     extra_inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     lora_inputs: tuple[str, ...] = ()
+    prefix_tokens: int = 0
 
     @property
     def line(self) -> str:
@@ -59,6 +61,7 @@ class GraphSummary:
         cache = "no cache" if self.cache == "none" else f"{self.cache} cache"
         more = f", inputs {', '.join(self.extra_inputs)}" if self.extra_inputs else ""
         more += f", LoRA inputs for {', '.join(self.lora_inputs)}" if self.lora_inputs else ""
+        more += f", a prefix of {self.prefix_tokens:,} tokens" if self.prefix_tokens else ""
         more += f", outputs {', '.join(self.outputs)}" if self.outputs not in ((), ("logits",)) else ""
         return f"{self.role}: {', '.join(self.files)}{opset}, {self.precision}, {cache}{target}{more}"
 
@@ -144,7 +147,15 @@ def _graph(role: str, entry: Mapping[str, Any]) -> GraphSummary:
         tuple(name for name in _words(entry, "inputs") if name not in USUAL and not is_past(name)),
         tuple(name for name in _words(entry, "outputs") if not is_present(name)),
         _words(entry, "lora_inputs"),
+        _prefix_tokens(entry),
     )
+
+
+def _prefix_tokens(entry: Mapping[str, Any]) -> int:
+    """The number of virtual tokens before a prompt; 0 if the field is something else."""
+    prefix = entry.get("prefix")
+    length = prefix.get("length") if isinstance(prefix, dict) else None
+    return length if isinstance(length, int) else 0
 
 
 def _word(fields: Mapping[str, Any], name: str, default: str = "") -> str:

@@ -75,12 +75,13 @@ def verdict_in(folder: Path, graphs: Sequence[GraphSummary]) -> VerdictSummary |
 
 
 def _line(recorded: RecordedVerdict) -> str:
-    """Everything in one line, such as `pass by whole, suite quick, 415 checks, llmconv 0.1.0`."""
+    """Everything in one line, such as `pass, method whole, suite quick, 415 checks, llmconv 0.1.0`."""
     passed, failed, skipped = (recorded.checks[name] for name in ("passed", "failed", "skipped"))
     count = f"{failed:,} of {passed + failed:,} checks differ" if failed else f"{passed:,} checks"
     return ", ".join(
         [
-            f"{recorded.verdict} by {recorded.method}",
+            recorded.verdict,
+            f"method {recorded.method}",
             f"suite {recorded.suite}",
             *([f"{len(recorded.only):,} selected scenario{'s' * (len(recorded.only) != 1)}"] if recorded.only else []),
             count,

@@ -51,9 +51,14 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
 
     Args:
         checkpoint: folder with `consolidated.00-of-NN.model.pth`.
+
+    Raises:
+        SystemExit: there is no such file, or more than one.
     """
-    (file,) = checkpoint.glob("consolidated.00-of-*.model.pth")
-    stored = torch.load(file, weights_only=True, mmap=True, map_location="cpu")["model"]
+    files = list(checkpoint.glob("consolidated.00-of-*.model.pth"))
+    if len(files) != 1:
+        raise SystemExit(f"`{checkpoint}` has {len(files)} files `consolidated.00-of-NN.model.pth`, not one")
+    stored = torch.load(files[0], weights_only=True, mmap=True, map_location="cpu")["model"]
     return {name.removeprefix("llma."): tensor for name, tensor in stored.items()}
 
 

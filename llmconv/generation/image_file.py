@@ -54,7 +54,7 @@ def _content(path: Path) -> bytes:
     try:
         if not path.is_file():
             problem = "is not a file" if path.exists() else "does not exist"
-            raise InputRefused(f"the image `{path}` {problem}", hint="give the path of a PNG, JPEG or WebP")
+            raise InputRefused(f"the image `{path}` {problem}", hint=f"give the path of one of: {', '.join(FORMATS)}")
         with open(path, "rb") as file:
             return file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:

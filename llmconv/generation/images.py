@@ -129,7 +129,7 @@ class ImageEncoder:
         found = text.count(self.marker)
         if found not in (0, len(images)):
             raise InputRefused(
-                f"the prompt has {found} placeholders `{self.marker}` and {len(images)} images",
+                f"placeholders `{self.marker}` in the prompt: {found}; images: {len(images)}",
                 hint="write one for each image, or none",
             )
         if not found:
@@ -169,7 +169,8 @@ class ImageEncoder:
         if self.stands_for_image(ids):
             raise InputRefused(
                 f"{name} has a placeholder of an image, and no image",
-                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`",
+                hint="give `--image PATH`, in JSON the field `image`, in Python `Prompt(images=…)`; for embeddings of "
+                "your own, name the token as their `placeholder`",
             )
         return ids
 

@@ -174,7 +174,8 @@ def require_count(count: int, settings: GenerationSettings) -> None:
         raise UsageProblem(f"`num_return_sequences` is {count}", hint="give at least 1")
     if 1 < settings.num_beams < count:
         raise UsageProblem(
-            f"a search with {settings.num_beams} beams has no {count} sequences", hint=f"give `num_beams` {count}"
+            f"a search with {settings.num_beams} beams has no {count} sequences",
+            hint=f"give `--num-beams {count}` (`num_beams={count}`)",
         )
     if count > 1 and settings.num_beams == 1 and settings.is_greedy:
         raise UsageProblem(

@@ -11,6 +11,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.encoded_prompt import EncodedPrompt, with_embeddings
 from llmconv.generation.model import TextModel
+from llmconv.generation.own_embeddings import token_of
 from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
@@ -62,7 +63,10 @@ class Wording:
         if prompt.images:
             encoded = self._with_images(model, prompt, name)
         elif prompt.embeddings is not None:
-            encoded = with_embeddings(prompt, self._tokens(model, prompt.content), model.tokenizer, name)
+            ids = self._tokens(model, prompt.content)
+            encoded = with_embeddings(prompt, ids, model.tokenizer, name)
+            place = token_of(model.tokenizer, prompt.placeholder) if prompt.placeholder else None
+            model.without_images([token for token in ids if token != place], name)
         else:
             return EncodedPrompt(model.without_images(self._tokens(model, prompt.content), name))
         if self.src_length is not None and len(encoded.ids) > self.src_length:

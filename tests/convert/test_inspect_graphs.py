@@ -19,6 +19,7 @@ from llmconv.export import export
 from llmconv.export.quantization import settings
 from llmconv.verify import verify
 from tests.builders.embedding_models import save_model, save_modules
+from tests.builders.prefix_models import save_adapter
 from tests.builders.seeing import save_seeing
 from tools.tiny_models import save_tiny
 
@@ -82,7 +83,7 @@ def test_graphs_of_a_model_folder_are_listed_with_its_weights(model: Path, tmp_p
     result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--json"])
     found = json.loads(result.stdout)
     graph = {"role": "unified", "files": ["model.onnx"], "opset": 24, "precision": "float32"}
-    more = {"extra_inputs": [], "outputs": ["logits"], "lora_inputs": []}
+    more = {"extra_inputs": [], "outputs": ["logits"], "lora_inputs": [], "prefix_tokens": 0}
     assert found["graphs"] == [{**graph, "cache": "shared-buffer", "target": "ort-cpu", **more}]
     assert (found["format"], found["layouts"], found["quantization"]) == ("hf", ["genai"], None)
 
@@ -92,6 +93,13 @@ def test_lora_inputs_are_listed(model: Path, tmp_path: Path) -> None:
     (graph,) = inspect(tmp_path / "out").graphs
     assert graph.lora_inputs == ("q_proj", "down_proj")
     assert graph.line == "decode: decode.onnx, opset 23, float32, growing cache, LoRA inputs for q_proj, down_proj"
+
+
+def test_a_prefix_is_listed(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", prefix=save_adapter(model, tmp_path / "prefix", "PrefixTuning"))
+    prefill, decode = inspect(tmp_path / "out").graphs
+    assert prefill.line.endswith("growing cache, a prefix of 5 tokens")
+    assert decode.line.endswith("growing cache")
 
 
 def test_inputs_and_outputs_of_a_model_that_sees_are_listed(tmp_path: Path) -> None:
@@ -175,7 +183,7 @@ def shown_verdict(folder: Path) -> list[str]:
 
 def test_the_recorded_verdict_is_shown(verified: Path) -> None:
     (line,) = shown_verdict(verified)
-    assert line.startswith("pass by whole, suite quick, 1 selected scenario, ")
+    assert line.startswith("pass, method whole, suite quick, 1 selected scenario, ")
     assert " checks, llmconv " in line and "onnxruntime " in line
     found = json.loads(CliRunner().invoke(main, ["inspect", str(verified), "--json"]).stdout)["verified"]
     assert (found["verdict"], found["out_of_date"], found["changed"]) == ("pass", False, [])
@@ -214,7 +222,7 @@ def test_a_file_that_changed_after_the_verdict_is_named(
             inspect(verified)
         return
     stale, before = shown_verdict(verified)
-    assert stale == f"out of date: {name} changed since" and before.startswith("before: pass by whole")
+    assert stale == f"out of date: {name} changed since" and before.startswith("before: pass, method whole")
     assert inspect(verified).summary()["verified"]["changed"] == [name]
 
 
@@ -233,7 +241,7 @@ def test_a_malformed_verdict_is_shown_as_unreadable(verified: Path, content: obj
     assert line.startswith("unreadable: invalid `")
     assert inspect(verified).summary()["verified"]["unreadable"]
     assert verify(verified, scenario=["prefill, 3 tokens"]), "it does not disturb the next run, which replaces it"
-    assert shown_verdict(verified)[0].startswith("pass by whole")
+    assert shown_verdict(verified)[0].startswith("pass, method whole")
 
 
 def test_control_characters_of_a_verdict_are_not_printed(verified: Path) -> None:

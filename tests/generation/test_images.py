@@ -133,6 +133,14 @@ def test_a_placeholder_without_an_image_is_refused(model: TextModel) -> None:
         generate(model, "What is ~?", **OPTIONS)
 
 
+def test_embeddings_take_the_places_of_the_placeholder_only_if_they_name_it(model: TextModel) -> None:
+    rows = np.ones((2, 64), np.float32)
+    assert generate(model, Prompt("What is ~?", embeddings=rows, placeholder="~"), **OPTIONS).completions
+    with pytest.raises(InputRefused, match="a placeholder of an image") as refused:
+        generate(model, Prompt("What is ~?", embeddings=rows), **OPTIONS)
+    assert "`placeholder`" in refused.value.hint
+
+
 @pytest.mark.parametrize("line", ['{"prompt": "a", "image": 3}', '{"prompt": "a", "image": [""]}'])
 def test_images_in_lines_are_paths(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text(line)
@@ -148,7 +156,7 @@ def test_options_that_do_not_fit_are_refused(folder: Path, pictures: list[Path],
 
 
 def test_another_number_of_placeholders_is_refused(model: TextModel, pictures: list[Path]) -> None:
-    with pytest.raises(InputRefused, match="2 placeholders `~` and 1 images"):
+    with pytest.raises(InputRefused, match="placeholders `~` in the prompt: 2; images: 1"):
         generate(model, Prompt("~~", images=(pictures[0],)))
 
 

@@ -36,6 +36,7 @@ def test_settings_and_latencies_are_printed(talking: Path) -> None:
     assert "settings: sampling, temperature 0.5, top_k 50, top_p 1.0, seed 3, max_new_tokens 4; onnx" in shown
     assert "encode 0." in shown and "decode 0." in shown and "ms/token; latency p50 0." in shown
     assert "settings: greedy, max_new_tokens 4" in run(talking, "ab").stderr
+    assert "settings: beam search, num_beams 2, max_new_tokens 4" in run(talking, "ab", "--num-beams", 2).stderr
 
 
 def test_json_has_the_settings_and_the_times_of_every_text(talking: Path) -> None:

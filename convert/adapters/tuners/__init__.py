@@ -54,12 +54,14 @@ class Tuner:
     scales_output: bool = False
 
 
-PROMPT = "it adds virtual tokens and changes no weight, so no merged model equals it; serve the adapter with PEFT"
+VIRTUAL = "it adds virtual tokens and changes no weight, so no merged model equals it"
+PROMPT = f"{VIRTUAL}; serve the adapter with PEFT"
+PREFIX = f"{VIRTUAL}: `llmconv generate MODEL --prefix-tuning ADAPTER`, or `llmconv export MODEL --prefix ADAPTER`"
 MIXTURE = "the update depends on the input, so no merged model equals it; serve the adapter with PEFT"
 LAYERS = "it adds layers to the model, so no merged model equals it; serve the adapter with PEFT"
 UNMERGEABLE: dict[str, str] = {
-    **dict.fromkeys(("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT"), PROMPT),
-    **dict.fromkeys(("CARTRIDGE",), PROMPT),
+    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), PREFIX),
+    **dict.fromkeys(("MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), PROMPT),
     **dict.fromkeys(("XLORA", "POLY"), MIXTURE),
     **dict.fromkeys(("ADAPTION_PROMPT",), LAYERS),
 }

@@ -17,7 +17,7 @@ def settings_fields(settings: GenerationSettings) -> dict[str, Any]:
 
 def settings_line(settings: GenerationSettings) -> str:
     """The settings that decide about the text, on one line."""
-    parts = ["greedy"]
+    parts = ["greedy" if settings.num_beams == 1 else "beam search"]
     if not settings.is_greedy:
         names = ("temperature", "top_k", "top_p", "min_p", "seed")
         given = {name: getattr(settings, name) for name in names}

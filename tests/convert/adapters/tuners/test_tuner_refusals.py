@@ -123,6 +123,13 @@ def test_a_kind_without_a_merge_is_refused_by_name(kind: str, folders: Any, tmp_
         merge_lora(base, [adapter], tmp_path / "out")
 
 
+def test_virtual_tokens_have_another_way(folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders("PREFIX_TUNING", {"prompt_embeddings": (2, 2)}, {})
+    with pytest.raises(UnsupportedInput) as refused:
+        merge_lora(base, [adapter], tmp_path / "out")
+    assert "--prefix-tuning" in refused.value.hint
+
+
 def test_two_adapters_in_one_file_are_refused(folders: Any, tmp_path: Path) -> None:
     base, adapter = folders("HRA", {"hra_u.second": (4, 2)}, {})
     with pytest.raises(MalformedInput, match="twice"):
