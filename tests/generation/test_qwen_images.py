@@ -87,6 +87,16 @@ def test_a_request_may_give_the_positions_on_all_axes(seeing_qwen: Seeing) -> No
     assert given.tokens == generate(folder, "Look", **OPTIONS).completions[0].tokens
 
 
+def test_positions_count_on_after_a_tuned_prefix(seeing_qwen: Seeing, pictures: list[Path], tmp_path: Path) -> None:
+    np.save(tmp_path / "pre_caches.npy", np.random.default_rng(0).standard_normal((4, 2, 2, 5, 16), dtype=np.float32))
+    folder, options = seeing_qwen("qwen2_vl"), {**OPTIONS, "prefix_tuning": tmp_path}
+    given = Prompt("Look", inputs={"position_ids": [[0, 1, 2, 3]] * 3})
+    seen = Prompt(f"{PLACEHOLDER}Look", images=(pictures[0],))
+    alone = [generate(folder, one, **options).completions[0].tokens for one in (given, "Look", seen)]
+    assert alone[0] == alone[1]
+    assert alone[1:] == [one.tokens for one in generate(folder, ["Look", seen], **options).completions]
+
+
 @pytest.mark.parametrize("images", [0, 1])
 def test_videos_are_refused(seeing_qwen: Seeing, pictures: list[Path], images: int) -> None:
     text = PLACEHOLDER * images + TOKENS[VIDEO]

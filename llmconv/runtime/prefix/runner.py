@@ -9,6 +9,7 @@ import numpy as np
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.runtime.array_cache import TOKEN_AXIS, ArrayCache, RemoteCache
 from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.extra_inputs import PAST, POSITIONS, TOTAL, ExtraInput
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.prefix.trained import Prefix
 from llmconv.runtime.runner import Cache, Extras, Runner, Step, default_positions
@@ -37,6 +38,12 @@ class PrefixedRunner(Runner):
     def virtual_tokens(self) -> int:
         """Number of virtual tokens of the prefix."""
         return self._length
+
+    @property
+    def extra_inputs(self) -> Mapping[str, ExtraInput]:
+        """Those of the model, without inputs of all tokens, which would have to cover the prefix."""
+        known = self._runner.extra_inputs.items()
+        return {name: extra for name, extra in known if not {PAST, TOTAL} & {*extra.axes}}
 
     @property
     def embedding_size(self) -> int | None:
@@ -68,7 +75,8 @@ class PrefixedRunner(Runner):
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
         """Runs the prompt after the prefix."""
-        return self._runner.prefill(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras, placed)
+        given = self._after_prefix(input_ids, attention_mask, position_ids, past)
+        return self._runner.prefill(*given, self._moved(extras), placed)
 
     def decode(
         self,
@@ -79,7 +87,14 @@ class PrefixedRunner(Runner):
         extras: Extras | None = None,
     ) -> Step:
         """Runs one step; without a past after the prefix."""
-        return self._runner.decode(*self._after_prefix(input_ids, attention_mask, position_ids, past), extras)
+        given = self._after_prefix(input_ids, attention_mask, position_ids, past)
+        return self._runner.decode(*given, self._moved(extras))
+
+    def _moved(self, extras: Extras | None) -> Extras | None:
+        """The values with positions that count from the prefix on."""
+        if extras is None or POSITIONS not in extras:
+            return extras
+        return {**extras, POSITIONS: extras[POSITIONS] + self._first_position}
 
     def _after_prefix(
         self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None
