@@ -18,6 +18,7 @@ from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
 from llmconv.verify.audit.structure import check_structure, name_problems
+from llmconv.verify.audit.tower_norms import check_tower_norms
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
@@ -138,8 +139,12 @@ class FolderComparison:
             yield [Check(FEATURES, VISION, "", verdict="fail", detail=error.message)]
             return
         checks = ImageChecks(vision, family, self.eager, replace(GATES[self.eager.dtype], calmest=self.routed))
-        yield [checks.features()]
-        yield from (checks.answers(graph) for graph in graphs)
+        model = self.eager.eager_runners[0].model
+        yield [checks.features(), check_tower_norms(VISION, self.models[VISION], model)]
+        answers = [checks.answers(graph) for graph in graphs]
+        yield from answers
+        if all(check.verdict == "skip" for found in answers for check in found):
+            self.report.unseen.append("prompts with images")
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
