@@ -42,6 +42,7 @@ def without_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
         os.close(writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     ["--version", "--help", "export --help", "delta apply -h", "formats", "families", "families --json", "inspect ."],

@@ -65,6 +65,7 @@ def place(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
 def test_missing_folders_above_an_output_are_made(name: str, place: Path) -> None:
     code, stderr = run(LINES[name], "new/folder/x")

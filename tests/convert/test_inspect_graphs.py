@@ -102,6 +102,7 @@ def test_a_prefix_is_listed(model: Path, tmp_path: Path) -> None:
     assert decode.line.endswith("growing cache")
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_of_a_model_that_sees_are_listed(tmp_path: Path) -> None:
     export(save_seeing(tmp_path / "model"))
     graphs = {graph.role: graph for graph in inspect(tmp_path / "model").graphs}

@@ -93,6 +93,7 @@ def test_a_layout_implies_the_graphs_that_its_client_runs(
     assert roles_for(find_clients(names), asked) == expected
 
 
+@pytest.mark.slow
 def test_the_files_of_clients_are_in_the_manifest(unusual: Path) -> None:
     files = read_manifest(unusual).files
     for name in ("model.onnx", "transformersjs.graph", "genai_config.json"):
@@ -273,6 +274,7 @@ def test_the_command_lists_the_written_files(llama: Path) -> None:
     assert printed["graphs"] == {"unified": "model.onnx"} and printed["client_files"] == ["genai_config.json"]
 
 
+@pytest.mark.slow
 def test_optimums_graph_of_one_shared_head_has_the_sizes_of_the_model(tmp_path: Path) -> None:
     """Falcon with `multi_query` keeps one head, whatever the number of its query heads."""
     folder = save_tiny("falcon", tmp_path / "falcon", **FALCON)

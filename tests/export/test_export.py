@@ -17,12 +17,13 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export import export
 from llmconv.output.manifest import read_manifest
+from tests.builders.slow_rows import slow_but
 from tests.export.conftest import DEPTH, FAMILIES, as_past, eager_logits, run_graph, tokens
 
 GRAPHS = ["prefill.onnx", "decode.onnx", "model.onnx"]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", slow_but(FAMILIES, "llama"))
 def test_a_prompt_and_its_continuation_equal_the_eager_model(deep: Callable[[str], Path], model_type: str) -> None:
     folder = deep(model_type)
     inputs = tokens(batch=3, length=20, left_padding=4)

@@ -98,6 +98,7 @@ def test_a_graph_that_computes_with_another_value_fails(spice: Path, name: str) 
     assert failed & {"batch of 3", "left padding"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "problem"),
     [
@@ -147,6 +148,7 @@ def test_a_layout_of_a_client_keeps_constant_inputs_at_their_default(spice: Path
     assert verify(tmp_path / "out", record=False).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_a_hook_that_returns_another_shape_fails_the_verification(spice: Path) -> None:
     export(spice)
     broken = InputMap(extras=(*SPICE.extras[:3], ExtraInput("filled", (BATCH,), default=wrong_shape)))
@@ -155,6 +157,7 @@ def test_a_hook_that_returns_another_shape_fails_the_verification(spice: Path) -
         verify(spice, record=False)
 
 
+@pytest.mark.slow
 def test_a_graph_without_an_input_of_the_row_fails_the_verification(spice: Path) -> None:
     register_input_map("spice", InputMap(extras=(LANGUAGE,)))
     export(spice)

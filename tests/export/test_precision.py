@@ -20,6 +20,7 @@ from llmconv.export import export
 from llmconv.runtime.onnxruntime.guard import external_tensors
 from llmconv.verify import verify
 from tests.builders.prefix_models import save_adapter
+from tests.builders.slow_rows import slow_but
 from tests.conftest import save_tiny
 
 KINDS = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -60,7 +61,7 @@ def types(ports: Iterator[onnx.ValueInfoProto]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", slow_but(["llama", "gpt2"], "llama"))
 def test_weights_are_mapped_as_stored_without_a_cast(stored: Stored, model_type: str, dtype: str) -> None:
     folder = stored(model_type, dtype)
     exported = export(folder, precision=dtype)
@@ -148,6 +149,7 @@ def test_a_dtype_that_the_graphs_cannot_map_is_refused(stored: Stored, tmp_path:
         export(stored("llama", "bfloat16"), tmp_path / "out", precision="bfloat16", dtype="float32")
 
 
+@pytest.mark.slow
 def test_weights_that_transformers_keeps_in_float32_keep_their_dtype(tmp_path: Path) -> None:
     folder = save_tiny("gpt_oss", tmp_path / "model", **SMALL_GPT_OSS)
     export(folder, tmp_path / "out", precision="float16")
@@ -170,6 +172,7 @@ SMALL_GPT_OSS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_recurrent_states_stay_in_float32(tmp_path: Path, dtype: str) -> None:
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}

@@ -70,6 +70,7 @@ def test_prompt_and_steps_equal_peft(
     np.testing.assert_allclose(piecewise_logits(folder, ids, (6, 1, 2)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_soft_prompt_comes_before_the_scale_of_half_precision_embeddings(tiny: Tiny, tmp_path: Path) -> None:
     folder = cast_folder(Path(shutil.copytree(tiny("gemma2"), tmp_path / "gemma2")), "bfloat16")
     adapter = save_adapter(folder, tmp_path / "adapter", "PromptTuning")

@@ -77,6 +77,7 @@ def test_the_demo_counts_a_weight_once(exported: Path) -> None:
     assert demo.mapped_bytes(graphs) == open_checkpoint(exported).nbytes
 
 
+@pytest.mark.slow
 def test_rotary_positions_beyond_the_context_cause_a_warning(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

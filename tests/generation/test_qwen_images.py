@@ -17,7 +17,8 @@ from llmconv.generation import Prompt, generate
 from llmconv.runtime.images.processor import load_processor
 from llmconv.runtime.rotary_axes import positions_on_axes
 from tests.builders.seeing import save_picture
-from tests.builders.seeing_qwen import FAMILIES, IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
+from tests.builders.seeing_qwen import IMAGE, PLACEHOLDER, TEXT, TOKENS, VIDEO, save_qwen
+from tests.builders.slow_rows import slow_but
 
 Seeing = Callable[[str], Path]
 
@@ -53,7 +54,7 @@ def eager_tokens(folder: Path, text: str, pictures: Sequence[Path]) -> list[int]
 
 
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
 def test_a_batch_gives_the_texts_of_the_eager_model(
     seeing_qwen: Seeing, pictures: list[Path], model_type: str, backend: str
 ) -> None:

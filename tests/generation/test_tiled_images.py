@@ -16,6 +16,7 @@ from llmconv.generation import Prompt, generate
 from llmconv.generation.images import ImageEncoder
 from llmconv.runtime.images.families import image_family
 from tests.builders.seeing import save_picture, save_seeing
+from tests.builders.slow_rows import slow_but
 from tests.builders.tiled import CONFIGS, MARKERS, UNLOADABLE, fields_of, save_tiled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
@@ -38,7 +39,7 @@ class Seeing:
     marker: str
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(CONFIGS, "idefics3"))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     """A model of each family."""
     folder = tmp_path_factory.mktemp("tiled") / request.param

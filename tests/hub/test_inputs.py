@@ -148,6 +148,7 @@ def test_a_folder_without_a_scheme_is_told_the_address(client: Client) -> None:
     assert done.returncode == 3 and "is `hf://org/name/inner`" in done.stderr and not client.hub.requests
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_tokenizer_may_be_folders_of_a_repository(client: Client, model: Path, tmp_path: Path) -> None:
     repository = client.hub.repository("org/name")
     upload(repository, model, "base/")

@@ -219,6 +219,7 @@ def run(model: Path, bucket: Bucket, *options: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, 4, 8])
 def test_a_killed_run_is_completed_by_resume(at: int, bucket: Bucket, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", LLAMA)

@@ -121,6 +121,7 @@ def test_a_part_cannot_replace_an_output(model: Path, tmp_path: Path) -> None:
         to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_workers_give_the_bytes_of_one_process(
     kind: str, model: Path, expected: dict[str, bytes], bucket: Bucket, tmp_path: Path

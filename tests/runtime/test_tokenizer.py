@@ -28,6 +28,7 @@ def ids(chatting: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_decoding_gives_the_text_of_transformers(chatting: Path, ids: list[int]) -> None:
     tokenizer = load_tokenizer(chatting)
     expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

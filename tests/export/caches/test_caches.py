@@ -58,6 +58,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], 
     assert traced < load_config({"model_type": model_type, **STATE_CONFIGS[model_type]}).num_hidden_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SHOWN)
 @pytest.mark.parametrize("side", ["read", "written"])
 def test_a_lost_state_is_detected(stateful: Callable[[str], Path], tmp_path: Path, model_type: str, side: str) -> None:

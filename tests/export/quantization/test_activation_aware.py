@@ -92,6 +92,7 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
 def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:
     source = tiny_talking(model_type, tmp_path)
@@ -127,6 +128,7 @@ def test_all_products_behind_a_norm_have_its_factors(stored: dict[str, Array]) -
             assert np.array_equal(stored[f"model.layers.1.{name}_proj.weight{SMOOTHING}"], stored[norm + SMOOTHING])
 
 
+@pytest.mark.slow
 def test_two_exports_are_equal_whatever_the_number_of_threads(model: Path, folder: Path, tmp_path: Path) -> None:
     code = f"from tests.export.quantization.test_activation_aware import exported; exported({str(model)!r}, 'out')"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

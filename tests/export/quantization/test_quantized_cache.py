@@ -68,6 +68,7 @@ def cached_by_torch(folder: Path) -> dict[str, Array]:
     return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
 
+@pytest.mark.slow
 def test_a_scale_is_the_range_of_its_channel_and_keys_of_a_rotary_pair_share_it(talking: Path, coded: Path) -> None:
     scales = scales_of(coded)
     expected = cached_by_torch(talking)
@@ -80,6 +81,7 @@ def test_a_scale_is_the_range_of_its_channel_and_keys_of_a_rotary_pair_share_it(
         assert np.allclose(scales[name][0, :, 0], 1.1 * largest / 127, rtol=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "rotation"),
     [("llama", KeyRotation.HALVES), ("gpt2", KeyRotation.NONE), ("gptj", KeyRotation.UNKNOWN)],
@@ -166,6 +168,7 @@ def test_layouts_without_a_shared_buffer_are_refused(layout: str, talking: Path,
         export(talking, tmp_path / "out", kv_cache="int8", calibrate=prose, layout=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gptj", "mamba"])
 def test_families_with_another_attention_are_refused_by_name(model_type: str, prose: Path, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path / "model", depth(model_type))

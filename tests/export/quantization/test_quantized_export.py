@@ -91,11 +91,13 @@ def test_verify_accepts_every_option(
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 def test_every_product_but_a_routers_reads_codes(quantized: Quantized) -> None:
     found = operators(quantized("mixtral"))
     assert found["MatMulNBits"] > found["Gemm"] == depth("mixtral")  # the routers
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_reads_the_codes_of_the_head(quantized: Quantized) -> None:
     model = onnx.load(quantized("gemma2") / "decode.onnx", load_external_data=False)
     lookup = next(node for node in model.graph.node if node.op_type == "GatherBlockQuantized")

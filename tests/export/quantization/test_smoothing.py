@@ -125,6 +125,7 @@ def test_other_products_have_no_factors(stored: dict[str, Array]) -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
 
+@pytest.mark.slow
 def test_graphs_for_a_target_have_the_same_factors(model: Path, stored: dict[str, Array], tmp_path: Path) -> None:
     """Their norms are other operators."""
     export(model, tmp_path / "out", incremental=True, quant="a8w8", calibrate="default", target="ort-cpu")
@@ -220,6 +221,7 @@ def with_one_product_less(found: Smoothing) -> Smoothing:
 FAULTS = [without_norms, with_norms_of_ones, of_the_other_norm, with_one_more_product, with_one_product_less]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_factors_that_do_not_cancel_fail_in_the_scenarios(
     fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

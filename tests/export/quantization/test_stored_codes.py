@@ -102,6 +102,7 @@ def test_codes_that_are_no_integers_are_quantized_again(base: str) -> None:
     assert all(formats.format_of(name, name, 0, 1).bits == 8 for name in found.weights)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["gptq_3bit", "gptq_4bit_sym", "awq_gemm", "ct_pack_4bit", "int8", "fp8_blocks"])
 def test_verify_accepts_graphs_of_a_quantized_model(base: str, tmp_path: Path) -> None:
     export(FOLDER / base, tmp_path / "out", incremental=True)
@@ -153,6 +154,7 @@ def test_another_code_or_scale_is_found(part: str, edit: Callable[[Array], Array
     assert any(DOWN in check.detail and "in the quantized model it is" in check.detail for check in report.checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_scales_may_be_rounded_to_the_precision_of_the_graph(precision: str, tmp_path: Path) -> None:
     export(FOLDER / "awq_gemm", tmp_path / "out", precision=precision)
@@ -222,6 +224,7 @@ def mxfp4_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
 
 
+@pytest.mark.slow
 def test_mxfp4_experts_are_integers_of_8_bits_without_a_change_of_values(tmp_path: Path) -> None:
     mxfp4_model(tmp_path / "model")
     for name, weight in weights_of(tmp_path / "model").items():

@@ -63,6 +63,7 @@ def test_all_layers_of_an_irregular_pattern_are_traced(tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs["logits"], eager_logits(folder, inputs), atol=3e-6)
 
 
+@pytest.mark.slow
 def test_a_sliding_window_is_kept_beyond_its_length(tmp_path: Path) -> None:
     folder = save_tiny("mistral", tmp_path / "m", num_hidden_layers=5, sliding_window=4)
     export(folder)

@@ -26,6 +26,7 @@ def fallback(folder: Path) -> set[str]:
     return {each["operator"] for each in entry.get("fallback", ())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "missing"),
     [("ort-cuda", set()), ("ort-webgpu", set()), ("ort-dml", {"com.microsoft:GatherBlockQuantized"})],
@@ -36,6 +37,7 @@ def test_the_report_names_quantized_operators_without_a_kernel(target: str, miss
     assert fallback(folder) & quantized == missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["ort-cuda", "ort-dml"])
 def test_only_directml_gets_products_without_bias(target: str, tmp_path: Path) -> None:
     folder = exported("qwen2", target, tmp_path)

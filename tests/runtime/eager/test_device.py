@@ -18,6 +18,7 @@ from llmconv.runtime.eager.torch_runner import TorchRunner
 IDS, MASK = np.arange(5)[None] + 3, np.ones((1, 5), dtype=np.int64)
 
 
+@pytest.mark.slow
 def test_a_dtype_other_than_that_of_the_weights_is_computed_in(talking: Path) -> None:
     exact, rounded = (TorchRunner(talking, dtype) for dtype in ("float32", "bfloat16"))
     first, second = (r.prefill(IDS, MASK, default_positions(MASK, 5)).logits for r in (exact, rounded))

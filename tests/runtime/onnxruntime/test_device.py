@@ -55,6 +55,7 @@ def test_an_empty_value_of_bfloat16_has_its_shape() -> None:
     assert as_array(Device().place(array)).shape == (1, 2, 0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_a_provider_that_does_not_start_is_refused_instead_of_replaced_by_the_cpu(
     buffered: Path, monkeypatch: pytest.MonkeyPatch

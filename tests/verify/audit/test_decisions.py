@@ -32,6 +32,7 @@ from tests.builders.mutants.surgery import add_constant, constant_value, users
 from tests.builders.mutants.trigger_nodes import Nodes, Trigger
 from tests.builders.mutants.triggers_by_surgery import TRIGGERS
 from tests.builders.prefix_models import LENGTH, save_adapter
+from tests.builders.slow_rows import slow_but
 from tests.conftest import save_tiny
 from tests.verify.conftest import decode_only
 
@@ -128,7 +129,7 @@ def test_a_graph_that_only_the_audit_finds_fails(
     assert report.where and "decides on position by 3817" in report.where.text
 
 
-@pytest.mark.parametrize("model_type", ALL)
+@pytest.mark.parametrize("model_type", slow_but(ALL, "llama"))
 def test_a_correct_export_decides_by_numbers_of_the_model(model_type: str, exported: Tiny) -> None:
     check = audit(exported(model_type))
     assert check.verdict == "pass", check.detail
@@ -147,6 +148,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_correct_export_with_options_decides_by_numbers_of_the_model(
     options: dict[str, Any], optioned: Callable[..., Path]
@@ -201,6 +203,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
 def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tmp_path: Path) -> None:
     rope = {"rope_theta": 10000.0, **scaling}

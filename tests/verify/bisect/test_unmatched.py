@@ -59,6 +59,7 @@ def added(name: str, listed: Callable[[Trigger | None], Report]) -> set[str]:
     return {one.node for one in triggered} - {one.node for one in clean}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_the_nodes_of_a_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
     assert added(name, listed)

@@ -26,7 +26,8 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
 from llmconv.verify.results.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, initializer, replace_input
-from tests.builders.seeing_qwen import FAMILIES, TEXT, save_qwen
+from tests.builders.seeing_qwen import TEXT, save_qwen
+from tests.builders.slow_rows import slow_but
 
 Seeing = Callable[[str], Path]
 
@@ -42,7 +43,7 @@ def checks_of(folder: Path) -> list[Check]:
     return [checks.features(), *checks.answers(OrtGraph(folder / PREFILL, settings))]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
 def test_features_and_answers_equal_the_eager_model(seeing_qwen: Seeing, model_type: str) -> None:
     found = checks_of(seeing_qwen(model_type))
     assert {check.verdict for check in found} == {"pass"}
@@ -115,7 +116,11 @@ def no_deepstack(model: onnx.ModelProto) -> None:
 OF_ALL = ((VISION, rows_as_columns), (VISION, swapped_weight), (PREFILL, axes_exchanged), (PREFILL, one_axis))
 OWN = {"qwen2_5_vl": ((VISION, no_windows),), "qwen3_vl": ((VISION, cells_exchanged), (PREFILL, no_deepstack))}
 OWN["qwen2_vl"] = ((PREFILL, axes_exchanged_after_a_past),)
-MUTANTS = [(kind, *one) for kind in OWN for one in (*OF_ALL, *OWN[kind])]
+MUTANTS = [
+    pytest.param(kind, *one, marks=[] if kind == "qwen2_vl" else pytest.mark.slow)
+    for kind in OWN
+    for one in (*OF_ALL, *OWN[kind])
+]
 
 
 @pytest.mark.parametrize(("model_type", "graph", "change"), MUTANTS, ids=lambda one: getattr(one, "__name__", one))

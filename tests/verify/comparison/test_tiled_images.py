@@ -22,6 +22,7 @@ from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, attribute, constant_value, initializer, users, weight_names
+from tests.builders.slow_rows import slow_but
 from tests.builders.tiled import CONFIGS, save_tiled
 
 
@@ -34,7 +35,7 @@ class Seen:
     eager: Eager
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(CONFIGS, "idefics3"))
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A model of each family."""
     folder = tmp_path_factory.mktemp("tiled") / request.param

@@ -37,6 +37,7 @@ def failed(report: Report) -> set[str]:
     return {check.name for check in report.checks if check.verdict == "fail"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_an_epsilon_that_large_activations_hide_is_seen_in_a_large_model(
     low_memory: bool, trained: Path, tmp_path: Path

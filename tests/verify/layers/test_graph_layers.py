@@ -23,6 +23,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_layers_that_are_alike_are_a_class(model_type: str, layered: Layered) -> None:
     found = induction(layered(model_type))
@@ -136,6 +137,7 @@ def test_a_value_declared_with_another_type_is_a_class_of_its_own(layered: Layer
     assert induction(layered("llama"), model).classes.classes == [[0, 1, 3], [2]]
 
 
+@pytest.mark.slow
 def test_layers_that_share_caches_are_refused(layered: Layered) -> None:
     with pytest.raises(NotLayered):
         induction(layered("gemma3n_text"))

@@ -45,6 +45,7 @@ def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: 
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "rotations"), [("model", 2 * DEPTH), ("decode", 0)])
 def test_a_llama_layer_has_one_fused_operator_per_part(graph: str, rotations: int, made: Callable[..., Path]) -> None:
     found = operators(made("llama", cache="shared-buffer") / f"{graph}.onnx")
