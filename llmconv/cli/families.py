@@ -25,9 +25,12 @@ def command(as_json: bool) -> None:
     """
     from llmconv.export.families import known_input_maps
     from llmconv.export.families_not_exported import NOT_EXPORTED
+    from llmconv.export.input_map import InputMap
     from llmconv.runtime.extra_inputs import POSITIONS
+    from llmconv.runtime.images.families import IMAGE_FAMILIES
 
-    rows = {name: row for name, row in sorted(known_input_maps().items())}
+    own = dict.fromkeys(IMAGE_FAMILIES, InputMap(note="by the type of its language model; images by vision.onnx"))
+    rows = dict(sorted({**own, **known_input_maps()}.items()))
     others = {name: reason for name, reason in sorted(NOT_EXPORTED.items()) if name not in rows}
     if as_json:
         found = {name: _fields(row) for name, row in rows.items()}

@@ -65,7 +65,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     """
     if streamer is not None:
         require_streamer(streamer, num_return_sequences)
-    require_known(name for name in options.keys() - {*OF_RUNNING, *OF_WORDING} if options[name] is not None)
+    known = {*OF_RUNNING, *OF_WORDING}
+    require_known((name for name in options.keys() - known if options[name] is not None), known)
     inputs = _prompts(prompts, prompt_file, prompt_field, output_file)
     given = {"batch_size": batch_size, "num_return_sequences": num_return_sequences, **options}
     return prepare(model, inputs, **given).run(cast(Path | None, output_file), overwrite, on_piece, streamer)

@@ -193,11 +193,15 @@ class GenerationSettings:
         return replace(self, **values, extra={**self.extra, **changes_text(given)}, explicit=explicit)
 
 
-def require_known(names: Iterable[str]) -> None:
+def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuses names that are not fields of transformers' `GenerationConfig`: a typo would silently have no effect.
 
+    Args:
+        names: of the fields.
+        others: names of options besides, for the hint.
+
     Raises:
-        UsageProblem: an unknown name; the hint has the closest field.
+        UsageProblem: an unknown name; the hint has the closest field or option.
     """
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)
@@ -209,7 +213,7 @@ def require_known(names: Iterable[str]) -> None:
         known |= GenerationConfig().to_dict().keys()
     for name in unknown:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, known | set(others), 1)
             hint = f"did you mean `{near[0]}`?" if near else "see transformers' `GenerationConfig`"
             raise UsageProblem(f"`{name}` is not a generation setting", hint=hint)
 
