@@ -55,8 +55,8 @@ INTRODUCTION = (
     "Written by `make families`; every line is a run of `tools/families.py` with the versions of `constraints.txt`: a",
     "tiny seeded model of the type (odd vocabulary, two key/value heads and heads of an odd size where the type allows",
     "it, windows shorter than the prompts, two periods of layers more than are traced), `llmconv export --prefill",
-    "--incremental`, `llmconv verify --suite full`. Types with images that are not in the list are exported by the type",
-    "of their language model: [multimodal.md](multimodal.md) has them.",
+    "--incremental`, `llmconv verify --suite full`. Types with images that are not in the list are exported by the",
+    "type of their language model: [multimodal.md](multimodal.md) has them.",
 )
 
 
