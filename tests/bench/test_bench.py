@@ -85,6 +85,7 @@ def test_a_candidate_is_a_folder_or_a_runtime_with_or_without_one(tmp_path: Path
         BenchCandidate.parse("optimum:no/such/folder", tmp_path)
 
 
+@pytest.mark.slow
 def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
     assert lengths_within(talking, (96,), 32) == [96]
     with pytest.raises(UsageProblem, match="context of 128"):

@@ -46,6 +46,7 @@ def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
@@ -78,6 +79,7 @@ def test_the_table_of_a_quantized_folder_is_about_the_model(quantized: Callable[
     assert "warning" not in shown and "graph" in rows
 
 
+@pytest.mark.slow
 def test_graphs_of_a_model_folder_are_listed_with_its_weights(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", unified=True, target="ort-cpu", cache="shared-buffer", layout="genai")
     result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--json"])
@@ -110,6 +112,7 @@ def test_inputs_and_outputs_of_a_model_that_sees_are_listed(tmp_path: Path) -> N
     assert graphs["vision"].line.endswith("no cache, inputs pixel_values, outputs image_features")
 
 
+@pytest.mark.slow
 def test_modules_of_an_embedding_model_are_listed(tmp_path: Path) -> None:
     folder = save_modules(save_model(tmp_path / "model", "llama"))
     export(folder, task="embed")

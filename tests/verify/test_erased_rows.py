@@ -109,6 +109,7 @@ TAMPERED: dict[str, tuple[tuple[str, Callable[[Array], Array]], ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", TAMPERED)
 def test_a_changed_matrix_of_zeros_is_named(fault: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = zero_output(tiny, tmp_path / "model")

@@ -76,6 +76,7 @@ def test_codes_of_another_layer_are_found(model: Path, four: Path, tmp_path: Pat
     assert verify(broken, reference=model, scenario=["prefill, 7 tokens"]).verdict == "fail"
 
 
+@pytest.mark.slow
 def test_a_few_codes_that_are_not_the_nearest_fail_in_a_matrix_that_claims_feedback(
     model: Path, tmp_path: Path
 ) -> None:

@@ -25,11 +25,7 @@ ROUNDED_AWAY = {
 }
 """The sigmoid's factor of 1.001 is 1 in bfloat16."""
 
-QUICK = {
-    ("llama", "float16", "one norm's epsilon times ten"),
-    ("llama", "bfloat16", "positions off by one"),
-    ("gpt2", "float16", "mask too weak"),
-}
+QUICK = {("llama", "float16", "one norm's epsilon times ten")}
 CASES = [
     pytest.param(
         *(name, dtype, mutant),

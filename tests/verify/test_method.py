@@ -145,6 +145,7 @@ def test_graphs_that_do_not_fall_into_layers_are_run_whole(
     assert any(why_not in note for note in report.notes), report.notes
 
 
+@pytest.mark.slow
 def test_graphs_with_the_last_logits_are_shown_by_induction(tmp_path: Path) -> None:
     folder = save_layered("llama", tmp_path / "last", last_logits=True)
     report = verify(folder, method="induction", scenario=("prefill, 7 tokens",), record=False)

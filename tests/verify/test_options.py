@@ -62,6 +62,7 @@ def test_an_export_with_options_passes(
     assert report.worst and 0.3 < report.worst.sigma < 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", OPTION_MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_bug_in_an_option_is_caught(
     mutant: OptionMutant, optioned: Optioned, eager: Callable[[str], Eager], tmp_path: Path

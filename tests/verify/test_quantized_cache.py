@@ -98,6 +98,7 @@ def checked(folder: Path, model: Path, prose: Path) -> Report:
     return verify(folder, reference=model, calibrate=prose, scenario=["left padding"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_a_right_graph_passes_and_its_cost_is_small(
     model_type: str, talking_as: Callable[[str], Path], prose: Path, tmp_path: Path
@@ -110,6 +111,7 @@ def test_a_right_graph_passes_and_its_cost_is_small(
     assert 0 < report.quantization.cost.divergence["mean"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", WRONG_SCALES)
 def test_a_wrong_scale_fails(
     fault: Callable[[Scales], None], coded: Path, talking_as: Callable[[str], Path], prose: Path, tmp_path: Path

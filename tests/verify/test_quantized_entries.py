@@ -80,6 +80,7 @@ def test_codes_scenarios_and_cost_of_every_kind_are_compared(
     assert report.quantization and report.quantization.cost and report.quantization.rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_wrong_code_fails(
     kind: str, model: Callable[[str], Path], made: Callable[..., Path], tmp_path: Path

@@ -83,6 +83,7 @@ def damaged(folder: Path, target: Path, name: str, edit: Edit) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tmp_path: Path) -> None:
     suffix, edit = FAULTS[fault]

@@ -107,6 +107,7 @@ def test_verify_accepts_other_families(model_type: str, tmp_path: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: Callable[[onnx.GraphProto], None], model: Path, folder: Path, tmp_path: Path) -> None:
     report = verify(edited(folder, tmp_path / "out", fault), reference=model, scenario=FIRST, allow_changed=True)

@@ -14,7 +14,7 @@ from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS
 
-QUICK = ("llama", "gemma2")
+QUICK = ("llama",)
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 PAIRS = [
     pytest.param(name, mutant, id=f"{name}-{mutant.name}", marks=() if name in QUICK else pytest.mark.slow)
@@ -70,6 +70,7 @@ def test_the_first_layer_that_differs_is_named(
     assert report.where and report.where.layer == layer
 
 
+@pytest.mark.slow
 def test_the_reference_shares_no_code_with_the_exporter() -> None:
     code = "import sys, llmconv.verify; sys.exit(any(name.startswith('llmconv.export') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -70,6 +70,7 @@ def test_a_fault_of_a_quantizer_is_named(fault: str, model: Path, four: Path, tm
     assert DOWN in failures(verify(broken, reference=model, scenario=FIRST))
 
 
+@pytest.mark.slow
 def test_a_block_of_extreme_codes_is_named(model: Path, four: Path, tmp_path: Path) -> None:
     """Its scale is so small that every code is the nearest."""
     stored, original = load_file(four / "quantized.safetensors"), open_weights(model)[DOWN].read()

@@ -120,6 +120,7 @@ def test_resume_of_a_complete_new_folder_reports_it(
         export(model, tmp_path / "out", incremental=True, resume=True, last_logits=True)
 
 
+@pytest.mark.slow
 def test_resume_of_a_new_folder_whose_model_has_another_config_is_refused(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "out", incremental=True)
     config = json.loads((model / "config.json").read_text())
