@@ -70,6 +70,7 @@ def test_closed_standard_streams_go_to_the_null_device(closed: str, tmp_path: Pa
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_families_in_a_pipe_end_with_one_line_on_stderr() -> None:
     done = shell("llmconv families | grep -m1 zamba2")
     assert done.returncode == 0 and done.stdout.startswith("zamba2 ")

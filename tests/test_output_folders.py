@@ -73,6 +73,7 @@ def test_missing_folders_above_an_output_are_made(name: str, place: Path) -> Non
     assert [path.name.partition(".")[0] for path in (place / "new/folder").glob("x*")] == ["x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
 def test_a_file_in_place_of_a_folder_is_refused_before_any_work(name: str, place: Path) -> None:
     (place / "file").write_text("x")

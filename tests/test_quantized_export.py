@@ -25,6 +25,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -102,6 +102,7 @@ def test_the_files_of_clients_are_in_the_manifest(unusual: Path) -> None:
     assert read_manifest(unusual).steps[-1]["options"]["layouts"] == list(ALL)
 
 
+@pytest.mark.slow
 def test_no_layout_copies_weights(unusual: Path) -> None:
     weights = (unusual / "model.safetensors").stat().st_size
     written = [path for path in unusual.rglob("*") if path.is_file() and not path.is_symlink()]

@@ -113,6 +113,7 @@ def test_a_tower_of_any_precision_takes_float32_pixels_and_returns_rows(precisio
     np.testing.assert_array_equal(rows, pixels.reshape(4, HIDDEN))
 
 
+@pytest.mark.slow
 def test_transformersjs_gets_three_graphs_that_link_to_one_file_of_weights(llava: Path) -> None:
     for part in PARTS:
         assert (llava / "onnx" / f"{part}.onnx").resolve() == llava / f"transformersjs-{part}.graph"

@@ -82,6 +82,7 @@ def test_the_cache_has_the_precision_and_logits_are_float32(stored: Stored, dtyp
     assert {kind for name, kind in found.items() if name.startswith(("past", "present"))} == {KINDS[dtype]}
 
 
+@pytest.mark.slow
 def test_logits_can_have_the_precision(stored: Stored) -> None:
     folder = stored("llama", "float16")
     export(folder, precision="float16", logits_dtype="float16")
@@ -262,6 +263,7 @@ def test_transformers_js_refuses_bfloat16(stored: Stored) -> None:
         export(stored("llama", "bfloat16"), precision="bfloat16", layout="transformersjs")
 
 
+@pytest.mark.slow
 def test_genai_gets_the_provider_of_the_target(stored: Stored) -> None:
     folder = stored("llama", "bfloat16")
     export(folder, target="ort-cuda", layout="genai")

@@ -61,6 +61,7 @@ def test_every_scenario_that_fits_equals_the_eager_model(model_type: str, static
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prefill.onnx", "decode.onnx"])
 def test_no_axis_and_no_node_depends_on_a_call(name: str, static: Tiny) -> None:
     model = onnx.load(static("llama") / name, load_external_data=False)

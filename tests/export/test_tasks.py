@@ -76,6 +76,7 @@ def test_a_new_folder_has_the_files_of_sentence_transformers(model: Path, tmp_pa
     assert {tensor.dtype.name for tensor in found.tensors.values()} == {"float16"}
 
 
+@pytest.mark.slow
 def test_a_model_without_modules_returns_hidden_states_alone(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (copied / "modules.json").unlink()
     export(copied, task="embed")

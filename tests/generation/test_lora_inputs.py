@@ -228,7 +228,7 @@ def test_verify_finds_a_graph_that_reads_the_factor_of_another_layer(
         for node in model.graph.node:
             node.input[:] = [exchanged.get(name, name) for name in node.input]
         onnx.save(model, folder / graph)
-    options: dict[str, Any] = {"record": False, "allow_changed": True, "only": ["prefill, 7 tokens"]}
+    options: dict[str, Any] = {"record": False, "allow_changed": True, "scenario": ["prefill, 7 tokens"]}
     base = verify(folder, **options)
     assert base.verdict == "pass" and "LoRA factors, without `--adapter`" in base.unseen
     assert verify(folder, adapter=adapter, **options).verdict == "fail"

@@ -36,5 +36,6 @@ def test_decoding_gives_the_text_of_transformers(chatting: Path, ids: list[int])
     assert TokenDecoder(tokenizer)(ids) == expected
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_its_own_decoding_is_used(chatting: Path, ids: list[int]) -> None:
     assert "SEA" in TokenDecoder(Shouting.from_pretrained(chatting))(ids)

@@ -156,6 +156,7 @@ def with_one_product_less(found: Smoothing) -> Smoothing:
     return replace(found, matrices={name: factors for name, factors in found.matrices.items() if name != QUERY})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [without_norms, of_the_other_norm, with_one_product_less])
 def test_factors_that_do_not_cancel_fail_in_the_scenarios(
     fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

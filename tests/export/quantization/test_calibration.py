@@ -61,6 +61,7 @@ def observed(folder: Path) -> dict[str, Array]:
     return {name: (total / total.mean()).numpy() for name, total in sums.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_importance_is_what_hooks_of_torch_see(model_type: str, tmp_path: Path) -> None:
     folder = save_tiny(model_type, tmp_path / model_type)

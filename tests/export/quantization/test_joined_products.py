@@ -66,6 +66,7 @@ def test_a_joined_product_maps_the_codes_of_its_parts(exported: Exported) -> Non
     assert np.array_equal(onnx.numpy_helper.to_array(joined), parts)
 
 
+@pytest.mark.slow
 def test_biases_are_joined_with_their_products(exported: Exported) -> None:
     folder = exported("qwen2")
     node = next(node for node in graph_of(folder).node if node.op_type == "MatMulNBits" and len(node.input) == 6)

@@ -106,6 +106,7 @@ def test_channels_that_are_mixed_share_the_largest_maximum(rotation: KeyRotation
     assert rotation.shared(np.array([[1, 2, 3, 4]])).tolist() == [shared]
 
 
+@pytest.mark.slow
 def test_every_port_of_the_cache_is_int8_and_the_manifest_says_so(coded: Path) -> None:
     graph = onnx.load(coded / "model.onnx", load_external_data=False).graph
     ports = [*graph.input, *graph.output]

@@ -79,6 +79,7 @@ def test_verify_accepts_it(model: Path, folder: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", *OTHERS])
 def test_other_families_have_factors_and_pass(model_type: str, tmp_path: Path) -> None:
     source = tiny_talking(model_type, tmp_path)
@@ -146,6 +147,7 @@ def test_a_product_that_stays_as_it_is_keeps_its_norm(model: Path, tmp_path: Pat
     assert NORM + SMOOTHING not in made and QUERY + SMOOTHING not in made and OTHER + SMOOTHING in made
 
 
+@pytest.mark.slow
 def test_a_norm_that_adds_one_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = exported(tiny_talking("gemma2", tmp_path), tmp_path / "out")
     assert not any(name.endswith(SMOOTHING) for name in load_file(made / "quantized.safetensors"))

@@ -68,6 +68,7 @@ def test_a_text_is_needed(talking: Path, tmp_path: Path) -> None:
     assert "--calibrate default" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_experts_are_refused(tmp_path: Path) -> None:
     save_tiny("mixtral", tmp_path / "model", depth("mixtral"))
     save_letters(tmp_path / "model")

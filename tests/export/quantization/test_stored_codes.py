@@ -202,6 +202,7 @@ def test_conv1d_codes_are_those_of_the_transposed_matrix(tmp_path: Path) -> None
     assert verify(tmp_path / "out", reference=FOLDER / "conv1d" / "int8").verdict == "pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_graphs_in_half_precision_have_the_same_codes(precision: str, tmp_path: Path) -> None:
     export(FOLDER / "awq_gemm", tmp_path / "float32")

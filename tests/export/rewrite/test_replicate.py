@@ -84,6 +84,7 @@ def test_graph_size_grows_by_the_same_step_per_layer(tmp_path: Path) -> None:
     assert counts[2] - counts[1] == 6 * (counts[1] - counts[0])
 
 
+@pytest.mark.slow
 def test_an_epilogue_that_reads_an_earlier_layer_is_refused() -> None:
     config = load_config({**CONFIGS["llama"], "model_type": "llama", "num_hidden_layers": 3})
     traced = trace(config, find_input_map("llama"))

@@ -12,6 +12,7 @@ from llmconv.export import export
 from llmconv.output.manifest import read_manifest
 
 
+@pytest.mark.slow
 def test_webgpu_computes_in_float16_with_a_shared_buffer(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "out", target="ort-webgpu", incremental=True)
     entry = read_manifest(tmp_path / "out").graphs["decode"]
@@ -26,6 +27,7 @@ def test_directml_runs_every_node_of_a_llama(llama: Path, tmp_path: Path) -> Non
     onnxruntime.InferenceSession(tmp_path / "out" / "decode.onnx", providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow
 def test_an_explicit_precision_wins(llama: Path) -> None:
     export(llama, target="ort-dml", precision="float32", incremental=True)
     assert "precision" not in read_manifest(llama).graphs["decode"]

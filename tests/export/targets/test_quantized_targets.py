@@ -46,12 +46,14 @@ def test_only_directml_gets_products_without_bias(target: str, tmp_path: Path) -
     assert most == (6 if target == "ort-cuda" else 4)  # the last input is the bias
 
 
+@pytest.mark.slow
 def test_a_bias_outside_of_the_product_gives_the_same_result(tmp_path: Path) -> None:
     folder = exported("qwen2", "ort-dml", tmp_path)
     report = verify(folder, reference=tmp_path / "qwen2", scenario=["prefill, 7 tokens"])
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 def test_prompts_and_steps_of_a_shared_cache_are_one_graph_for_one_session_that_packs_the_codes(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "llama")
     out = export(

@@ -63,6 +63,7 @@ def logits_of(runner: Runner, prompt: int, steps: int) -> Array:
     return np.concatenate(logits, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [ORIGINAL - 3, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_prompts_and_steps_on_both_sides_of_the_original_context(

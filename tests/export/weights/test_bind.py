@@ -41,6 +41,7 @@ def test_an_unexpected_key_is_reported(llama: Path) -> None:
         export(llama)
 
 
+@pytest.mark.slow
 def test_a_shape_mismatch_reports_both_shapes(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))

@@ -65,6 +65,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_checkpoint_becomes_the_same_folder(bucket: Bucket, tmp_path: Path, name: str) -> None:
     to_hf(put(bucket, FIXTURES / name), tmp_path / "out")
@@ -195,6 +196,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminated_run_leaves_nothing(bucket: Bucket, tmp_path: Path, temporary: Path, number: int) -> None:
     uri = put(bucket, CHECKPOINT)

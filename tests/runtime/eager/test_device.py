@@ -27,6 +27,7 @@ def test_a_dtype_other_than_that_of_the_weights_is_computed_in(talking: Path) ->
     assert np.allclose(first, second, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["nonsense", "", "meta", "cuda:99", "xla"])
 def test_a_device_that_torch_does_not_have_is_refused(talking: Path, device: str) -> None:
     with pytest.raises(UsageProblem, match=f"torch cannot use the device `{device}`"):

@@ -77,6 +77,7 @@ def test_a_device_is_that_of_the_provider() -> None:
     assert Device.of("OpenVINOExecutionProvider", {}) == Device("cpu", 0, copies=True)
 
 
+@pytest.mark.slow
 def test_a_provider_that_copies_its_inputs_gives_the_same_steps(
     buffered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_float32_weights_are_mapped_and_not_copied(talking: Path) -> None:
     assert 0 < memory.mapped < (talking / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_half_precision_weights_are_copied_once_in_float32(tmp_path: Path) -> None:
     folder = half(tmp_path / "model")
     export(folder, cache="shared-buffer", target="ort-cpu")

@@ -165,6 +165,7 @@ def audit_all(folder: Path) -> None:
     assert checks and all(check.verdict == "pass" for check in checks), [check.detail for check in checks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_that_are_cast_to_float32_are_not_changed(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
     export(tiny("gpt2"), tmp_path / "half", incremental=True, dtype=dtype)
@@ -183,6 +184,7 @@ def test_a_weight_that_is_cast_to_float32_after_a_change_is_changed(tiny: Tiny, 
     assert "in weights that nodes changed" in audit(folder).detail
 
 
+@pytest.mark.slow
 def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., Path]) -> None:
     folder = optioned("gemma2", stages=4)
     assert len(list(folder.glob("decode-*.onnx"))) == 4

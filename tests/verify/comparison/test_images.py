@@ -125,6 +125,7 @@ def with_class_token(model: onnx.ModelProto) -> None:
 MUTANTS = (swapped_weight, wrong_activation, tanh_projector, no_positions, reversed_patches, with_class_token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
 def test_a_wrong_tower_fails(
     folder: Path, eager: Eager, tmp_path: Path, change: Callable[[onnx.ModelProto], None]

@@ -63,6 +63,7 @@ def mutant(folder: Path, home: Path, name: str, change: Change) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_correct_export_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     assert {check.verdict for check in (features, *answers)} == {"pass"}
@@ -119,6 +120,7 @@ def beyond_the_image(model: onnx.ModelProto) -> None:
     node.input[0] = next(name for name in starts.input if "Not" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [causal, one_block, everything_sees_images, beyond_the_image, outside_the_window])
 def test_a_wrong_mask_fails(folder: Path, eager: Eager, tmp_path: Path, change: Change) -> None:
     features, answers = judged(mutant(folder, tmp_path, "prefill.onnx", change), eager)
@@ -161,6 +163,7 @@ def pooled_by_maximum(model: onnx.ModelProto) -> None:
         node.attribute.remove(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [swapped_weight, exact_gelu, no_positions, pooled_by_maximum])
 def test_a_wrong_tower_fails(folder: Path, eager: Eager, tmp_path: Path, change: Change) -> None:
     features, answers = judged(mutant(folder, tmp_path, VISION, change), eager)

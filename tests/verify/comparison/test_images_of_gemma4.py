@@ -59,6 +59,7 @@ def mutant(folder: Path, home: Path, name: str, change: Change) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_correct_export_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     assert {check.verdict for check in (features, *answers)} == {"pass"}
@@ -87,6 +88,7 @@ def in_every_layer(model: onnx.ModelProto) -> None:
             node.input[3] = insert(model, node, "Where", [same, zero, masks[1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [causal, in_every_layer])
 def test_a_wrong_mask_fails(folder: Path, eager: Eager, tmp_path: Path, change: Change) -> None:
     features, answers = judged(mutant(folder, tmp_path, "prefill.onnx", change), eager)
@@ -134,6 +136,7 @@ def no_clipping(model: onnx.ModelProto) -> None:
                 node.input[at] = large
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [swapped_weight, exact_gelu, swapped_places, no_clipping])
 def test_a_wrong_tower_fails(folder: Path, eager: Eager, tmp_path: Path, change: Change) -> None:
     features, answers = judged(mutant(folder, tmp_path, VISION, change), eager)

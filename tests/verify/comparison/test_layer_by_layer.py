@@ -87,6 +87,7 @@ def test_a_graph_in_pieces_passes_with_sigmas_as_before(
         assert check.sigma == pytest.approx(whole[key].sigma, rel=0.5, abs=0.3), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layer"), [("attention scale 1 % off in one layer", 2), ("two pasts swapped", 1)])
 def test_a_mutant_in_pieces_is_caught(
     name: str, layer: int, exported: Tiny, broken: Callable[[str, Mutant], Path], small_pieces: None

@@ -72,6 +72,7 @@ def clipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_dropped_clips_that_no_ordinary_activation_reaches_are_detected(
     low_memory: bool, clipped: Callable[[float], Path], tmp_path: Path
@@ -81,6 +82,7 @@ def test_dropped_clips_that_no_ordinary_activation_reaches_are_detected(
     assert failed(report) == {"prefill, 7 tokens, weights x 16"}
 
 
+@pytest.mark.slow
 def test_a_limit_that_no_weights_reach_is_skipped_and_reported(clipped: Callable[[float], Path]) -> None:
     report = verify(clipped(1e7), scenario=ONE)
     assert report.verdict == "pass"

@@ -31,6 +31,7 @@ def test_layers_that_are_alike_are_a_class(model_type: str, layered: Layered) ->
     assert found.kept == tuple(numbers[0] for numbers in CLASSES[model_type])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_names_and_order_of_nodes_do_not_matter(model_type: str, layered: Layered) -> None:
     for seed in range(3):

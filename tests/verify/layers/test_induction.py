@@ -33,7 +33,7 @@ QUICK = ("prefill, 7 tokens",)
 
 def inducted(folder: Path, **options: Any) -> Report:
     """The report of an induction that runs one scenario."""
-    return verify(folder, **{"method": "induction", "only": QUICK, "record": False, **options})
+    return verify(folder, **{"method": "induction", "scenario": QUICK, "record": False, **options})
 
 
 def run_layers(report: Report) -> list[str]:
@@ -159,6 +159,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_half_precision_is_shown(half: Path) -> None:
     report = inducted(half, layers="sampled:1")
     assert (report.verdict, report.method) == ("pass", "induction"), report.lines()

@@ -270,6 +270,7 @@ def test_a_llama_by_other_exporters_passes(exporter: str) -> None:
     assert verify_graphs(graphs, reference=FOLDER / "llama").verdict == "pass"
 
 
+@pytest.mark.slow
 def test_tensors_of_one_content_are_each_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])

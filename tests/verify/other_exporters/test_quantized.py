@@ -53,6 +53,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments), "--scenario", ONE[0]])
 
 
+@pytest.mark.slow
 def test_a_quantized_graph_is_compared_with_a_model_of_the_same_weights(report: Report) -> None:
     assert report.verdict == "pass"
     assert {check.name for check in report.checks if check.output} >= {*ONE, "prefill, 7 tokens, louder weights"}

@@ -34,6 +34,7 @@ def audit(path: Path, folder: Path) -> Check:
     return audit_quantized(path.name, found, tensors)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
 def test_matrices_quantized_by_onnxruntime_match_the_model(

@@ -99,6 +99,7 @@ def test_a_tied_embedding_that_is_left_in_floats_is_named(small: Small, quantize
     assert any("the embedding and the head, is stored as codes and again as floats" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
 def test_graphs_of_llmconv_have_none(model_type: str, tmp_path: Path) -> None:
     model = save_tiny(model_type, tmp_path / "model")
