@@ -12,6 +12,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, register_input_map
 from llmconv.export.families import find_input_map
 from llmconv.export.tracing.fake_model import load_config
+from llmconv.runtime.images.families import IMAGE_FAMILIES
 from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
 from tools.tiny_models import tiny_config
@@ -61,4 +62,4 @@ def test_a_config_of_several_models_is_read_as_its_text_model() -> None:
 def test_the_families_command_lists_the_table() -> None:
     result = CliRunner().invoke(main, ["families", "--json"])
     rows = json.loads(result.stdout).items()
-    assert {name for name, row in rows if "not_exported" not in row} == set(INPUT_MAPS)
+    assert {name for name, row in rows if "not_exported" not in row} == {*INPUT_MAPS, *IMAGE_FAMILIES}
