@@ -45,7 +45,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(deep: Callable[[str], Path
     assert len(read_manifest(deep(model_type)).graphs["decode"]["outputs"]) == 1 + 2 * DEPTH
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", slow_but(FAMILIES, "llama"))
 def test_every_weight_is_mapped_in_place(deep: Callable[[str], Path], model_type: str) -> None:
     folder = deep(model_type)
     checkpoint = open_checkpoint(folder)
