@@ -194,8 +194,8 @@ def build(config: Any, dtype: torch.dtype = torch.float32, task: str = "") -> Pr
 def _initialized(config: Any, dtype: torch.dtype, task: str) -> PreTrainedModel:
     """The model as transformers makes it."""
     auto = AutoModelForSequenceClassification if task == CLASSIFY else AutoModelForCausalLM
-    own = None if task == CLASSIFY else TEXT_MODELS.get(getattr(config, "model_type", ""))
-    make = own._from_config if own else auto.from_config
+    is_alone = task != CLASSIFY and getattr(config, "model_type", "") in TEXT_MODELS
+    make = TextWithHead._from_config if is_alone else auto.from_config
     made: PreTrainedModel = make(config, attn_implementation="eager", dtype=dtype)
     return made
 

@@ -43,6 +43,7 @@ class TextWithHead(PreTrainedModel):  # type: ignore[misc]
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        deepstack_embeds: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of all tokens, and the cache.
 
@@ -53,54 +54,24 @@ class TextWithHead(PreTrainedModel):  # type: ignore[misc]
             past_key_values: of transformers.
             inputs_embeds: `[batch, tokens, hidden]`.
             use_cache: return a cache.
+            deepstack_embeds: features of images that are added to the outputs of the first layers,
+                `[batch, tokens, layers * hidden]`; None for none.
         """
-        found = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-        )
+        with added_after_layers(self.model.layers, deepstack_embeds):
+            found = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+            )
         logits = self.lm_head(found.last_hidden_state)
         return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
 
 
-class DeepstackedText(TextWithHead):
-    """A text model whose first layers get features of images added to their outputs."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        deepstack_embeds: Tensor | None = None,
-    ) -> CausalLMOutputWithPast:
-        """See `TextWithHead.forward`.
-
-        Args:
-            input_ids: the same.
-            attention_mask: the same.
-            position_ids: the same.
-            past_key_values: the same.
-            inputs_embeds: the same.
-            use_cache: the same.
-            deepstack_embeds: `[batch, tokens, layers * hidden]`.
-        """
-        with added_after_layers(self.model.layers, deepstack_embeds):
-            return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-
-
-TEXT_MODELS: dict[str, type[TextWithHead]] = {
-    "qwen2_5_vl_text": TextWithHead,
-    "qwen2_vl_text": TextWithHead,
-    "qwen3_vl_moe_text": DeepstackedText,
-    "qwen3_vl_text": DeepstackedText,
-}
-"""By `model_type` of the text model's config."""
+TEXT_MODELS = frozenset({"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"})
+"""Types of text models, by `model_type` of their config, that transformers has without a head."""
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,25 +10,21 @@ import numpy as np
 from llmconv.errors import LlmconvError
 from llmconv.runtime.eager.images import image_features, image_token, positions_after_images, prefill_images
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
-from llmconv.runtime.given_inputs import GivenInputs, batch_values
+from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.images.family import DEEPSTACK_FEATURES, IMAGE_FEATURES, Features, Given, ImageFamily
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
-from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.runner import Extras, Runner, Step, default_positions
+from llmconv.runtime.runner import Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, fold, with_checked_noise
+from llmconv.verify.comparison.prompts_with_images import SEED, PromptsWithImages, calls_of
 from llmconv.verify.reference.chain_runs import rows_of
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
 from llmconv.verify.results.sigma import GATES, ExpectedOutput, Gates, Measure, NoiseFloor, measure
-from llmconv.verify.scenarios.calls import Call
 
 FEATURES, ANSWERS = "features of images", "prompts with images"
-BEFORE, BETWEEN, AFTER, SEED = 2, 1, 3, 31
-"""Number of tokens of text before, between and after images; seed of tokens and pixels."""
 
 
 @dataclass(frozen=True)
@@ -91,32 +86,33 @@ class ImageChecks:
             whole = self.family.read_whole
             if reason := candidate.refuses(prompts.prompt, whole=whole) or candidate.refuses(prompts.step):
                 return [replace(blank, output="logits", verdict="skip", detail=reason)]
-        divided = [one for one in self._prompts if self._can_divide(one, candidate)]
+        divided = [number for number, one in enumerate(self._prompts) if self._can_divide(one, candidate)]
         try:
-            made = [prompts.run(candidate.runner, self._features_of(prompts)) for prompts in self._prompts]
-            parts = [prompts.run_in_parts(candidate.runner, self._features_of(prompts)) for prompts in divided]
+            made = [one.run(candidate.runner, self._features_of(one)) for one in self._prompts]
+            chosen = [self._prompts[number] for number in divided]
+            parts = [one.run_in_parts(candidate.runner, self._features_of(one)) for one in chosen]
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         if made[0][0].choices is not None:
             return [replace(blank, output="logits", verdict="skip", detail="the graph chooses tokens")]
         measures = [
             self._measured(truths, step, last=candidate.last_logits and not number)
-            for prompts, steps in zip(self._prompts, made, strict=True)
-            for number, (truths, step) in enumerate(zip(self._truths(prompts), steps, strict=True))
+            for expected, steps in zip(self._truths, made, strict=True)
+            for number, (truths, step) in enumerate(zip(expected, steps, strict=True))
         ]
         measures += [
-            self._measured(self._truths_of_part(prompts), step, last=candidate.last_logits)
-            for prompts, step in zip(divided, parts, strict=True)
+            self._measured(self._truths_of_part(number), step, last=candidate.last_logits)
+            for number, step in zip(divided, parts, strict=True)
         ]
         return [fold(blank, name, [found[name] for found in measures], self.gates) for name in measures[0]]
 
     def _can_divide(self, prompts: PromptsWithImages, candidate: Candidate) -> bool:
         return not (self.family.read_whole or any(map(candidate.refuses, prompts.parts)))
 
-    def _truths_of_part(self, prompts: PromptsWithImages) -> dict[str, ExpectedOutput]:
+    def _truths_of_part(self, number: int) -> dict[str, ExpectedOutput]:
         """Every output of the whole prompts, the logits of the second part alone."""
-        truths = self._truths(prompts)[0]
-        return {**truths, "logits": truths["logits"].last(prompts.parts[1].input_ids.shape[1])}
+        truths, (_, part) = self._truths[number][0], self._prompts[number].parts
+        return {**truths, "logits": truths["logits"].last(part.input_ids.shape[1])}
 
     def _measured(self, truths: dict[str, ExpectedOutput], made: Step, *, last: bool) -> dict[str, Measure]:
         rows = rows_of(made)
@@ -145,131 +141,28 @@ class ImageChecks:
             for images, (call, step) in zip(several, made, strict=True)
         ]
 
-    def _truths(self, prompts: PromptsWithImages) -> list[dict[str, ExpectedOutput]]:
-        """Every output of the whole eager model on pixels and tokens: of the prompts, then of one more token each."""
-        if id(prompts) not in self._known_truths:
-            call, step = prompts.prompt, prompts.step
-
-            def first(model: EagerRunner) -> Step:
-                return prefill_images(model, call.input_ids, call.attention_mask, prompts.together)
-
-            def second(model: EagerRunner) -> Step:
-                extras = dict(prompts.values(step, [image_features(model, given) for given in prompts.images]))
-                present, counted = first(model).present, positions_after_images(model, step.position_ids)
-                if counted is not None:  # transformers' own, because those in `extras` are compared with them
-                    extras[POSITIONS] = counted
-                return model.decode(*_inputs(step), present, extras)
-
-            found = [self.eager.outputs_of(call, first), self.eager.outputs_of(step, second)]
-            self._known_truths[id(prompts)] = found
-        return self._known_truths[id(prompts)]
-
     @cached_property
-    def _known_truths(self) -> dict[int, list[dict[str, ExpectedOutput]]]:
-        return {}
+    def _truths(self) -> list[list[dict[str, ExpectedOutput]]]:
+        """For each of `_prompts` every output of the whole eager model on pixels and tokens, then on one more token."""
+        return [self._truths_of(prompts) for prompts in self._prompts]
 
+    def _truths_of(self, prompts: PromptsWithImages) -> list[dict[str, ExpectedOutput]]:
+        call, step = prompts.prompt, prompts.step
 
-@dataclass(frozen=True)
-class PromptsWithImages:
-    """A batch of two prompts with equally many features, one of them padded on the left, and one more token each.
+        def first(model: EagerRunner) -> Step:
+            return prefill_images(model, call.input_ids, call.attention_mask, prompts.together)
 
-    Attributes:
-        family: of the model.
-        images: of each prompt, as a processor returns them.
-        where: which tokens are placeholders, bool [batch, tokens].
-        prompt: the prompts.
-        step: one more token for each.
-        known: extra inputs of the decoder by name, resolved.
-    """
+        def second(model: EagerRunner) -> Step:
+            extras = dict(prompts.values(step, [image_features(model, given) for given in prompts.images]))
+            present, counted = first(model).present, positions_after_images(model, step.position_ids)
+            if counted is not None:  # transformers' own, because those in `extras` are compared with them
+                extras[POSITIONS] = counted
+            return model.decode(*step.tokens.arrays, present, extras)
 
-    family: ImageFamily
-    images: Sequence[Given]
-    where: Array
-    prompt: Call
-    step: Call
-    known: Mapping[str, ExtraInput]
-
-    @property
-    def together(self) -> Given:
-        """The images of all prompts."""
-        return {name: np.concatenate([one[name] for one in self.images]) for name in self.images[0]}
-
-    def values(self, call: Call, features: Sequence[Features]) -> Extras:
-        """The values of the decoder's extra inputs that depend on images, in a call.
-
-        Args:
-            call: `prompt` or `step`.
-            features: of the images of each prompt.
-        """
-        rows = []
-        for where, mask, given, own in zip(self.where, self.prompt.attention_mask, self.images, features, strict=True):
-            is_token = mask.astype(bool)
-            rows.append(GivenInputs(int(is_token.sum()), self.family.inputs(where[is_token], own, given)))
-        return batch_values(rows, call.tokens, self.where.shape[1], self.known)
-
-    @property
-    def parts(self) -> tuple[Call, Call]:
-        """The prompts in two calls, of which the second begins within the first image."""
-        ids, mask, positions = _inputs(self.prompt)
-        cut = int(np.flatnonzero(self.where[0])[0]) + 1
-        return (
-            Call(ids[:, :cut], mask[:, :cut], positions[:, :cut]),
-            Call(ids[:, cut:], mask, positions[:, cut:]),
-        )
-
-    def run_in_parts(self, runner: Runner, features: Sequence[Features]) -> Step:
-        """The prompts in two runs; the results are those of the second.
-
-        Args:
-            runner: takes embeddings.
-            features: of the images of each prompt.
-        """
-        placed, (first, second) = self._placed(features), self.parts
-        cut, total = first.input_ids.shape[1], self.where.shape[1]
-        past = runner.prefill(*_inputs(first), None, self.values(first, features), placed.columns(0, cut)).present
-        return runner.prefill(*_inputs(second), past, self.values(second, features), placed.columns(cut, total))
-
-    def _placed(self, features: Sequence[Features]) -> PlacedEmbeddings:
-        return PlacedEmbeddings(self.where, np.concatenate([one.rows for one in features]).astype(np.float32))
-
-    def run(self, runner: Runner, features: Sequence[Features]) -> tuple[Step, Step]:
-        """The prompts, and then the step.
-
-        Args:
-            runner: takes embeddings.
-            features: of the images of each prompt.
-        """
-        placed, values = self._placed(features), self.values(self.prompt, features)
-        first = runner.prefill(*_inputs(self.prompt), None, values, placed)
-        return first, runner.decode(*_inputs(self.step), first.present, self.values(self.step, features))
-
-
-def calls_of(counts: Iterable[int], image: int, vocabulary: int) -> tuple[Call, Call]:
-    """Two prompts of random tokens with equally many placeholders, one padded on the left, and the token after them.
-
-    Args:
-        counts: number of placeholders of each image.
-        image: the placeholder token.
-        vocabulary: number of tokens.
-    """
-    random = np.random.default_rng(SEED)
-    images = [np.repeat([False, True], [BETWEEN, count]) for count in counts]
-    where = np.concatenate([np.zeros(BEFORE - BETWEEN, bool), *images, np.zeros(AFTER + 1, bool)])
-    ids = random.integers(0, vocabulary - 1, (2, len(where)))
-    ids += ids >= image  # all tokens but that of images
-    ids[:, where] = image
-    mask = np.ones_like(ids)
-    mask[1, 0] = 0
-    positions, last = default_positions(mask, len(where)), len(where) - 1
-    prompt = Call(ids[:, :last], mask[:, :last], positions[:, :last])
-    return prompt, Call(ids[:, last:], mask, positions[:, last:])
+        return [self.eager.outputs_of(call, first), self.eager.outputs_of(step, second)]
 
 
 def _compared(features: Features) -> list[Array]:
     """The features, and the further ones of a family that has them, each [1, tokens, hidden]."""
     deep = [one[DEEPSTACK_FEATURES] for one in features.outputs if DEEPSTACK_FEATURES in one]
     return [features.rows[None], *([np.concatenate(deep)[None]] if deep else [])]
-
-
-def _inputs(call: Call) -> tuple[Array, Array, Array]:
-    return call.input_ids, call.attention_mask, call.position_ids
