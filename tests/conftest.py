@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders.seeded import TEXT, save_seeded
 from tests.builders.tracing import trace_once
 from tests.stores.bucket import Bucket, served
 
@@ -67,17 +68,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
     """Saves a seeded float32 model, every weight random; `changes` are fields beside those in `CONFIGS`."""
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | changes))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return folder
+    return save_seeded(config, folder, TEXT)
 
 
 @pytest.fixture(scope="session")

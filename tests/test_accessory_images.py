@@ -79,7 +79,7 @@ def test_a_q_former_gives_the_rows_of_transformers_blip_2(example: ModuleType, t
         made: Any = whole.get_qformer_features(pixels(picture, 8))
         rows = projector(made if isinstance(made, Tensor) else made.last_hidden_state)[0]
     expected = torch.cat([tags["start_img"][0], rows, tags["end_img"][0]]).numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Block(nn.Module):
@@ -123,7 +123,7 @@ def test_clip_gives_the_rows_of_the_plugin_llama(example: ModuleType, tmp_path: 
         for block in blocks:
             x = block(x)
         expected = norm(last(norms[1](x) @ projection))[0].numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_with_several_towers_is_refused(example: ModuleType) -> None:

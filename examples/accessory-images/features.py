@@ -53,7 +53,7 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
         checkpoint: folder with `consolidated.00-of-NN.model.pth`.
 
     Raises:
-        SystemExit: there is no such file, or more than one.
+        SystemExit: the folder has no checkpoint of a first rank, or several.
     """
     files = list(checkpoint.glob("consolidated.00-of-*.model.pth"))
     if len(files) != 1:
@@ -73,7 +73,7 @@ def count(tensors: Tensors, prefix: str) -> int:
 
 
 def side(positions: int, patch: int) -> int:
-    """Height and width in pixels of images with so many patches and a class token."""
+    """Height and width in pixels of the images, from the number of position embeddings, the class token included."""
     return int((positions - 1) ** 0.5) * patch
 
 

@@ -201,15 +201,7 @@ class TextModel:
         return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens)
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
-        """The tokens of a prompt without images, none of which stands for one.
-
-        Args:
-            ids: the tokens.
-            name: of the prompt, for messages.
-
-        Raises:
-            InputRefused: there is a placeholder of an image or of a video.
-        """
+        """The tokens of a prompt without images, see `ImageEncoder.without_images`."""
         return ids if self.images is None else self.images.without_images(ids, name)
 
     def require_images(self) -> ImageEncoder:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.builders.seeded import save_seeded
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
 
@@ -76,19 +77,12 @@ def save_tower(model_type: str, folder: Path, **changes: Any) -> Path:
         folder: to be made.
         changes: fields of the config.
     """
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model(
         model_type, **{**TOWERS[model_type], "image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID, **changes}
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return folder
+    return save_seeded(config, folder)
 
 
 def save_seeing(folder: Path, **changes: Any) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.builders.seeded import save_seeded
 from tests.builders.seeing import SIZE, TEMPLATE
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
@@ -43,7 +44,6 @@ def save_gemma3(folder: Path, **changes: Any) -> Path:
         folder: to be made.
         changes: fields of the text model's config.
     """
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model(
@@ -55,12 +55,7 @@ def save_gemma3(folder: Path, **changes: Any) -> Path:
         boi_token_index=BOI_ID,
         eoi_token_index=EOI_ID,
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
+    save_seeded(config, folder)
     _save_processor(save_letters(folder))
     return folder
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.builders.seeded import save_seeded
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
 
@@ -51,7 +52,6 @@ def save_gemma4(folder: Path, **changes: Any) -> Path:
         folder: to be made.
         changes: fields of the text model's config.
     """
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model(
@@ -64,16 +64,14 @@ def save_gemma4(folder: Path, **changes: Any) -> Path:
         video_token_id=0,
         audio_token_id=0,
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-        for name, buffer in model.named_buffers():
-            _set_stored(name.rpartition(".")[2], buffer)
-    model.save_pretrained(folder)
+    save_seeded(config, folder, change=_set_buffers)
     _save_processor(save_letters(folder))
     return folder
+
+
+def _set_buffers(model: Any) -> None:
+    for name, buffer in model.named_buffers():
+        _set_stored(name.rpartition(".")[2], buffer)
 
 
 def _set_stored(name: str, buffer: Any) -> None:

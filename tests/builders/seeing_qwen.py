@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmconv.runtime.images.processor import without_videos
+from tests.builders.seeded import save_seeded
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER
 
@@ -62,7 +63,6 @@ def save_qwen(folder: Path, model_type: str, **changes: Any) -> Path:
         model_type: a key of `VISION`.
         changes: fields of the config.
     """
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -73,12 +73,7 @@ def save_qwen(folder: Path, model_type: str, **changes: Any) -> Path:
     config = transformers.AutoConfig.for_model(
         model_type, text_config=text, vision_config=vision, **tokens, **around, **changes
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
+    save_seeded(config, folder)
     _save_processor(save_letters(folder), transformers.PROCESSOR_MAPPING[type(config)])
     return folder
 

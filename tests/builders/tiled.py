@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.builders.seeded import save_seeded
 from tests.builders.seeing import CLIP, IMAGE_ID, IMAGE_TOKEN
 from tests.builders.stand_in_processors import LLAMA4_TOKENS, Llama4Tiles, PixtralText
 from tests.builders.talking import save_letters
@@ -80,16 +81,10 @@ def save_tiled(model_type: str, folder: Path) -> Any:
     Returns:
         The processor.
     """
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model(model_type, **fields_of(model_type))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    save_seeded(config, folder, noise=0.1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_letters(folder))
     processor = PROCESSORS[model_type](transformers, tokenizer)
     if model_type not in UNLOADABLE:

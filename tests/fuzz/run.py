@@ -106,7 +106,7 @@ class Feeder:
         self._draw = random.Random(f"{name} {seed}")
         self._folder = place / "in"
         self._folder.mkdir()
-        for file, content in target.beside().items():
+        for file, content in target.siblings().items():
             (self._folder / file).write_bytes(content)
         kept = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
         self._seeds = [*target.seeds(), *kept]

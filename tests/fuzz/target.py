@@ -21,14 +21,14 @@ class Target:
         name: of the file that changes.
         seeds: honest contents of it.
         read: reads it, given its path.
-        beside: the other files of its folder, by name.
+        siblings: the other files of its folder, by name.
         words: pieces that mean something in the format.
     """
 
     name: str
     seeds: Callable[[], list[bytes]]
     read: Callable[[Path], object]
-    beside: Callable[[], Files] = dict
+    siblings: Callable[[], Files] = dict
     words: tuple[bytes, ...] = ()
 
 
@@ -46,7 +46,7 @@ def _files(build: Callable[[Path], Path]) -> Files:
 
 
 def others(build: Callable[[Path], Path], name: str) -> Files:
-    """The files beside it."""
+    """The other files of its folder."""
     return {other: content for other, content in _files(build).items() if other != name}
 
 

@@ -20,8 +20,8 @@ KEPT = [(path.parent.name, path.name) for path in sorted(CORPUS.glob("*/*"))]
 
 
 def place(target: Target, folder: Path) -> Path:
-    """A folder with what lies beside the target's file."""
-    for name, content in target.beside().items():
+    """A folder with the other files of the target's folder."""
+    for name, content in target.siblings().items():
         (folder / name).write_bytes(content)
     return folder
 

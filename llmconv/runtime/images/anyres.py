@@ -70,7 +70,7 @@ class AnyresImages(ImageFamily):
         return np.concatenate([tiles[0], np.concatenate([whole, ends], axis=1).reshape(-1, len(newline))])
 
     def shrunk(self, features: Array, side: int) -> Array:
-        """Features [rows, columns, hidden], fewer where the model takes at most so many.
+        """Features [rows, columns, hidden], resized if the model limits their number.
 
         Args:
             features: of the image without padding.

@@ -53,14 +53,14 @@ class ImageFamily:
     counts_positions = True
     """Whether tokens and features have the positions 0, 1, …; if not, the whole model computes them from the images."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
     start_token: int | None = None
     """The token that starts an image, where the processor expands that one instead of the placeholder."""
 
     tensors = "np"
     """What the processor returns: arrays, or tensors of torch (`pt`) where it makes bfloat16."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     # --- running ------------------------------------------------------------------------------------------------------
 

@@ -153,10 +153,10 @@ def test_an_exact_delta_gives_the_files_of_the_base_back(base: Path, adapter: Ad
 def test_a_dry_run_tells_copied_from_written(base: Path, adapter: Adapter, tmp_path: Path) -> None:
     command = ["merge-lora", str(base), str(adapter()), "-o", str(tmp_path / "out")]
     shown = CliRunner().invoke(main, [*command, "--dry-run"]).stdout
-    told = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
-    assert set(told["files"]) - set(told["copied"]) == set(changed(base, tmp_path / "out"))
-    for name in told["files"]:
-        assert f"  {name}  {f'to copy from {name}' if name in told['copied'] else 'to write'}  " in shown
+    result = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
+    assert set(result["files"]) - set(result["copied"]) == set(changed(base, tmp_path / "out"))
+    for name in result["files"]:
+        assert f"  {name}  {f'to copy from {name}' if name in result['copied'] else 'to write'}  " in shown
     assert "of them copied unchanged" in shown
 
 

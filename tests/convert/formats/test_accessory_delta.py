@@ -182,9 +182,9 @@ def test_tensors_that_upstreams_sum_does_not_restore_are_named(
 ) -> None:
     base = save_tiny(tmp_path / "base", "llama", "bfloat16")
     done = extract_delta(base, moved(base, tmp_path / "tuned", torch.bfloat16), tmp_path / "delta", to="accessory")
-    told = capsys.readouterr().err
-    assert done.inexact_tensors and all(f"`{name}`" in told for name in list(done.inexact_tensors)[:5])
-    assert "; for a delta that restores all of them, leave out `--to` and use `llmconv delta apply`" in told
+    messages = capsys.readouterr().err
+    assert done.inexact_tensors and all(f"`{name}`" in messages for name in list(done.inexact_tensors)[:5])
+    assert "; for a delta that restores all of them, leave out `--to` and use `llmconv delta apply`" in messages
 
 
 def test_new_biases_are_stored_whole(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from llmconv.runtime import OrtRunner, default_positions
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
 from tests.builders.mutants.surgery import users
+from tests.builders.seeded import save_seeded
 from tests.conftest import DECODER
 
 VISION = {
@@ -33,17 +34,10 @@ VISION = {
 
 def save_llava(folder: Path, text: dict[str, Any]) -> Path:
     """A seeded float32 LLaVA with that language model."""
-    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
     config = transformers.AutoConfig.for_model("llava", text_config=text, vision_config=VISION, image_token_index=95)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return folder
+    return save_seeded(config, folder)
 
 
 @pytest.fixture(scope="module")

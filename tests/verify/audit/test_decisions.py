@@ -54,10 +54,10 @@ def test_a_config_is_read_without_deprecated_fields(tmp_path: Path, monkeypatch:
     save_tiny("llama", tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "torch_dtype": "float32"}))
-    told: list[str] = []
-    monkeypatch.setattr(configuration_utils.logger, "warning_once", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(configuration_utils.logger, "warning_once", messages.append)
     assert "vocab_size" in read_config(tmp_path)["stated"]
-    assert not told
+    assert not messages
 
 
 @pytest.fixture

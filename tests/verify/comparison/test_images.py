@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,11 @@ import pytest
 from llmconv.convert import inspect
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
-from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify import verify
-from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.sigma import GATES
-from tests.builders.mutants.surgery import add_constant, attribute, initializer, insert, replace_input, users
+from tests.builders.image_checks import Change, judged, mutant, no_positions, node_of, swapped_weight
+from tests.builders.mutants.surgery import add_constant, attribute, insert, users
 from tests.builders.seeing import save_seeing
 
 
@@ -38,15 +34,9 @@ def eager(folder: Path) -> Eager:
     return Eager(folder, "float32")
 
 
-def checks(path: Path, eager: Eager) -> ImageChecks:
-    family = family_in(eager.folder)
-    assert family
-    return ImageChecks(VisionGraph(path), family, eager, GATES["float32"])
-
-
 def test_a_correct_tower_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
-    found = checks(folder / VISION, eager)
-    made = [found.features(), *found.answers(OrtGraph(folder / "prefill.onnx"))]
+    features, answers = judged(folder, eager)
+    made = [features, *answers]
     assert {check.verdict for check in made} == {"pass"}
     assert {"image_features", "logits", "present.0.key"} <= {check.output for check in made}
 
@@ -59,21 +49,9 @@ def test_the_recorded_verdict_is_one_on_the_tower_unless_it_was_skipped(folder: 
     assert VISION in inspect(copied).summary()["verified"]["unjudged"]
 
 
-def _node(model: onnx.ModelProto, op: str, name: str) -> onnx.NodeProto:
-    return next(node for node in users(model, op) if any(name in one for one in [*node.input, *node.output]))
-
-
-def swapped_weight(model: onnx.ModelProto) -> None:
-    """Queries of layer 1 are computed with the matrix of keys."""
-    first, second = (f"vision_tower.encoder.layers.1.self_attn.{part}_proj.weight" for part in "qk")
-    one, other = initializer(model, first), initializer(model, second)
-    assert one and other
-    one.external_data[1].value = other.external_data[1].value
-
-
 def wrong_activation(model: onnx.ModelProto) -> None:
     """The tower's GELU has another factor."""
-    node = _node(model, "Mul", "layers.2.mlp.activation_fn/Mul:0")
+    node = node_of(model, "Mul", "layers.2.mlp.activation_fn/Mul:0")
     node.input[1] = add_constant(model, np.float32(1.6))
 
 
@@ -84,12 +62,6 @@ def tanh_projector(model: onnx.ModelProto) -> None:
     if found:
         node.attribute.remove(found)
     node.attribute.append(onnx.helper.make_attribute("approximate", "tanh"))
-
-
-def no_positions(model: onnx.ModelProto) -> None:
-    """The position embedding is not added."""
-    node = _node(model, "Add", "position_embedding/Gather")
-    replace_input(node, node.input[1], add_constant(model, np.zeros((1, 1, 1), np.float32)))
 
 
 def reversed_patches(model: onnx.ModelProto) -> None:
@@ -114,16 +86,9 @@ MUTANTS = (swapped_weight, wrong_activation, tanh_projector, no_positions, rever
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
-def test_a_wrong_tower_fails(
-    folder: Path, eager: Eager, tmp_path: Path, change: Callable[[onnx.ModelProto], None]
-) -> None:
-    home = Path(shutil.copytree(folder, tmp_path / "mutant"))
-    model = onnx.load(home / VISION, load_external_data=False)
-    change(model)
-    onnx.save(model, home / VISION)
-    found = checks(home / VISION, eager)
-    assert found.features().verdict == "fail"
-    answers = found.answers(OrtGraph(home / "prefill.onnx"))
+def test_a_wrong_tower_fails(folder: Path, eager: Eager, tmp_path: Path, change: Change) -> None:
+    features, answers = judged(mutant(folder, tmp_path, VISION, change), eager)
+    assert features.verdict == "fail"
     assert next(check.verdict for check in answers if check.output == "logits") == "fail"
 
 

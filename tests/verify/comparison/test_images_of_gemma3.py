@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +10,12 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.export_options import ExportOptions
-from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify import verify
-from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES
-from tests.builders.mutants.surgery import add_constant, attribute, initializer, replace_input, users
+from tests.builders.image_checks import Change, judged, mutant, no_positions, node_of, swapped_weight
+from tests.builders.mutants.surgery import add_constant, attribute, replace_input, users
 from tests.builders.seeing_gemma import save_gemma3
-
-Change = Callable[[onnx.ModelProto], None]
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +35,6 @@ def eager(folder: Path) -> Eager:
     return Eager(folder, "float32")
 
 
-def judged(folder: Path, eager: Eager) -> tuple[Check, list[Check]]:
-    """The check of the features, and those of answers."""
-    from llmconv.export.families import extra_inputs_of  # noqa: PLC0415
-
-    family = family_in(eager.folder)
-    assert family
-    checks = ImageChecks(VisionGraph(folder / VISION), family, eager, GATES["float32"])
-    settings = SessionSettings(extra_inputs=lambda: extra_inputs_of(eager.folder))
-    return checks.features(), checks.answers(OrtGraph(folder / "prefill.onnx", settings))
-
-
-def mutant(folder: Path, home: Path, name: str, change: Change) -> Path:
-    made = Path(shutil.copytree(folder, home / "mutant"))
-    model = onnx.load(made / name, load_external_data=False)
-    change(model)
-    onnx.save(model, made / name)
-    return made
-
-
-@pytest.mark.slow
 def test_a_correct_export_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     assert {check.verdict for check in (features, *answers)} == {"pass"}
@@ -128,30 +99,12 @@ def test_a_wrong_mask_fails(folder: Path, eager: Eager, tmp_path: Path, change: 
     assert next(check.verdict for check in answers if check.output == "logits") == "fail"
 
 
-def _node(model: onnx.ModelProto, op: str, name: str) -> onnx.NodeProto:
-    return next(node for node in users(model, op) if any(name in one for one in [*node.input, *node.output]))
-
-
-def swapped_weight(model: onnx.ModelProto) -> None:
-    """Queries of layer 3 are computed with the matrix of keys."""
-    first, second = (f"vision_tower.encoder.layers.3.self_attn.{part}_proj.weight" for part in "qk")
-    one, other = initializer(model, first), initializer(model, second)
-    assert one and other
-    one.external_data[1].value = other.external_data[1].value
-
-
 def exact_gelu(model: onnx.ModelProto) -> None:
     """One GELU of the tower is exact, and not the approximation by tanh."""
-    node = _node(model, "Gelu", "layers.2.mlp")
+    node = node_of(model, "Gelu", "layers.2.mlp")
     found = attribute(node, "approximate")
     assert found
     node.attribute.remove(found)
-
-
-def no_positions(model: onnx.ModelProto) -> None:
-    """The position embedding is not added."""
-    node = _node(model, "Add", "position_embedding/Gather")
-    replace_input(node, node.input[1], add_constant(model, np.zeros((1, 1, 1), np.float32)))
 
 
 def pooled_by_maximum(model: onnx.ModelProto) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +10,12 @@ import pytest
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export import export
-from llmconv.export.families import extra_inputs_of
-from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify import verify
-from llmconv.verify.comparison.images import ImageChecks
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES
+from tests.builders.image_checks import Change, judged, mutant
 from tests.builders.mutants.surgery import add_constant, attribute, initializer, insert, users
 from tests.builders.seeing_gemma4 import save_gemma4
-
-Change = Callable[[onnx.ModelProto], None]
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eager(folder: Path) -> Eager:
     """Its reference."""
     return Eager(folder, "float32")
-
-
-def judged(folder: Path, eager: Eager) -> tuple[Check, list[Check]]:
-    """The check of the features, and those of answers."""
-    family = family_in(eager.folder)
-    assert family
-    checks = ImageChecks(VisionGraph(folder / VISION), family, eager, GATES["float32"])
-    settings = SessionSettings(extra_inputs=lambda: extra_inputs_of(eager.folder))
-    return checks.features(), checks.answers(OrtGraph(folder / "prefill.onnx", settings))
-
-
-def mutant(folder: Path, home: Path, name: str, change: Change) -> Path:
-    made = Path(shutil.copytree(folder, home / "mutant"))
-    model = onnx.load(made / name, load_external_data=False)
-    change(model)
-    onnx.save(model, made / name)
-    return made
 
 
 @pytest.mark.slow
