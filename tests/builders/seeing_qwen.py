@@ -51,10 +51,6 @@ TEXT: dict[str, dict[str, Any]] = {
 """Fields of the text model by `model_type`."""
 
 
-FAMILIES = [pytest.param(name, marks=pytest.mark.slow) if "moe" in name else name for name in TEXT]
-"""All of them, as parameters of a test."""
-
-
 def save_qwen(folder: Path, model_type: str, **changes: Any) -> Path:
     """A seeded float32 model with processor and tokenizer, without graphs.
 

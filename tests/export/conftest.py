@@ -51,10 +51,7 @@ def llama(deep: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(deep("llama"), tmp_path / "llama", ignore=ignored))
 
 
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.slow if name in ("mistral", "qwen3") else ()) for name in sorted(CONFIGS)
-]
-"""The quick ones differ more from a Llama."""
+FAMILIES = sorted(CONFIGS)
 
 
 def tokens(batch: int, length: int, left_padding: int = 0) -> Arrays:

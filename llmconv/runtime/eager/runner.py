@@ -11,7 +11,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,12 +342,16 @@ class EagerRunner(Runner):
             cache: of transformers.
         """
         tensors = self.tensors(inputs)
-        added = deepstacked(without_adapter(self.model), tensors.pop(DEEPSTACK.name, None))
+        added = self.deepstacked(tensors.pop(DEEPSTACK.name, None))
         with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode(), added:
             cached = {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
+
+    def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
+        """See `llmconv.runtime.eager.deepstack.deepstacked`."""
+        return deepstacked(without_adapter(self.model), features)
 
     @contextmanager
     def compute_mode(self) -> Iterator[None]:

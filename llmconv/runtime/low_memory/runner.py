@@ -209,8 +209,8 @@ class StreamedRunner(EagerRunner):
         layer.keys = layer.values = zero
         return layer
 
-    def _deepstack(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """See `EagerRunner._deepstack`; a layer runs for all calls, and only knows the features of one.
+    def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
+        """See `EagerRunner.deepstacked`; a layer runs for all calls, and only knows the features of one.
 
         Raises:
             UnsupportedInput: there are features.
