@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from llmconv.runtime.images.processor import without_videos
 from tests.builders.seeded import save_seeded
 from tests.builders.talking import save_letters
