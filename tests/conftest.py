@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -17,6 +18,19 @@ import pytest
 from tests.builders.seeded import TEXT, save_seeded
 from tests.builders.tracing import trace_once
 from tests.stores.bucket import Bucket, served
+
+
+def pytest_collection() -> None:
+    """Nothing becomes garbage while tests are collected."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the libraries that they import are never garbage: no collection looks at them again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 DECODER = {
     "vocab_size": 96,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def slow_but(rows: Iterable[Any], *quick: str) -> list[Any]:
+def slow_but(rows: Iterable[Any], *quick: Any) -> list[Any]:
     """The rows, slow but for some.
 
     Args:
-        rows: names.
-        quick: the names that the quick tests run.
+        rows: names or other values.
+        quick: those that the quick tests run.
     """
     return [row if row in quick else pytest.param(row, marks=pytest.mark.slow) for row in rows]

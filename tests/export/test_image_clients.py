@@ -121,6 +121,7 @@ def test_transformersjs_gets_three_graphs_that_link_to_one_file_of_weights(llava
         onnxruntime.InferenceSession(str(llava / "onnx" / f"{part}.onnx"))
 
 
+@pytest.mark.slow
 def test_in_a_new_folder_every_graph_has_weight_files_of_its_own(renewed: Path) -> None:
     config = json.loads((renewed / "config.json").read_text())["transformers.js_config"]
     assert config["use_external_data_format"] == {f"{part}.onnx": 1 for part in PARTS}

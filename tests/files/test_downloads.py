@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,21 +23,17 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.files.sources import fetching, local_path, remove_downloads
 from llmconv.generation import TextModel, generate
+from tests.builders.temporary import left_empty
 
 CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
 ADAPTER = CHECKPOINT.parent / "adapter"
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(tmp_path: Path) -> Iterator[Path]:
     """The temporary folder of a test, which it leaves empty."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    gc.collect()  # a model may be part of a circle
-    assert not [*folder.glob("llmconv-*")]
+    with left_empty(tmp_path / "temporary") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from llmconv.runtime.images.gemma4_processor import PatchProcessor
 from tests.builders.seeing import save_picture
 from tests.builders.seeing_gemma4 import BOI, EOI, IMAGE_ID, IMAGE_TOKEN, save_gemma4
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": ()}
 TWO = "Look:~ and ~?"
 

@@ -97,6 +97,7 @@ def test_each_prompt_of_a_batch_gives_the_text_that_it_gives_alone(model: TextMo
     assert [one.tokens for one in together] == [one.tokens for one in alone]
 
 
+@pytest.mark.slow
 def test_static_graphs_take_embeddings_in_pieces(folder: Path, model: TextModel, tmp_path: Path) -> None:
     sizes = {"shapes": "static", "max_seq_len": 32, "prompt_len": 2}
     static = export(folder, tmp_path / "static", embeds=True, **sizes).folder  # type: ignore[arg-type]

@@ -194,6 +194,7 @@ def test_graphs_with_a_prefix_in_them_refuse_a_second_one(talking: Path, adapter
         TextModel.open(folder, prefix_tuning=adapter)
 
 
+@pytest.mark.slow
 def test_a_model_with_states_refuses_a_prefix(talking_as: Tiny, adapter: Path) -> None:
     with pytest.raises(UnsupportedInput, match="more than keys and values"):
         TextModel.open(talking_as("mamba"), backend="torch", prefix_tuning=adapter)

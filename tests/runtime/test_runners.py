@@ -126,6 +126,7 @@ def test_logits_of_a_step_stay_when_the_next_is_run(tmp_path: Path, talking: Pat
     assert not np.array_equal(copies[-1], copies[-2])
 
 
+@pytest.mark.slow
 def test_threads_of_prompts_leave_the_cores_to_those_of_steps(talking: Path, tmp_path: Path) -> None:
     different = {"cache": "shared-buffer", "target": "ort-cpu"}
     runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", **different))

@@ -17,6 +17,8 @@ from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny
 from tests.export.test_precision import cast_folder
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "bloom")
 DTYPES = ("float16", "bfloat16")
 ROUNDED_AWAY = {
@@ -25,13 +27,8 @@ ROUNDED_AWAY = {
 }
 """The sigmoid's factor of 1.001 is 1 in bfloat16."""
 
-QUICK = {("llama", "float16", "one norm's epsilon times ten")}
 CASES = [
-    pytest.param(
-        *(name, dtype, mutant),
-        id=f"{name}-{dtype}-{mutant.name}",
-        marks=() if (name, dtype, mutant.name) in QUICK else pytest.mark.slow,
-    )
+    pytest.param(name, dtype, mutant, id=f"{name}-{dtype}-{mutant.name}")
     for name in FAMILIES
     for dtype in DTYPES
     for mutant in MUTANTS
@@ -55,7 +52,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_correct_export_passes(
     model_type: str, dtype: str, rounded: Callable[[str, str], tuple[Path, Eager]]
 ) -> None:

@@ -57,6 +57,7 @@ PLACES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layer"), PLACES)
 def test_the_first_layer_that_differs_is_named(
     name: str,

@@ -122,6 +122,7 @@ def test_columns_in_the_order_of_activations_are_gathered_before_the_product(tmp
     )
 
 
+@pytest.mark.slow
 def test_another_order_of_columns_is_found(tmp_path: Path) -> None:
     export(FOLDER / "gptq_4bit_act_order", tmp_path / "out", incremental=True)
     change_tensor(tmp_path / "out" / "quantized.safetensors", DOWN + ".order", lambda order: np.roll(order, 1))
@@ -197,6 +198,7 @@ def test_codes_without_an_operator_may_be_quantized_as_the_user_likes(
     assert "they are quantized again, as `--quant int4` says" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_conv1d_codes_are_those_of_the_transposed_matrix(tmp_path: Path) -> None:
     export(FOLDER / "conv1d" / "int8", tmp_path / "out", incremental=True)
     assert verify(tmp_path / "out", reference=FOLDER / "conv1d" / "int8").verdict == "pass"

@@ -73,6 +73,7 @@ def test_prompts_and_steps_on_both_sides_of_the_original_context(
     assert np.allclose(logits_of(OrtRunner.from_folder(scaled(kind)), prompt, 5), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_the_frequencies_differ_beyond_the_original_context(kind: str, scaled: Callable[[str], Path]) -> None:
     graph = OrtGraph(scaled(kind) / "prefill.onnx")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.builders.temporary import left_empty
 from tests.stores.reading_bucket import Bucket, serving
 
 
@@ -40,12 +39,7 @@ def connect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(tmp_path: Path) -> Iterator[Path]:
     """The folder for temporary files, which every test leaves empty."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    yield folder
-    gc.collect()
-    assert not [*folder.glob("llmconv-*")]
+    with left_empty(tmp_path / "temporary") as folder:
+        yield folder

@@ -234,6 +234,7 @@ def test_a_factor_that_is_not_a_number_is_ignored(factor: object) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_window_of_another_size_is_not_a_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
     folder = decode_only(exported("gemma2"), tmp_path / "window")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)

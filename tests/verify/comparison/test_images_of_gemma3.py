@@ -35,6 +35,7 @@ def eager(folder: Path) -> Eager:
     return Eager(folder, "float32")
 
 
+@pytest.mark.slow
 def test_a_correct_export_passes_up_to_the_logits(folder: Path, eager: Eager) -> None:
     features, answers = judged(folder, eager)
     assert {check.verdict for check in (features, *answers)} == {"pass"}

@@ -27,7 +27,8 @@ from llmconv.verify.results.report import Check
 from llmconv.verify.results.sigma import GATES
 from tests.builders.mutants.surgery import add_constant, initializer, replace_input
 from tests.builders.seeing_qwen import TEXT, save_qwen
-from tests.builders.slow_rows import slow_but
+
+pytestmark = pytest.mark.slow
 
 Seeing = Callable[[str], Path]
 
@@ -43,7 +44,7 @@ def checks_of(folder: Path) -> list[Check]:
     return [checks.features(), *checks.answers(OrtGraph(folder / PREFILL, settings))]
 
 
-@pytest.mark.parametrize("model_type", slow_but(TEXT, "qwen2_vl"))
+@pytest.mark.parametrize("model_type", TEXT)
 def test_features_and_answers_equal_the_eager_model(seeing_qwen: Seeing, model_type: str) -> None:
     found = checks_of(seeing_qwen(model_type))
     assert {check.verdict for check in found} == {"pass"}
@@ -116,11 +117,7 @@ def no_deepstack(model: onnx.ModelProto) -> None:
 OF_ALL = ((VISION, rows_as_columns), (VISION, swapped_weight), (PREFILL, axes_exchanged), (PREFILL, one_axis))
 OWN = {"qwen2_5_vl": ((VISION, no_windows),), "qwen3_vl": ((VISION, cells_exchanged), (PREFILL, no_deepstack))}
 OWN["qwen2_vl"] = ((PREFILL, axes_exchanged_after_a_past),)
-MUTANTS = [
-    pytest.param(kind, *one, marks=[] if kind == "qwen2_vl" else pytest.mark.slow)
-    for kind in OWN
-    for one in (*OF_ALL, *OWN[kind])
-]
+MUTANTS = [(kind, *one) for kind in OWN for one in (*OF_ALL, *OWN[kind])]
 
 
 @pytest.mark.parametrize(("model_type", "graph", "change"), MUTANTS, ids=lambda one: getattr(one, "__name__", one))
@@ -135,7 +132,6 @@ def test_a_wrong_graph_fails(
     assert (features.verdict, logits.verdict) == ("fail" if graph == VISION else "pass", "fail")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT)
 def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> None:
     report = verify(seeing_qwen(model_type))
@@ -143,7 +139,6 @@ def test_verify_judges_text_and_images(seeing_qwen: Seeing, model_type: str) -> 
     assert {"features of images", "prompts with images", "own embeddings"} <= {check.name for check in report.checks}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"precision": "float16"}, {"quant": "int8"}, {"shapes": "static"}], ids=str)
 def test_other_exports_pass(seeing_qwen: Seeing, tmp_path: Path, options: dict[str, str]) -> None:
     sizes = {"max_seq_len": 64, "batch_size": 2} if "shapes" in options else {}
@@ -152,14 +147,12 @@ def test_other_exports_pass(seeing_qwen: Seeing, tmp_path: Path, options: dict[s
     assert report.verdict == "pass", report.closing_lines()
 
 
-@pytest.mark.slow
 def test_tied_embeddings_are_one_matrix(tmp_path: Path) -> None:
     folder = save_qwen(tmp_path / "tied", "qwen2_vl", tie_word_embeddings=True)
     export(folder)
     assert {check.verdict for check in checks_of(folder)} == {"pass"}
 
 
-@pytest.mark.slow
 def test_layer_by_layer_verification_refuses_features_for_layers(seeing_qwen: Seeing) -> None:
     with pytest.raises(UnsupportedInput, match="do not run layer by layer"):
         verify(seeing_qwen("qwen3_vl"), low_memory=True)

@@ -47,6 +47,7 @@ def test_an_epsilon_that_large_activations_hide_is_seen_in_a_large_model(
     assert failed(report) == {"prefill, 7 tokens, fainter weights"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_a_large_model_passes_with_nothing_skipped(low_memory: bool, trained: Path) -> None:
     weights = (trained / "model.safetensors").stat().st_mtime_ns

@@ -18,9 +18,7 @@ from tests.builders.layered_models import CLASSES, change_layer, load, rename, s
 from tests.builders.mutants.surgery import users
 from tests.verify.layers.conftest import Layered, induction
 
-FAMILIES = [
-    pytest.param(name, marks=() if name in {"llama", "gemma3_text", "gpt2"} else pytest.mark.slow) for name in CLASSES
-]
+FAMILIES = [pytest.param(name, marks=() if name in {"llama", "gpt2"} else pytest.mark.slow) for name in CLASSES]
 
 
 @pytest.mark.slow

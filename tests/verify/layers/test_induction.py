@@ -165,6 +165,7 @@ def test_half_precision_is_shown(half: Path) -> None:
     assert (report.verdict, report.method) == ("pass", "induction"), report.lines()
 
 
+@pytest.mark.slow
 def test_an_overflow_of_half_precision_in_one_layer_is_reported_at_that_layer(half: Path, tmp_path: Path) -> None:
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.2.mlp.up_proj.weight"] *= 1e4

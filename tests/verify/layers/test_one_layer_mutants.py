@@ -75,12 +75,10 @@ def test_a_mutant_of_one_layer_is_found_in_it(llama: Path, tmp_path: Path, name:
 
 
 ANY = [(name, layer) for name in (SCALE, EPSILON, NEIGHBOR) for layer in LAYERS]
-QUICK = ((SCALE, 0), (EPSILON, 62), (NEIGHBOR, 124))
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ANY if one not in QUICK)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layer"), ANY)
 def test_any_layer_of_126_is_named_without_numbers(deep: Path, tmp_path: Path, name: str, layer: int) -> None:
     found = placed_in(name, layer, deep, tmp_path / "mutant", "structure")
     assert found.placed, found

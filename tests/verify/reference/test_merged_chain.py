@@ -145,6 +145,7 @@ def test_a_merged_cache_ends_where_its_call_does(eager: Callable[[str], Eager]) 
     assert [step.logits.shape[1] for step in steps] == [5, 1, 7, 1, 3, 2]
 
 
+@pytest.mark.slow
 def test_a_quick_run_reads_a_large_model_once_with_each_scaling(
     small: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

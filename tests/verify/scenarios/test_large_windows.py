@@ -96,6 +96,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_local_window_of_40_that_is_dropped_fails(local: Path, tmp_path: Path) -> None:
     """The graph is that of a model with the same weights and no window within its context."""
     other = tmp_path / "other"
