@@ -27,6 +27,8 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Thousands of tests and the libraries that they import are never garbage: no collection looks at them again."""
+    import hypothesis  # noqa: F401, PLC0415 - its plugin imports it later, and then looks for references to objects
+
     gc.collect()
     gc.freeze()
     gc.enable()

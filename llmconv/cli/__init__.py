@@ -19,6 +19,7 @@ from llmconv.cli import (
     merge_lora,
     onnx_adapter,
     push,
+    run,
     serve,
     serve_stage,
     to_hf,
@@ -42,6 +43,7 @@ def main() -> None:
     llmconv onnx-adapter MODEL ADAPTER -o FILE LoRA factors for graphs that take them as inputs
     llmconv verify     MODEL                   compare the graphs with the eager model
     llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
+    llmconv run        FILE                    do the steps above that a YAML file lists, if they are not done
     llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
     llmconv embed      MODEL TEXT...           embeddings, classes or scores of texts
     llmconv chat       MODEL                   chat in the terminal
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 MODULES = (
-    *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push),
+    *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push, run),
     *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families),
 )
 """In the order of the work."""

@@ -73,6 +73,7 @@ class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type 
     """A local file or folder to write: the type of every option for one."""
 
     name = "path"
+    is_written = True
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -1,0 +1,112 @@
+"""`llmconv run`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmconv.cli import options
+from llmconv.progress import is_quiet, say, set_quiet
+
+if TYPE_CHECKING:
+    from llmconv.pipeline.execution import Outcome
+    from llmconv.pipeline.step import Step
+
+
+STDERR = 2
+"""Descriptor: with `--json` the lines of the steps go there."""
+
+
+@click.command("run")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Value of a variable, or of an option as STEP.OPTION=VALUE. May be repeated.",
+)
+@click.option("--force", is_flag=True, help="Do all steps, also those that are unchanged.")
+@click.option("--report", type=options.Output(), metavar="DIR", help="Write run.json and summary.md there.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of run files, for editors, and stop.")
+@click.option("--dry-run", is_flag=True, help="Check the file, print what is to be done and why, and stop.")
+@options.as_json
+@options.talk
+@click.pass_context
+def command(
+    ctx: click.Context,
+    file: Path | None,
+    changes: tuple[str, ...],
+    force: bool,
+    report: Path | None,
+    schema: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Do the steps that FILE lists: conversions, merges, exports, verifications, uploads.
+
+    FILE is YAML; docs/run.md describes it. Each step is one command of llmconv with its options, and runs as a process
+    of its own in the folder of FILE. All options are checked first. A step whose command, inputs and outputs are as the
+    last run left them is not done again: sizes and times of files are compared, ETags of objects, commits of the Hub.
+    After an error the others are not run; the same command continues there.
+
+    \b
+    llmconv run model.yaml --dry-run
+    llmconv run model.yaml --set adapter=runs/lora-2 --set export.quant=int4
+
+    The exit code is that of the step that failed.
+    """
+    from llmconv.pipeline import summary
+    from llmconv.pipeline.execution import Execution
+    from llmconv.pipeline.run_file import read_run_file
+    from llmconv.pipeline.schema import run_file_schema
+
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    if schema:
+        options.print_json(run_file_schema(group))
+        return
+    if file is None:
+        raise click.UsageError("missing argument `FILE`", ctx)
+    quiet = is_quiet()
+    run_file = read_run_file(file, _pairs(ctx, changes), group)
+    set_quiet(quiet)  # the steps' own `-q` were parsed
+    stdout = STDERR if as_json else None
+    execution = Execution(run_file, force=force, options=("--quiet",) * quiet, stdout=stdout)
+    outcomes = [*(execution.plan() if dry_run else execution.run(partial(_announce, len(run_file.steps))))]
+    if report and not dry_run:
+        summary.write(report, file.name, outcomes)
+    if as_json:
+        options.print_json(summary.as_dict(file.name, outcomes))
+    else:
+        _print(outcomes, dry_run)
+    ctx.exit(summary.exit_code(outcomes))
+
+
+def _pairs(ctx: click.Context, changes: tuple[str, ...]) -> dict[str, str]:
+    """The values of `--set` by name; the last of a name counts."""
+    for text in changes:
+        if "=" not in text:
+            raise click.UsageError(f"`--set {text}` has no `=`", ctx)
+    return dict(text.split("=", 1) for text in changes)
+
+
+def _announce(count: int, number: int, step: Step, reason: str) -> None:
+    say(f"step {number} of {count}, {step.name} ({reason}): {step.line}")
+
+
+def _print(outcomes: list[Outcome], dry_run: bool) -> None:
+    from llmconv.pipeline.summary import table
+
+    lines = table(outcomes)
+    if not dry_run:
+        click.echo("")
+    for line in lines:
+        click.echo(line)
+    if dry_run:
+        click.echo("")
+        for outcome in outcomes:
+            click.echo(outcome.step.line)

@@ -1,0 +1,1 @@
+"""One file that lists the commands of a whole job: `llmconv run`."""

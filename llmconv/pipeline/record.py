@@ -1,0 +1,155 @@
+"""Record of a run: which steps are done, and the stamps of the files that they read and wrote.
+
+    {
+      "record_version": 1,
+      "steps": {"to-hf": {"llmconv": "0.1.0", "command": "<sha256>", "read": {…}, "written": {…}}, …}
+    }
+
+It lies next to the run file as `.FILE.llmconv-run`; without it every step is done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv.files.named_file import replace_file
+from llmconv.pipeline.stamps import UNKNOWN, Stamps
+from llmconv.pipeline.step import Step
+from llmconv.version import __version__
+
+VERSION = 1
+SUFFIX = ".llmconv-run"
+LIMIT = 256 << 20
+"""Maximum bytes of a record; a million files take some 100 MB."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that was done.
+
+    Attributes:
+        llmconv: version that did it.
+        command: sha256 of its command line, which may contain credentials.
+        read: stamps of its inputs, without what it wrote itself.
+        written: stamps of what it wrote or changed.
+    """
+
+    llmconv: str
+    command: str
+    read: Stamps
+    written: Stamps
+
+
+@dataclass
+class Record:
+    """The steps that were done, by name.
+
+    Attributes:
+        path: of the file.
+        steps: in the order of the run file.
+    """
+
+    path: Path
+    steps: dict[str, Done] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, file: Path) -> Record:
+        """The record of a run file; empty if there is none, or none that can be read."""
+        path = file.absolute().with_name(f".{file.name}{SUFFIX}")
+        try:
+            content = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size <= LIMIT else {}
+        except (OSError, ValueError, RecursionError):
+            content = {}
+        listed = content.get("steps") if isinstance(content, dict) and content.get("record_version") == VERSION else {}
+        steps = {name: done for name, fields in _items(listed) if (done := _done(fields))}
+        return cls(path, steps)
+
+    def save(self) -> None:
+        """Replaces the file."""
+        content = {"record_version": VERSION, "steps": {name: asdict(done) for name, done in self.steps.items()}}
+        replace_file(self.path, json.dumps(content, indent=1).encode())
+
+    def is_own(self, step: Step) -> bool:
+        """Whether an earlier run made the outputs of a step, or began to."""
+        return step.name in self.steps
+
+    def keep(self, steps: Iterable[Step]) -> None:
+        """Forgets steps that the file no longer has, and puts the others in its order."""
+        self.steps = {step.name: self.steps[step.name] for step in steps if step.name in self.steps}
+
+    def begin(self, step: Step) -> None:
+        """Records that a step is under way: if it does not end, it is not done."""
+        self.steps[step.name] = Done(__version__, "", {}, {})
+        self.save()
+
+    def forget(self, step: Step) -> None:
+        """Removes a step."""
+        self.steps.pop(step.name, None)
+        self.save()
+
+    def end(self, step: Step, before: Stamps, after: Stamps, outputs: Stamps) -> None:
+        """Records that a step is done.
+
+        Args:
+            step: the step.
+            before: stamps of its inputs and outputs before.
+            after: the same, afterwards.
+            outputs: those of its outputs alone, afterwards.
+        """
+        written = {name: stamp for name, stamp in after.items() if before.get(name) != stamp} | outputs
+        read = {name: stamp for name, stamp in before.items() if name in after and name not in written}
+        self.steps[step.name] = Done(__version__, command_sha256(step), read, written)
+        self.save()
+
+    def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
+        """Why a step is to be done: what differs from the last time; empty if nothing does.
+
+        Args:
+            step: the step.
+            steps: all steps of the file.
+            inputs: stamps of its inputs, now.
+            outputs: stamps of its outputs, now.
+        """
+        done = self.steps.get(step.name)
+        if done is None:
+            return "not done yet"
+        if not done.command:
+            return "was interrupted"
+        if done.llmconv != __version__:
+            return f"was done by llmconv {done.llmconv}"
+        if done.command != command_sha256(step):
+            return "options changed"
+        later: Stamps = {}  # a later step may write into the folders of this one
+        for one in steps[steps.index(step) + 1 :]:
+            later |= self.steps[one.name].written if one.name in self.steps else {}
+        known, now = done.read | done.written, inputs | outputs
+        for name in (*known, *(name for name in inputs if name not in known and name not in later)):
+            stamp = later.get(name, known.get(name))
+            if now.get(name) != stamp or stamp in (None, UNKNOWN):
+                return f"`{name}` " + ("is new" if name not in known else "changed" if name in now else "is gone")
+        return ""
+
+
+def command_sha256(step: Step) -> str:
+    """What identifies the command line of a step."""
+    return hashlib.sha256("\0".join([step.command, *step.arguments]).encode()).hexdigest()
+
+
+def _items(listed: Any) -> Iterable[tuple[str, Any]]:
+    return listed.items() if isinstance(listed, Mapping) else ()
+
+
+def _done(fields: Any) -> Done | None:
+    """An entry of `steps`; None if it is not of the form in the module's docstring."""
+    names = ("llmconv", "command", "read", "written")
+    if not isinstance(fields, dict) or fields.keys() != {*names}:
+        return None
+    version, command, *both = (fields[name] for name in names)
+    texts = [version, command, *(text for one in both if isinstance(one, dict) for text in one.values())]
+    is_sound = all(isinstance(one, dict) for one in both) and all(isinstance(text, str) for text in texts)
+    return Done(version, command, *both) if is_sound else None

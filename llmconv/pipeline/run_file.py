@@ -1,0 +1,180 @@
+"""Run files: the commands of a job, in order, as YAML.
+
+    variables:
+      adapter: runs/lora
+    steps:
+      - to-hf:
+          source: runs/ep4.pt
+          output: build/base
+      - merge-lora:
+          base: build/base
+          adapters: ["${adapter}"]
+          output: build/merged
+      - name: graphs
+        export: {model: build/merged, prefill: true, incremental: true}
+
+Options have the names of the command line without dashes; relative paths begin at the file's folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import yaml
+
+from llmconv.convert.models.config_file import read_config_file
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
+from llmconv.pipeline.step import COMMANDS, Step, make_step
+
+KEYS = {"variables", "steps"}
+NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")
+"""`${name}`; `$$` is a dollar sign."""
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A run file that was read and checked.
+
+    Attributes:
+        path: of the file.
+        steps: in order.
+    """
+
+    path: Path
+    steps: tuple[Step, ...]
+
+    @property
+    def home(self) -> Path:
+        """The folder that relative paths begin at."""
+        return self.path.absolute().parent
+
+
+def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
+    """Reads a run file; every option of every step is checked before anything runs.
+
+    Args:
+        path: of the YAML file.
+        changes: values of `--set` by variable, or by `STEP.OPTION`; each is parsed as YAML.
+        group: of all commands.
+
+    Raises:
+        InputRefused: there is no such file.
+        MalformedInput: it is not of the form above, or a step has an unknown option.
+        UsageProblem: a command refuses its options, or a change names nothing in the file.
+    """
+    if not path.is_file():
+        raise InputRefused(f"there is no file `{path}`", hint="give a YAML file; docs/run.md describes it")
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputRefused(f"`{path.name}` is not a YAML file", hint="its name ends with .yaml or .yml")
+    content = read_config_file(path)
+    if unknown := content.keys() - KEYS:
+        _refuse(path, f"has the unknown key `{min(unknown)}`", "its keys are `variables` and `steps`")
+    variables, items = content.get("variables") or {}, content.get("steps")
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        _refuse(path, "has `variables` that are not a mapping", "write `name: value`")
+    if not isinstance(items, list) or not items:
+        _refuse(path, "has no list of `steps`", "each step is a command with its options, such as `- to-hf: {…}`")
+    named = _named([_command_of(path, item, number) for number, item in enumerate(items, 1)])
+    variables, named = _changed(variables, named, {name: _value(name, text) for name, text in changes.items()})
+    return RunFile(
+        path, tuple(make_step(name, command, _filled(options, variables), group) for name, command, options in named)
+    )
+
+
+Named = tuple[str, str, dict[str, Any]]
+"""Name, command and options of a step."""
+
+
+def _command_of(path: Path, item: Any, number: int) -> Named:
+    """One item of `steps`; its name is empty if it has none."""
+    where = f"has a step {number} that"
+    if not isinstance(item, dict):
+        _refuse(path, f"{where} is not a mapping", "write `- COMMAND: {OPTION: VALUE}`")
+    name, commands = item.get("name", ""), [key for key in item if key != "name"]
+    if not isinstance(name, str) or (name and not NAME.fullmatch(name)):
+        _refuse(path, f"{where} has no plain `name`", "names have letters, digits, `-` and `_`")
+    if len(commands) != 1 or commands[0] not in COMMANDS:
+        strange = next((key for key in commands if key not in COMMANDS), "")
+        near = get_close_matches(str(strange), COMMANDS, n=1)
+        problem = f"{where} has the unknown command `{strange}`" if strange else f"{where} is not one command"
+        _refuse(path, problem, f"is `{near[0]}` meant?" if near else f"commands are {', '.join(COMMANDS)}")
+    options = item[commands[0]] or {}
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        _refuse(path, f"{where} has options that are not a mapping", "write `OPTION: VALUE`")
+    return name, commands[0], options
+
+
+def _named(items: Iterable[Named]) -> list[Named]:
+    """The steps with a name for each: by default its command, with a number from the second on."""
+    named: list[Named] = []
+    for name, command, options in items:
+        taken = {one for one, *_ in named}
+        if name in taken:
+            raise MalformedInput(f"two steps have the name `{name}`", hint="give each a name of its own")
+        plain = command.replace(" ", "-")
+        free = (text for number in range(1, len(taken) + 2) if (text := _numbered(plain, number)) not in taken)
+        named.append((name or next(free), command, options))
+    return named
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text) if len(text) < 10_000 and "&" not in text and "*" not in text else text
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return value
+
+
+def _changed(
+    variables: dict[str, Any], named: list[Named], changes: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Named]]:
+    """The variables and steps with the values of `--set`."""
+    steps = {name: (command, {**options}) for name, command, options in named}
+    variables = {**variables}
+    for key, value in changes.items():
+        step, dot, option = key.partition(".")
+        if key in variables:
+            variables[key] = value
+        elif dot and step in steps:
+            options = steps[step][1]
+            spelled = next((one for one in options if one.replace("_", "-") == option.replace("_", "-")), option)
+            options[spelled] = value
+        else:
+            known = [*variables, *(f"{name}.OPTION" for name in steps)]
+            raise UsageProblem(f"--set: the file has no `{key}`", hint=f"it has {listing(known)}")
+    return variables, [(name, *parts) for name, parts in steps.items()]
+
+
+def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
+    """A value with its variables replaced; a text that is one variable becomes the variable's value."""
+    if isinstance(value, dict):
+        return {key: _filled(one, variables) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, variables) for one in value]
+    if not isinstance(value, str):
+        return value
+    if (found := VARIABLE.fullmatch(value)) and found[2] is not None:
+        return _variable(found[2], variables)
+    return VARIABLE.sub(lambda found: "$" if found[2] is None else str(_variable(found[2], variables)), value)
+
+
+def _variable(name: str, variables: Mapping[str, Any]) -> Any:
+    if name not in variables:
+        known = f"it has {listing([*variables])}" if variables else "list it under `variables`"
+        raise MalformedInput(f"the file has no variable `{name}`", hint=known)
+    return variables[name]
+
+
+def _refuse(path: Path, problem: str, hint: str) -> NoReturn:
+    raise MalformedInput(f"`{path.name}` {problem}", hint=hint)

@@ -1,0 +1,107 @@
+"""Stamps: what tells whether a file has changed, without reading it.
+
+The stamp of a local file is its size and its time of change, as of `make`; that of an object in a store is its ETag,
+that of a model on the Hub its commit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import LlmconvError
+from llmconv.files.paths import is_address, without_credentials
+from llmconv.files.sources import files_under, is_hub_id
+from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
+from llmconv.output.manifest import MANIFEST
+from llmconv.stores.address import is_store_address, parse_address
+
+Stamps = dict[str, str]
+"""By path, relative to the folder of the run file, or by address. An empty stamp never equals another run's."""
+
+UNKNOWN = ""
+MANIFEST_STAMP = "manifest"
+"""Of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own."""
+
+TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
+"""What file systems of fsspec call the property that changes with the content."""
+
+SECONDS = 30.0
+"""Timeout of the Hub."""
+
+
+def stamps(names: Iterable[str], home: Path, *, on_hub: bool = False) -> Stamps:
+    """The stamps of all files of some inputs or outputs; of those that do not exist there are none.
+
+    Args:
+        names: paths, URIs or Hub ids, as a command takes them.
+        home: the folder that relative paths begin at.
+        on_hub: a name such as `org/name` that does not exist here is a model on the Hub; so it is for inputs.
+    """
+    found: Stamps = {}
+    for name in names:
+        path = home / name
+        if is_address(name):
+            found |= _remote_stamps(name)
+        elif os.path.lexists(path):
+            found |= {os.path.relpath(file, home): _stamp(file) for file in files_under(path)}
+        elif on_hub and is_hub_id(name):
+            found[name] = _commit(hub_address(name))
+    return found
+
+
+def _stamp(file: Path) -> str:
+    if file.name == MANIFEST:
+        return MANIFEST_STAMP
+    status = file.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def _remote_stamps(uri: str) -> Stamps:
+    """A stamp for each object below a URI; `UNKNOWN` if its store does not tell whether one has changed."""
+    shown = without_credentials(uri)
+    try:
+        if is_hub_address(uri):
+            return {shown: _commit(parse_hub_address(uri))}
+        listed = _in_store(uri) if is_store_address(uri) else _in_file_system(uri)
+        return {f"{shown}#{key}": stamp for key, stamp in listed}
+    except (LlmconvError, OSError, ImportError, ValueError):  # the step itself reports what is wrong
+        return {shown: UNKNOWN}
+
+
+def _commit(address: HubAddress) -> str:
+    """The commit that a revision is now."""
+    from huggingface_hub import HfApi  # noqa: PLC0415 - 0.3 s that a local path does not pay
+
+    try:
+        info = HfApi().model_info(address.repository, revision=address.revision or None, timeout=SECONDS)
+        return info.sha or UNKNOWN
+    except Exception as error:  # the class for "no connection" differs between versions
+        if isinstance(error, MemoryError):
+            raise
+        return UNKNOWN
+
+
+def _in_store(uri: str) -> Iterator[tuple[str, str]]:
+    from llmconv.stores.object_store import ObjectStore  # noqa: PLC0415 - an extra
+
+    address = parse_address(uri)
+    heads = [*ObjectStore(address).list()]
+    if not heads and address.key:
+        head = ObjectStore(address.parent).head(address.name)
+        heads = [head] if head else []
+    for head in heads:
+        is_manifest = head.key.rpartition("/")[2] == MANIFEST
+        yield head.key, MANIFEST_STAMP if is_manifest else head.e_tag or f"{head.size}:{head.modified}"
+
+
+def _in_file_system(uri: str) -> Iterator[tuple[str, str]]:
+    import fsspec  # noqa: PLC0415 - not needed for local paths
+
+    filesystem, place = fsspec.url_to_fs(uri)
+    found: dict[str, Any] = filesystem.find(place, detail=True) or {place: filesystem.info(place)}
+    for key, info in found.items():
+        tag = next((info[name] for name in TAGS if info.get(name)), None)
+        yield key.removeprefix(place), UNKNOWN if tag is None else f"{info.get('size')}:{tag}"

@@ -1,0 +1,182 @@
+"""Step: one command of a run file, with its options by name."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.files.paths import without_credentials
+
+COMMANDS = (
+    *("to-hf", "from-hf", "merge-lora", "delta apply", "delta extract"),
+    *("export", "onnx-adapter", "verify", "push"),
+)
+"""Commands that a step may be; the others are interactive, or only print."""
+
+NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
+"""Options of the command line alone: what is printed, and the shares of several machines."""
+
+READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
+"""Metavars of options that name something to read; those that are written have a type with `is_written`."""
+
+GIVEN = (str, int, float)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command with its options.
+
+    Attributes:
+        name: in messages and for `--set`; unique in the file.
+        command: such as `to-hf` or `delta apply`.
+        arguments: of the command line, after the command.
+        inputs: paths, URIs and Hub ids that it reads.
+        outputs: paths and addresses that it writes.
+        can_overwrite: the command has `--overwrite`.
+        can_resume: the command has `--resume`.
+    """
+
+    name: str
+    command: str
+    arguments: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    can_overwrite: bool = False
+    can_resume: bool = False
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The paths that it writes; `export` without `output` writes into the model's folder."""
+        return self.outputs or (self.positional[:1] if self.command == "export" else ())
+
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """The arguments that are no options."""
+        return self.arguments[self.arguments.index("--") + 1 :]
+
+    @property
+    def line(self) -> str:
+        """The command as one would type it, without credentials."""
+        return without_credentials(shlex.join(["llmconv", *self.command.split(), *self.arguments]))
+
+
+def find_command(group: click.Group, name: str) -> click.Command:
+    """The command of a name such as `delta apply`."""
+    command: click.Command = group
+    for word in name.split():
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    return command
+
+
+def parameters(command: click.Command) -> dict[str, click.Parameter]:
+    """The parameters that a run file may give, by the names in it: arguments, and long options without dashes."""
+    named = {_key(parameter): parameter for parameter in command.params}
+    return {key: parameter for key, parameter in named.items() if key not in NOT_IN_A_FILE}
+
+
+def _key(parameter: click.Parameter) -> str:
+    text = str(parameter.name) if isinstance(parameter, click.Argument) else max(parameter.opts, key=len)
+    return text.lstrip("-").replace("_", "-")
+
+
+def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
+    """A step whose options the command accepts.
+
+    Args:
+        name: of the step.
+        command_name: one of `COMMANDS`.
+        options: values by the names of `parameters`.
+        group: of all commands.
+
+    Raises:
+        MalformedInput: an option that the command does not have, or a value of another type.
+        UsageProblem: the command refuses a value, or an argument is missing.
+    """
+    command = find_command(group, command_name)
+    known = parameters(command)
+    given = {key.replace("_", "-"): value for key, value in options.items()}
+    for key in given.keys() - known.keys():
+        near = get_close_matches(key, known, n=1)
+        raise MalformedInput(
+            f"step `{name}`: `{command_name}` has no option `{key}`",
+            hint=f"is `{near[0]}` meant?" if near else f"see `llmconv {command_name} --help`",
+        )
+    words: dict[str, list[str]] = {}
+    for key, value in given.items():
+        words[key] = [*_texts(name, key, value, known[key])]
+    arguments = (*_options(known, words), "--", *_positional(known, words))
+    _require_accepted(name, command_name, command, arguments)
+    reads = [key for key, parameter in known.items() if _reads(parameter) and key != "repository"]
+    writes = [key for key, parameter in known.items() if _writes(parameter)]
+    return Step(
+        name,
+        command_name,
+        arguments,
+        tuple(text for key in reads for text in words.get(key, ())),
+        tuple(text for key in writes for text in words.get(key, ())),
+        "overwrite" in known,
+        "resume" in known,
+    )
+
+
+def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Iterator[str]:
+    """The values of a parameter as words; none for a flag that is not set."""
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    is_several = parameter.multiple or parameter.nargs == -1
+    if value is None or (is_flag and isinstance(value, bool)):
+        yield from ["true"] if value else []
+        return
+    values = value if isinstance(value, list) and is_several else [value]
+    for one in values:
+        if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
+            wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
+            raise MalformedInput(f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}", hint="put a text in quotes")
+        yield str(one)
+
+
+def _shown(value: Any) -> str:
+    return {bool: str(value).lower(), list: "a list", dict: "a mapping"}.get(type(value), f"`{value}`")
+
+
+def _options(known: Mapping[str, click.Parameter], words: Mapping[str, list[str]]) -> Iterator[str]:
+    for key, texts in words.items():
+        parameter = known[key]
+        if isinstance(parameter, click.Option):
+            option = max(parameter.opts, key=len)
+            yield from (option if parameter.is_flag else f"{option}={text}" for text in texts)
+
+
+def _positional(known: Mapping[str, click.Parameter], words: Mapping[str, list[str]]) -> Iterator[str]:
+    for key, parameter in known.items():
+        if isinstance(parameter, click.Argument):
+            yield from words.get(key, ())
+
+
+def _require_accepted(name: str, command_name: str, command: click.Command, arguments: tuple[str, ...]) -> None:
+    """Lets the command parse its arguments, before any step runs."""
+    try:
+        command.make_context(f"llmconv {command_name}", [*arguments])
+    except click.UsageError as error:
+        message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
+        raise UsageProblem(
+            f"step `{name}`: {message[:1].lower()}{message[1:]}", hint=f"see `llmconv {command_name} --help`"
+        ) from error
+
+
+def _writes(parameter: click.Parameter) -> bool:
+    return bool(getattr(parameter.type, "is_written", False))
+
+
+def _reads(parameter: click.Parameter) -> bool:
+    if _writes(parameter):
+        return False
+    if isinstance(parameter, click.Argument):
+        return True
+    return parameter.metavar in READ_METAVARS

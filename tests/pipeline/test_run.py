@@ -1,0 +1,203 @@
+"""`llmconv run`: steps are done once, again when something changed, and not after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from tests.hub.conftest import contents
+
+EXAMPLE = Path(__file__).parents[2] / "examples/tiny-llama"
+FILE = """
+variables: {adapter: adapter}
+steps:
+  - to-hf: {source: run.pt, output: build/base}
+  - merge-lora: {base: build/base, adapters: "${adapter}", output: build/merged}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose steps are done; do not write into its folder."""
+    return done(prepared(tmp_path_factory.mktemp("finished")))
+
+
+@pytest.fixture
+def again(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it with the same times, to write into."""
+    shutil.copytree(finished.parent, tmp_path / "copy")
+    return tmp_path / "copy" / finished.name
+
+
+def prepared(home: Path, text: str = FILE) -> Path:
+    shutil.copy(EXAMPLE / "ep4-ba2400-rank0.pt", home / "run.pt")
+    shutil.copytree(EXAMPLE / "adapter", home / "adapter")
+    (home / "model.yaml").write_text(text)
+    return home / "model.yaml"
+
+
+def done(file: Path) -> Path:
+    assert statuses(file) == {"to-hf": "done", "merge-lora": "done"}
+    return file
+
+
+def run(file: Path, *options: str, code: int = 0) -> dict[str, Any]:
+    """The output of `--json`."""
+    line = [sys.executable, "-m", "llmconv", "run", str(file), "--json", *options]
+    found = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert found.returncode == code, found.stderr
+    result: dict[str, Any] = json.loads(found.stdout)
+    return result
+
+
+def statuses(file: Path, *options: str, code: int = 0) -> dict[str, str]:
+    return {step["name"]: step["status"] for step in run(file, *options, code=code)["steps"]}
+
+
+def planned(file: Path, *options: str) -> dict[str, str]:
+    """The reasons of a plan by step."""
+    result = CliRunner().invoke(main, ["run", str(file), "--dry-run", "--json", *options])
+    assert result.exit_code == 0, result.output
+    return {step["name"]: step["reason"] for step in json.loads(result.stdout)["steps"]}
+
+
+def test_the_outputs_are_those_of_the_commands(finished: Path, tmp_path: Path) -> None:
+    for line in (
+        ["to-hf", finished.parent / "run.pt", "-o", tmp_path / "base"],
+        ["merge-lora", tmp_path / "base", finished.parent / "adapter", "-o", tmp_path / "merged"],
+    ):
+        assert CliRunner().invoke(main, [str(word) for word in line]).exit_code == 0
+    assert contents(finished.parent / "build") == contents(tmp_path)
+
+
+def test_a_second_run_does_nothing(finished: Path) -> None:
+    assert statuses(finished) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
+
+
+def test_a_copy_of_the_folder_is_unchanged(again: Path) -> None:
+    assert planned(again) == {"to-hf": "", "merge-lora": ""}
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def record(home: Path) -> Path:
+    return home / ".model.yaml.llmconv-run"
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "an input": (lambda home: touch(home / "run.pt"), "`run.pt` changed", "reads `build/base`, which is new"),
+    "the adapter": (
+        lambda home: touch(home / "adapter/adapter_config.json"),
+        "",
+        "`adapter/adapter_config.json` changed",
+    ),
+    "a file more": (lambda home: (home / "adapter/x").write_text(""), "", "`adapter/x` is new"),
+    "an output": (lambda home: touch(home / "build/merged/config.json"), "", "`build/merged/config.json` changed"),
+    "an output that is gone": (lambda home: shutil.rmtree(home / "build/merged"), "", "is gone"),
+    "a manifest that is gone": (lambda home: (home / "build/merged/llmconv.json").unlink(), "", "is gone"),
+    "no record": (lambda home: record(home).unlink(), "not done yet", "reads `build/base`"),
+    "a wrong record": (lambda home: record(home).write_text("[]"), "not done yet", "reads"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_is_done_again(change: str, again: Path) -> None:
+    edit, first, second = CHANGES[change]
+    edit(again.parent)
+    found = planned(again)
+    assert (found["to-hf"] == first, second in found["merge-lora"]) == (True, True), found
+
+
+def test_options_that_changed_are_used(again: Path) -> None:
+    assert statuses(again, "--set", "merge-lora.dtype=float16") == {"to-hf": "unchanged", "merge-lora": "done"}
+    manifest = json.loads((again.parent / "build/merged/llmconv.json").read_text())
+    assert manifest["steps"][-1]["options"]["dtype"] == "float16"
+    assert planned(again) == {"to-hf": "", "merge-lora": "options changed"}
+
+
+def test_force_does_all(again: Path) -> None:
+    assert planned(again, "--force") == {"to-hf": "--force", "merge-lora": "--force"}
+
+
+def test_another_version_does_all(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmconv.pipeline.record.__version__", "9.9")
+    assert planned(again)["to-hf"] == "was done by llmconv 0.1.0"
+
+
+def test_after_a_failure_the_next_steps_are_not_run_and_the_next_run_continues(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    shutil.move(tmp_path / "adapter", tmp_path / "elsewhere")
+    found = run(file, "--report", str(tmp_path / "report"), code=3)
+    assert [step["status"] for step in found["steps"]] == ["done", "failed"]
+    assert json.loads((tmp_path / "report/run.json").read_text()) == found
+    assert "failed with exit code 3" in (tmp_path / "report/summary.md").read_text()
+    shutil.move(tmp_path / "elsewhere", tmp_path / "adapter")
+    assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
+
+
+def test_a_folder_that_another_run_made_is_not_replaced(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    done(file)
+    (tmp_path / "other.yaml").write_text(FILE.replace("output: build/merged", "output: build/merged, dtype: float16"))
+    before = contents(tmp_path / "build/merged")
+    assert statuses(tmp_path / "other.yaml", code=3)["merge-lora"] == "failed"
+    assert contents(tmp_path / "build/merged") == before
+
+
+def test_nothing_runs_if_any_step_is_wrong(tmp_path: Path) -> None:
+    file = prepared(tmp_path, FILE + "  - verify: {folder: build/merged, suit: quick}\n")
+    result = CliRunner().invoke(main, ["run", str(file)])
+    assert (result.exit_code, (tmp_path / "build").exists()) == (3, False)
+    assert "no option `suit`" in result.output
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    result = CliRunner().invoke(main, ["run", str(file), "--dry-run"])
+    assert "llmconv to-hf --output=build/base -- run.pt" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "adapter", "model.yaml"}
+
+
+def test_a_terminated_run_ends_its_step_and_is_continued(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    line = [sys.executable, "-m", "llmconv", "run", str(file)]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / ".model.yaml.llmconv-run").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, messages = process.communicate(timeout=60)
+    assert (process.returncode, "run the same command again" in messages) == (143, True), messages
+    assert not [other for other in psutil.process_iter(["cwd"]) if other.info["cwd"] == str(tmp_path)]
+    done(file)
+
+
+@pytest.mark.slow
+def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
+    again.write_text(
+        FILE
+        + "  - export: {model: build/merged, incremental: true}\n"
+        + "  - verify: {folder: build/merged, suite: quick, scenario: one-token prompt, report: build/report}\n"
+    )
+    first = run(again)["steps"]
+    assert [step["status"] for step in first] == ["unchanged", "unchanged", "done", "done"]
+    assert first[-1]["verdict"] == "pass"
+    assert planned(again) == {"to-hf": "", "merge-lora": "", "export": "", "verify": ""}
+    (again.parent / "build/merged/decode.onnx").unlink()
+    assert planned(again)["export"] == "`build/merged/decode.onnx` is gone"
+    assert {step["status"] for step in run(again)["steps"][2:]} == {"done"}

@@ -1,0 +1,132 @@
+"""What a run file may contain, and what is said about one that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+import pytest
+
+from llmconv.cli import main
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
+from llmconv.pipeline.run_file import RunFile, read_run_file
+
+GROUP: click.Group = main
+
+
+def read(tmp_path: Path, text: str, changes: Mapping[str, str] | None = None) -> RunFile:
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    return read_run_file(path, changes or {}, GROUP)
+
+
+def lines(file: RunFile) -> list[str]:
+    return [step.line for step in file.steps]
+
+
+def test_options_become_the_command_line(tmp_path: Path) -> None:
+    file = read(
+        tmp_path,
+        """
+        steps:
+          - merge-lora: {base: base, adapters: [one, two], weight: [0.5, 1], output: merged, max_shard_size: 1GB}
+          - export: {model: merged, prefill: true, unified: false, layout: genai, opset: 24}
+          - delta extract: {base: base, tuned: merged, output: delta}
+        """,
+    )
+    assert lines(file) == [
+        "llmconv merge-lora --weight=0.5 --weight=1 --output=merged --max-shard-size=1GB -- base one two",
+        "llmconv export --prefill --layout=genai --opset=24 -- merged",
+        "llmconv delta extract --output=delta -- base merged",
+    ]
+
+
+def test_a_step_knows_what_it_reads_and_writes(tmp_path: Path) -> None:
+    (step,) = read(
+        tmp_path, "steps: [{to-hf: {source: a.pt, output: base, config: [one.json, two.json], tokenizer: tok}}]"
+    ).steps
+    assert {*step.inputs} == {"a.pt", "one.json", "two.json", "tok"}
+    assert step.outputs == step.changes == ("base",)
+
+
+def test_an_export_without_output_changes_the_folder_of_the_model(tmp_path: Path) -> None:
+    (step,) = read(tmp_path, "steps: [{export: {model: base}}]").steps
+    assert (step.outputs, step.changes) == ((), ("base",))
+
+
+def test_steps_have_the_name_of_their_command_and_a_number_from_the_second_on(tmp_path: Path) -> None:
+    text = "steps: [{export: {model: a}}, {export: {model: b}}, {name: own, export: {model: c}}, {export: {model: d}}]"
+    assert [step.name for step in read(tmp_path, text).steps] == ["export", "export-2", "own", "export-3"]
+
+
+VARIABLES = """
+variables: {out: build, layouts: [genai, optimum]}
+steps:
+  - export: {model: base, output: "${out}/$${x}", layout: "${layouts}"}
+"""
+
+
+def test_variables_are_replaced(tmp_path: Path) -> None:
+    (line,) = lines(read(tmp_path, VARIABLES))
+    assert line == "llmconv export '--output=build/${x}' --layout=genai --layout=optimum -- base"
+
+
+def test_set_replaces_a_variable_or_an_option(tmp_path: Path) -> None:
+    changes = {"out": "other", "export.layout": "[genai]", "export.quant": "int4", "export.last_logits": "true"}
+    (line,) = lines(read(tmp_path, VARIABLES, changes))
+    assert line == "llmconv export '--output=other/${x}' --layout=genai --quant=int4 --last-logits -- base"
+
+
+WRONG: dict[str, tuple[str, type[LlmconvError]]] = {
+    "- a": ("is not a YAML mapping", MalformedInput),
+    "steps: []": ("no list of `steps`", MalformedInput),
+    "stepps: []": ("unknown key `stepps`", MalformedInput),
+    "steps: [export]": ("step 1 .* not a mapping", MalformedInput),
+    "steps: [{exprt: {}}]": ("unknown command `exprt`", MalformedInput),
+    "steps: [{chat: {model: a}}]": ("unknown command `chat`", MalformedInput),
+    "steps: [{export: {model: a}, verify: {folder: a}}]": ("step 1 .* one command", MalformedInput),
+    "steps: [{name: a b, export: {model: a}}]": ("no plain `name`", MalformedInput),
+    "steps: [{name: x, export: {model: a}}, {name: x, verify: {folder: a}}]": ("two steps .* `x`", MalformedInput),
+    "steps: [{export: [a]}]": ("options that are not a mapping", MalformedInput),
+    "steps: [{export: {model: a, prefil: true}}]": ("no option `prefil`", MalformedInput),
+    "steps: [{export: {model: a, json: true}}]": ("no option `json`", MalformedInput),
+    "steps: [{export: {model: a, prefill: 1}}]": ("`prefill` is `1`, not true or false", MalformedInput),
+    "steps: [{export: {model: [a]}}]": ("`model` is a list, not a text or a number", MalformedInput),
+    "steps: [{export: {model: yes}}]": ("`model` is true", MalformedInput),
+    "steps: [{export: {model: a, output: '${x}'}}]": ("no variable `x`", MalformedInput),
+    "steps: [{export: {model: a, quant: int5}}]": ("step `export`: invalid value .* `int5`", UsageProblem),
+    "steps: [{export: {}}]": ("step `export`: missing argument `MODEL`", UsageProblem),
+    "steps: [{to-hf: {source: a}}]": ("step `to-hf`: missing option `-o`", UsageProblem),
+    "steps: [{export: {model: ''}}]": ("step `export`: `MODEL` is empty", UsageProblem),
+    "steps: [!!python/object/apply:os.system [x]]": ("not valid YAML", MalformedInput),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> None:
+    message, kind = WRONG[text]
+    with pytest.raises(kind, match=message) as caught:
+        read(tmp_path, text)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("change", ["ouut", "export.lay", "nothing.layout", "export"])
+def test_set_of_something_that_is_not_there_is_refused(change: str, tmp_path: Path) -> None:
+    with pytest.raises(LlmconvError, match=f"no `{change}`|no option `lay`"):
+        read(tmp_path, VARIABLES, {change: "1"})
+
+
+@pytest.mark.parametrize("name", ["none.yaml", "model.json"])
+def test_a_file_that_is_missing_or_not_yaml_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(InputRefused):
+        read_run_file(tmp_path / name, {}, GROUP)
+
+
+def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
+    text = "a: &a [x, x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(24)
+    )
+    with pytest.raises(MalformedInput, match="without end"):
+        read(tmp_path, text)

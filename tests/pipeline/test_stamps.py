@@ -1,0 +1,90 @@
+"""Stamps change with the file, here, in a bucket and on the Hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from llmconv.output.manifest import MANIFEST
+from llmconv.pipeline.stamps import UNKNOWN, stamps
+from tests.builders.fake_hub import serving as serving_hub
+from tests.stores.reading_bucket import Bucket, serving
+
+
+def test_every_file_of_a_folder_has_one(tmp_path: Path) -> None:
+    (tmp_path / "base/onnx").mkdir(parents=True)
+    (tmp_path / "base/a").write_text("one")
+    (tmp_path / "base/onnx/b").write_text("two")
+    found = stamps(["base", "none"], tmp_path)
+    assert found.keys() == {"base/a", "base/onnx/b"}
+    assert stamps(["base/a"], tmp_path) == {"base/a": found["base/a"]}
+
+
+def test_it_changes_with_size_and_time(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    os.utime(file, ns=(1, 1))
+    first = stamps(["a"], tmp_path)
+    os.utime(file, ns=(2, 2))
+    second = stamps(["a"], tmp_path)
+    file.write_text("longer")
+    os.utime(file, ns=(2, 2))
+    assert len({one["a"] for one in (first, second, stamps(["a"], tmp_path))}) == 3
+
+
+def test_that_of_a_manifest_says_only_that_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("{}")
+    first = stamps(["."], tmp_path)
+    (tmp_path / MANIFEST).write_text("{ }")
+    assert first == stamps(["."], tmp_path) != {}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    with serving(tmp_path / "served") as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        yield bucket
+
+
+def test_objects_have_one_that_changes_with_the_content(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put("m/a", b"one")
+    bucket.put("m/b", b"two")
+    uri = bucket.uri("m")
+    first = stamps([uri], tmp_path)
+    assert first.keys() == {f"{uri}#a", f"{uri}#b"}
+    assert stamps([uri + "/a"], tmp_path).keys() == {f"{uri}/a#a"}
+    bucket.put("m/b", b"222")
+    second = stamps([uri], tmp_path)
+    assert (first[f"{uri}#a"] == second[f"{uri}#a"]) and first[f"{uri}#b"] != second[f"{uri}#b"]
+
+
+def test_a_file_system_of_fsspec_has_them(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/stamps/a", b"one")
+    first = stamps(["memory://stamps"], tmp_path)
+    memory.pipe("/stamps/a", b"two")
+    assert [*first] == ["memory://stamps#/a"]
+    assert first != stamps(["memory://stamps"], tmp_path)
+    memory.rm("/stamps", recursive=True)
+
+
+def test_a_place_that_cannot_be_asked_is_unknown(tmp_path: Path) -> None:
+    assert stamps(["none://x/y"], tmp_path) == {"none://x/y": UNKNOWN}
+
+
+def test_a_model_on_the_hub_has_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_hub("hf_token") as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        repository = hub.repository("org/tiny")
+        repository.put(README_md=b"one")
+        first = stamps(["org/tiny", "hf://org/tiny"], tmp_path, on_hub=True)
+        repository.put(README_md=b"two")
+        second = stamps(["org/tiny", "hf://org/tiny"], tmp_path, on_hub=True)
+    assert first["org/tiny"] == first["hf://org/tiny"] != UNKNOWN
+    assert second["org/tiny"] not in (UNKNOWN, first["org/tiny"])
