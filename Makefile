@@ -14,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families mutants other-exporters docs fuzz wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families versions mutants other-exporters docs fuzz wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -44,7 +44,8 @@ clients: $(READY) ## environments of genai, optimum, transformers.js and azurite
 check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, generated pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/codespell README.md CONTRIBUTING.md docs convert export verify llmconv tests tools benchmarks examples
+	$(BIN)/codespell README.md CONTRIBUTING.md docs convert export verify llmconv plugins tests tools benchmarks examples
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo 'hadolint: no build for this machine'; fi
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cli_page --check
@@ -62,6 +63,9 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 families: $(READY) ## export and verify a tiny model of every family, also quantized, hours; kept in docs/families.md
 	for bits in int4 int8; do $(BIN)/python -m tools.families --suite quick --quant $$bits; done
 	$(BIN)/python -m tools.families --suite full --write docs/families.md
+
+versions: $(READY) ## the demo and quick tests with other versions of the dependencies, hours; kept in docs/versions.md
+	$(BIN)/python -m tools.versions
 
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md
 	$(BIN)/python -m tools.calibrate

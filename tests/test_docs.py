@@ -168,7 +168,7 @@ def test_the_demo_runs_twice() -> None:
 
 @pytest.mark.slow
 def test_the_workflow_for_ci_runs_as_it_stands(tmp_path: Path) -> None:
-    (text,) = blocks(ROOT / "docs/ci.md", "yaml")
+    *_, text = blocks(ROOT / "docs/ci.md", "yaml")
     steps = [step for step in yaml.safe_load(text)["jobs"]["verify"]["steps"] if "name" in step]
     save_tiny("llama", tmp_path / "model")
     environment = {

@@ -45,6 +45,7 @@ def test_commands_for_models_name_the_source(quantized: Path, tmp_path: Path, wo
     assert "(its manifest names `llama`): `llmconv export llama -o OUT --quant int4`" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_hint_has_the_layout_that_was_asked_for(quantized: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(quantized), "--layout", "genai"])
     assert result.exit_code == 3 and "`llmconv export llama -o OUT --quant int4 --layout genai`" in result.stderr

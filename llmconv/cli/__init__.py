@@ -9,6 +9,7 @@ from llmconv.cli import (
     chat,
     clean,
     delta,
+    doctor,
     embed,
     export,
     families,
@@ -60,7 +61,7 @@ def main() -> None:
 
 MODULES = (
     *(inspect, to_hf, from_hf, merge_lora, delta, export, onnx_adapter, verify, push, run),
-    *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families),
+    *(generate, embed, chat, serve, serve_stage, bench, clean, formats, families, doctor),
 )
 """In the order of the work."""
 

@@ -30,8 +30,11 @@ MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or,
 INTERRUPTED_HINT = "run the same command again"
 RESUME_HINT = f"{INTERRUPTED_HINT}; `--resume` keeps the files that this one has finished"
 
-PRINT_ONLY = ("inspect", "formats", "families")
+PRINT_ONLY = ("inspect", "formats", "families", "doctor")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
+
+REPORTS_VERSIONS = "doctor"
+HELP = {"-h", "--help"}
 
 READER_LEFT = 141
 """Exit code of the other commands if the reader of stdout closes early: 128 + SIGPIPE, as in shells."""
@@ -84,6 +87,12 @@ class CommandGroup(click.Group):
             )
             sys.exit(OutputFailed.exit_code)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """As click's; checks the version of transformers first, for all commands but the one that reports it."""
+        if args[0] != REPORTS_VERSIONS and not {*args} & HELP:
+            require_transformers()
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error is printed as message, blank line and hint, and gives its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -91,11 +100,9 @@ class CommandGroup(click.Group):
         gc.set_threshold(*GC_THRESHOLDS)
         signal.signal(signal.SIGTERM, _terminated)
         hung_calls.watch(_report_interrupt)
-        asks_help = bool({*ctx.args} & {"-h", "--help"})
+        asks_help = bool({*ctx.args} & HELP)
         try:
             require_platform()
-            if not asks_help:
-                require_transformers()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result

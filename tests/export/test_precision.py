@@ -60,7 +60,7 @@ def types(ports: Iterator[onnx.ValueInfoProto]) -> dict[str, int]:
     return {port.name: port.type.tensor_type.elem_type for port in ports}
 
 
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", slow_but(KINDS, "float16"))
 @pytest.mark.parametrize("model_type", slow_but(["llama", "gpt2"], "llama"))
 def test_weights_are_mapped_as_stored_without_a_cast(stored: Stored, model_type: str, dtype: str) -> None:
     folder = stored(model_type, dtype)
@@ -209,7 +209,9 @@ def test_a_prefix_in_half_precision_is_refused(stored: Stored, tmp_path: Path) -
         export(folder, precision="float16", prefix=save_adapter(folder, tmp_path / "adapter", "PrefixTuning"))
 
 
-@pytest.mark.parametrize("options", [{"stages": 2}, {"opset": 21}, {"shapes": "static", "max_seq_len": 32}])
+@pytest.mark.parametrize(
+    "options", slow_but([{"stages": 2}, {"opset": 21}, {"shapes": "static", "max_seq_len": 32}], {"opset": 21})
+)
 def test_other_options_verify_in_half_precision(stored: Stored, options: dict[str, Any]) -> None:
     folder = stored("llama", "float16")
     export(folder, precision="float16", **options)

@@ -93,6 +93,7 @@ def test_the_settings_of_a_conversion_may_be_fetched_too(temporary: Path, base: 
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, tmp_path: Path) -> None:
     exported = export(in_memory, str(tmp_path / "out"), unified=True)
     assert (exported.folder / "model.onnx").is_file()
@@ -115,6 +116,7 @@ def test_text_from_a_fetched_model_leaves_nothing(temporary: Path, talking: Path
     assert generate(uri(talking), "ab", max_new_tokens=2).completions[0].tokens
 
 
+@pytest.mark.slow
 def test_a_chat_leaves_nothing(temporary: Path, chatting: Path) -> None:
     assert run("chat", uri(chatting), "--json", "--max-new-tokens", "2", input="hello\n")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llmconv.generation import TextModel
+from tests.builders.slow_rows import slow_but
 from tests.generation.conftest import Expected
 
 FAMILIES = ["llama", "gpt2", "gemma2"]
@@ -38,7 +39,7 @@ def continued(model: TextModel, prompts: list[list[int]], **fields: object) -> l
 
 
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "gpt2"))
 def test_a_batch_of_random_prompts_is_greedily_continued_as_by_transformers(
     talking_as: Callable[[str], Path], expected: Expected, family: str, backend: str
 ) -> None:

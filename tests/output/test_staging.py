@@ -27,6 +27,7 @@ from llmconv.output.plan import plan_checkpoint
 from llmconv.output.staging import StagedFolder
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
+from tests.builders.slow_rows import slow_but
 
 F32 = BY_NAME["float32"]
 STEPS = ("write", "fsync", "fdatasync", "copy_file_range", "replace", "rename", "unlink", "mkdir", "rmdir")
@@ -92,7 +93,7 @@ def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callabl
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("overwrite", slow_but([False, True], False), ids=["new", "overwrite"])
 def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
     overwrite: bool, after: bool, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_wrong_scale_fails(
     assert {check.name for check in report.checks if check.verdict == "fail"} == {"cache scales"}
 
 
+@pytest.mark.slow
 def test_scales_that_a_graph_reads_in_the_wrong_order_fail(
     coded: Path, talking_as: Callable[[str], Path], prose: Path, tmp_path: Path
 ) -> None:

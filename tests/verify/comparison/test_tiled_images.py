@@ -50,6 +50,7 @@ def checks(path: Path, eager: Eager) -> ImageChecks:
     return ImageChecks(VisionGraph(path), family, eager, GATES["float32"])
 
 
+@pytest.mark.slow
 def test_a_correct_tower_passes_up_to_the_logits(seen: Seen) -> None:
     found = checks(seen.folder / VISION, seen.eager)
     made = [found.features(), *found.answers(OrtGraph(seen.folder / "decode.onnx"))]

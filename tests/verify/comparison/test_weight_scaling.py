@@ -93,6 +93,7 @@ def test_a_limit_that_no_weights_reach_is_skipped_and_reported(clipped: Callable
     assert report.summary().endswith("limits that no run reaches")
 
 
+@pytest.mark.slow
 def test_a_graph_that_maps_no_weights_is_skipped_and_reported(clipped: Callable[[float], Path], tmp_path: Path) -> None:
     folder = tmp_path / "inline"
     shutil.copytree(clipped(8.0), folder)

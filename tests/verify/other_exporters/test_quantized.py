@@ -60,6 +60,7 @@ def test_a_quantized_graph_is_compared_with_a_model_of_the_same_weights(report: 
     assert max(check.sigma for check in report.checks) < 2
 
 
+@pytest.mark.slow
 def test_rounding_of_activations_is_removed_and_reported(report: Report) -> None:
     assert report.quantization is not None
     assert report.quantization.rounded == ["MatMulNBits"]

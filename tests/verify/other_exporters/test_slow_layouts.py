@@ -93,6 +93,7 @@ def test_the_report_of_a_graph_has_them(small: Small, quantized: Callable[[str, 
     assert report.verdict == "pass"
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_that_is_left_in_floats_is_named(small: Small, quantized: Callable[[str, str], Path]) -> None:
     graph = quantized("qwen2", "4 bits, accuracy level 4")
     report = verify_graphs([graph], reference=small("qwen2"), scenario=["prefill, 7 tokens"])

@@ -58,7 +58,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-NAMES = [pytest.param(name, marks=() if name == "a window of 600" else pytest.mark.slow) for name in MODELS]
+pytestmark = pytest.mark.slow
 
 
 def resized(model: onnx.ModelProto, window: int, by: int) -> None:
@@ -70,7 +70,7 @@ def resized(model: onnx.ModelProto, window: int, by: int) -> None:
         tensor.CopyFrom(numpy_helper.from_array(value + by, tensor.name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> None:
     report = verify(windowed(name), scenario=[CROSSING])
     assert report.verdict == "pass", report.closing_lines()
@@ -78,7 +78,7 @@ def test_a_correct_graph_passes(name: str, windowed: Callable[[str], Path]) -> N
 
 
 @pytest.mark.parametrize("fault", OFF)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_another_window_fails(name: str, fault: str, windowed: Callable[[str], Path], tmp_path: Path) -> None:
     target = decode_only(windowed(name), tmp_path / "mutant")
     model = onnx.load(target / "decode.onnx", load_external_data=False)
@@ -96,7 +96,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_local_window_of_40_that_is_dropped_fails(local: Path, tmp_path: Path) -> None:
     """The graph is that of a model with the same weights and no window within its context."""
     other = tmp_path / "other"

@@ -1,0 +1,56 @@
+"""`llmconv doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+from llmconv.cli import options
+from llmconv.errors import UnsupportedInput
+
+if TYPE_CHECKING:
+    from llmconv.doctor import Finding
+
+
+@click.command("doctor")
+@options.as_json
+@options.talk
+def command(as_json: bool) -> None:
+    """Show what this installation can do, and what is missing for what.
+
+    Versions of all packages with the supported ranges, compiled modules, providers and devices, extras, free memory and
+    disk. Add its output to a report of a bug.
+
+    \b
+    llmconv doctor
+    llmconv doctor --json
+
+    Exit code 3: a required package is missing, does not load, or is out of range.
+    """
+    from llmconv.doctor import diagnose
+
+    findings = diagnose()
+    problems = [one for one in findings if one.is_problem]
+    if as_json:
+        options.print_json({"ok": not problems, "findings": [asdict(one) for one in findings]})
+    else:
+        _print(findings)
+    if problems:
+        names = ", ".join(one.name for one in problems)
+        raise UnsupportedInput(
+            f"this installation does not work: {names}",
+            hint="`pip install --upgrade llmconv` installs the right versions",
+        )
+
+
+def _print(findings: list[Finding]) -> None:
+    """A line for each finding, in columns, under the headings of their groups."""
+    wide = max(len(one.name) for one in findings)
+    for group, members in groupby(findings, lambda one: one.group):
+        click.echo(group)
+        for one in members:
+            parts = (one.status.ljust(13), " ".join(filter(None, (one.found, f"({one.note})" * bool(one.note)))))
+            click.echo(f"  {one.name.ljust(wide)}  {'  '.join(parts)}".rstrip())

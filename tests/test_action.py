@@ -1,0 +1,139 @@
+"""The steps of action.yml run as they stand, with the inputs that a workflow gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import yaml
+
+from tests.conftest import save_tiny
+
+ROOT = Path(__file__).parents[1]
+ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
+EXAMPLE = ROOT / "examples/tiny-llama"
+STEPS = [step for step in ACTION["runs"]["steps"] if "run" in step and step["name"] != "Install"]
+EXPRESSION = re.compile(r"\$\{\{\s*inputs\.([\w-]+)\s*\}\}")
+
+
+@dataclass
+class Job:
+    """What a run of the steps left.
+
+    Attributes:
+        codes: exit codes of the steps that ran, by name.
+        output: of all of them.
+        summary: the summary of the job.
+        outputs: what steps wrote for later steps.
+    """
+
+    codes: dict[str, int]
+    output: str
+    summary: str
+    outputs: str
+
+
+def is_to_run(condition: str, inputs: dict[str, str], failed: bool) -> bool:
+    """The value of an `if:`: comparisons of inputs with texts, and `always()`."""
+    parts = condition.split(" && ") if condition else []
+    holds = True
+    for part in parts:
+        if part == "always()":
+            failed = False
+            continue
+        found = re.fullmatch(r"inputs\.([\w-]+) (==|!=) '([^']*)'", part)
+        assert found, f"the test does not know the condition {part!r}"
+        holds &= (inputs[found[1]] == found[3]) == (found[2] == "==")
+    return holds and not failed
+
+
+def run(folder: Path, **given: str) -> Job:
+    """Runs the steps in a folder, as GitHub does."""
+    inputs = {name: field.get("default", "") for name, field in ACTION["inputs"].items()}
+    inputs |= {name.replace("_", "-"): value for name, value in given.items()}
+    files = {name: folder / name.lower() for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    codes: dict[str, int] = {}
+    output = ""
+    for step in STEPS:
+        if not is_to_run(step.get("if", ""), inputs, any(codes.values())):
+            continue
+        variables = {
+            name: EXPRESSION.sub(lambda found: inputs[found[1]], text) for name, text in step.get("env", {}).items()
+        }
+        environment = {**os.environ, "PATH": path, **{name: str(file) for name, file in files.items()}, **variables}
+        line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        codes[step["name"]] = done.returncode
+        output += done.stdout + done.stderr
+    texts = [file.read_text() if file.exists() else "" for file in files.values()]
+    return Job(codes, output, *texts)
+
+
+def test_no_input_is_pasted_into_a_script() -> None:
+    assert [step["name"] for step in STEPS if "${{" in step["run"]] == []
+
+
+def test_every_input_is_used_and_described() -> None:
+    text = (ROOT / "action.yml").read_text()
+    used = {*re.findall(r"inputs\.([\w-]+)", text)}
+    assert used == {*ACTION["inputs"]}
+    assert all(field["description"] for field in ACTION["inputs"].values())
+
+
+def test_a_checkpoint_and_an_adapter_become_a_folder(tmp_path: Path) -> None:
+    first = run(tmp_path, source=str(EXAMPLE / "ep4-ba2400-rank0.pt"), model="my base", export="false", verify="false")
+    assert first.codes == {"Convert": 0, "Summary": 0}, first.output
+    adapters = f"{EXAMPLE}/adapter\n"
+    second = run(tmp_path, base="my base", adapters=adapters, merge_options="--dtype float16", export="", verify="")
+    assert second.codes == {"Merge": 0, "Summary": 0}, second.output
+    assert (tmp_path / "model/model.safetensors").stat().st_size * 2 < 620_000
+
+
+def test_options_are_words_and_never_run(tmp_path: Path) -> None:
+    source = str(EXAMPLE / "ep4-ba2400-rank0.pt")
+    job = run(tmp_path, source=source, to_hf_options="--dtype $(touch x) ; touch x", export="", verify="")
+    assert job.codes["Convert"] == 2
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_graphs_are_exported_and_verified(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    job = run(tmp_path)
+    assert job.codes == {"Export": 0, "Verify": 0, "Summary": 0}, job.output
+    assert job.summary.startswith("# PASS: model")
+    assert job.outputs == "verdict=pass\n"
+    assert (tmp_path / "llmconv-report/report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_wrong_graph_fails_the_job_with_annotations_and_a_summary(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    assert run(tmp_path, verify="false").codes == {"Export": 0, "Summary": 0}
+    model = onnx.load(tmp_path / "model/prefill.onnx", load_external_data=False)
+    norm = next(node for node in model.graph.node if node.op_type == "RMSNormalization")
+    next(one for one in norm.attribute if one.name == "epsilon").f *= 10
+    onnx.save(model, tmp_path / "model/prefill.onnx")
+    job = run(tmp_path, export="false")
+    assert job.codes == {"Verify": 1, "Summary": 0}
+    assert "::error" in job.output
+    assert (job.summary.startswith("# FAIL: model"), job.outputs) == (True, "verdict=fail\n")
+
+
+def test_a_run_file_is_done(tmp_path: Path) -> None:
+    source = EXAMPLE / "ep4-ba2400-rank0.pt"
+    (tmp_path / "model.yaml").write_text(
+        f"variables: {{out: x}}\nsteps: [{{to-hf: {{source: '{source}', output: '${{out}}'}}}}]\n"
+    )
+    job = run(tmp_path, file="model.yaml", set="out=build/a b\nto-hf.dtype=float16\n")
+    assert job.codes == {"Run file": 0, "Summary": 0}, job.output
+    assert (tmp_path / "build/a b/model.safetensors").is_file()
+    assert job.summary.startswith("# model.yaml: all steps are done")
