@@ -101,7 +101,7 @@ def _optional() -> Iterator[Finding]:
             found = _installed(requirement.name)
             fits = found is not None and requirement.specifier.contains(found, prereleases=True)
             status = OPTIONAL if found is None else OK if fits else WRONG
-            how = "" if found else f"; `pip install 'llmconv[{extra}]'`"
+            how = "" if found else f"; `pip install '{requirement.name}{requirement.specifier}'`"
             yield Finding("optional", requirement.name, status, found or "", purpose + how)
     for name, purpose in ALSO.items():
         found = _installed(name)

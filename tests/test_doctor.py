@@ -53,7 +53,7 @@ def test_a_version_out_of_range_is_named_where_other_commands_stop(tmp_path: Pat
     assert done.returncode == 3
     (line,) = (line for line in done.stdout.splitlines() if line.split()[:1] == ["transformers"])
     assert "out of range   4.57.6 (<6,>=" in line
-    assert done.stderr.startswith("error: this installation does not work: transformers\n\nhint: ")
+    assert done.stderr.startswith("error: this installation does not work: `transformers`\n\nhint: `pip install 'trans")
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:

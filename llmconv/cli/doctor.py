@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmconv.cli import options
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, listing
 
 if TYPE_CHECKING:
     from llmconv.doctor import Finding
