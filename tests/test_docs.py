@@ -88,8 +88,8 @@ def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
 def test_make_alone_lists_the_words() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs fuzz wheel size"
-    assert listed == words.split()
+    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs fuzz"
+    assert listed == [*words.split(), "wheel", "size"]
 
 
 @pytest.mark.slow

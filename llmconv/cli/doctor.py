@@ -39,11 +39,11 @@ def command(as_json: bool) -> None:
     else:
         _print(findings)
     if problems:
-        names = ", ".join(one.name for one in problems)
-        raise UnsupportedInput(
-            f"this installation does not work: {names}",
-            hint="`pip install --upgrade llmconv` installs the right versions",
-        )
+        packages = [one for one in problems if one.group == "required"]
+        words = " ".join(f"'{one.name}{one.note}'" for one in packages)
+        hint = f"`pip install {words}`" if words else "its line says why"
+        names = listing([one.name for one in problems])
+        raise UnsupportedInput(f"this installation does not work: {names}", hint=hint)
 
 
 def _print(findings: list[Finding]) -> None:
