@@ -14,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families versions mutants other-exporters docs fuzz wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site fuzz wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -76,6 +76,9 @@ other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/ve
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.formats_page
+
+site: $(READY) ## build the documentation as a site, build/site/index.html; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
 
 fuzz: $(READY) ## changed inputs for every parser, SECONDS=60 each; what goes wrong is kept in tests/fuzz/corpus
 	@$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)

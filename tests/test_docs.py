@@ -88,8 +88,8 @@ def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
 def test_make_alone_lists_the_words() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs fuzz"
-    assert listed == [*words.split(), "wheel", "size"]
+    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site"
+    assert listed == [*words.split(), "fuzz", "wheel", "size"]
 
 
 @pytest.mark.slow
@@ -101,7 +101,43 @@ def test_the_session_of_the_readme_is_what_happens(tmp_path: Path) -> None:
         assert_shown(shown, run(shlex.split(command), tmp_path))
 
 
-def run(command: list[str], folder: Path) -> str:
+START = sorted((ROOT / "docs/start").glob("*.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", START, ids=lambda page: page.stem)
+def test_the_session_of_a_start_page_is_what_happens(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    parts = re.findall(r"^```(console|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for language, text in parts:
+        if language == "python":
+            subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True)
+            continue
+        for step in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            line, _, shown = step.partition("\n")
+            code = re.search(r"# exit code (\d+)", line)
+            assert_shown(shown, run(shlex.split(line, comments=True), tmp_path, int(code[1]) if code else 0))
+
+
+def test_every_start_page_is_on_the_first_page_and_in_the_menu() -> None:
+    first, menu = (ROOT / "docs/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert [page.name for page in START if f"start/{page.name}" not in first or f"start/{page.name}" not in menu] == []
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    api = (tmp_path / "site/api.html").read_text()
+    assert all(
+        f'id="llmconv.{name}"' in api for name in ("convert.to_hf.to_hf", "export.exporter.export", "verify.run.verify")
+    )
+    assert "repository" in (tmp_path / "site/search/search_index.json").read_text()
+
+
+def run(command: list[str], folder: Path, code: int = 0) -> str:
     """Runs a command of llmconv and returns what a person would see."""
     assert command[0] == "llmconv"
     path = {**os.environ, "COLUMNS": "200"}
@@ -114,7 +150,7 @@ def run(command: list[str], folder: Path) -> str:
         stderr=subprocess.STDOUT,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == code, done.stdout
     return done.stdout
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import UsageProblem
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.session_settings import CPU, provider_name
@@ -106,8 +107,18 @@ class FloatFolder:
 
     def _compared(self, comparison: Compared, eager: Eager | None) -> Checking:
         if half := half_precision(next(iter(self.verified.models.values()))):
-            return (yield from compare_half_precision(comparison, half, eager))
+            rounded = comparison if eager else replace(comparison, reference=self._rounded_model())
+            return (yield from compare_half_precision(rounded, half, eager))
         return (yield from comparison.run(eager))
+
+    def _rounded_model(self) -> Path:
+        """The model with weights rounded like those of the graphs.
+
+        That is the folder of the graphs if it holds a model: the audit has compared its weights with the reference's.
+        """
+        own = self.verified.path
+        holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
+        return own if holds_one else self.reference
 
     def _is_layered(self, wanted: bool | None) -> bool:
         """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""

@@ -11,6 +11,7 @@ from magpie.modeling_magpie import MagpieForCausalLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 RHYMES = (
     """\
@@ -29,6 +30,7 @@ PADDING = -100
 
 def main() -> None:
     """`make_checkpoint.py FOLDER`."""
+    disable_progress_bar()
     save(Path(sys.argv[1]), STEPS)
 
 

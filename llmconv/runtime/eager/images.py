@@ -87,5 +87,5 @@ def positions_after_images(runner: EagerRunner, position_ids: Array) -> Array | 
     Returns:
         int64 [3, batch, tokens]; None in a family without positions on several axes.
     """
-    deltas = getattr(runner.model.model, "rope_deltas", None)
+    deltas = getattr(getattr(runner.model, "model", None), "rope_deltas", None)
     return None if deltas is None else np.repeat((position_ids + deltas.cpu().numpy())[None], AXES, axis=0)

@@ -18,6 +18,7 @@ from llmconv.verify.audit.decisions.config_fields import read_fields
 from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
 from llmconv.verify.audit.decisions.graph_walk import GraphWalk
 from llmconv.verify.audit.decisions.operators import INPUTS
+from llmconv.verify.audit.decisions.standard_shapes import in_standard_operators
 from llmconv.verify.audit.decisions.state import AxisSizes, WalkState
 from llmconv.verify.audit.decisions.value_kinds import AuditFindings
 from llmconv.verify.results.report import Check
@@ -158,12 +159,13 @@ def _heads(model: onnx.ModelProto) -> dict[str, AxisSizes]:
 
 
 def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without declared shapes of inner values and outputs."""
+    """The model without declared shapes of inner values and outputs, for shape inference."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     del bare.graph.value_info[:]
     for port in bare.graph.output:
         port.type.tensor_type.ClearField("shape")
+    in_standard_operators(bare.graph)
     return bare
 
 
