@@ -15,10 +15,9 @@ from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.image_file import MOST_PIXELS, open_image
 from llmconv.runtime.images.family import Features, Given, ImageFamily
+from llmconv.runtime.images.processor import PROCESSOR_FILES
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.tensors import Array
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 TEXT_INPUTS = ("input_ids", "attention_mask")
 """What a processor makes of the text; the rest is of the images."""

@@ -156,7 +156,12 @@ class TextModel:
         """
         if self.engine:
             return self.engine.sequences
-        return 1 if self.runner.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
+        return 1 if self.virtual_tokens and has_window(self.folder) else self.runner.max_batch_size
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of tokens of a tuned prefix, which GenAI cannot run."""
+        return 0 if self.engine else self.runner.virtual_tokens
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
@@ -306,7 +311,7 @@ class TextModel:
         inputs: Sequence[RequestInputs] | None,
     ) -> list[RowStart]:
         """The rows of a batch before the first token; arguments and errors as in `stream`."""
-        refuse_shifted(prompts, self.sequences, self.runner.virtual_tokens)
+        refuse_shifted(prompts, self.sequences, self.virtual_tokens)
         starts = row_starts(
             prompts, self.limits(prompts, settings), samples, embeddings, self.given_inputs(prompts, inputs)
         )
