@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "examples/*/*.md", "tests/fixtures/**/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/start/*.md",
+        "plugins/*/*.md",
+        "examples/*/*.md",
+        "tests/fixtures/**/*.md",
+    )
     for page in sorted(ROOT.glob(pattern))
 ]
 LLMCONV = Path(sys.executable).parent / "llmconv"

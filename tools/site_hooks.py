@@ -24,28 +24,20 @@ OUTSIDE = {
 """Pages by their path in the repository, and where they are in the site."""
 
 ROOMS = ("convert", "export", "verify", "generation", "embedding", "bench", "push")
-API = """\
-# Python
-
-Each command that converts, exports, verifies, generates or measures is a function with the same options, and what it prints or writes as a
-report is in its result. The names below are public: `from llmconv.convert import to_hf`.
-"""
-
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that lie outside docs/, and the reference of the public names."""
+    """Adds the pages that lie outside docs/."""
     for path, place in OUTSIDE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, "api.md", content=api_page()))
     return files
 
 
-def api_page() -> str:
+def reference() -> str:
     """A section for each room, in it the docstring of each public name; constants have none."""
-    parts = [API]
+    parts: list[str] = []
     for room in ROOMS:
         module = getattr(llmconv, room)
         parts.append(f"## llmconv.{room}")
@@ -58,8 +50,10 @@ def api_page() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mends the links of a page, outside of its code."""
+    """Mends the links of a page, outside of its code; the page about Python gets the reference of the public names."""
     place = page.file.src_uri
+    if place == "api.md":
+        return f"{markdown}\n{reference()}"
     source = next((path for path, site in OUTSIDE.items() if site == place), f"docs/{place}")
     codes: list[str] = []
 

@@ -12,8 +12,8 @@ from llmconv.cli import options
 from llmconv.progress import is_quiet, say, set_quiet
 
 if TYPE_CHECKING:
-    from llmconv.pipeline.execution import Outcome
-    from llmconv.pipeline.step import Step
+    from llmconv.steps.execution import Outcome
+    from llmconv.steps.step import Step
 
 
 STDERR = 2
@@ -24,7 +24,7 @@ STDERR = 2
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--set",
-    "changes",
+    "sets",
     multiple=True,
     metavar="NAME=VALUE",
     help="Value of a variable, or of an option as STEP.OPTION=VALUE. May be repeated.",
@@ -39,19 +39,20 @@ STDERR = 2
 def command(
     ctx: click.Context,
     file: Path | None,
-    changes: tuple[str, ...],
+    sets: tuple[str, ...],
     force: bool,
     report: Path | None,
     schema: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Do the steps that FILE lists: conversions, merges, exports, verifications, uploads.
+    """Do the steps that FILE lists, but for those that are done.
 
-    FILE is YAML; docs/run.md describes it. Each step is one command of llmconv with its options, and runs as a process
-    of its own in the folder of FILE. All options are checked first. A step whose command, inputs and outputs are as the
-    last run left them is not done again: sizes and times of files are compared, ETags of objects, commits of the Hub.
-    After an error the others are not run; the same command continues there.
+    FILE is YAML: conversions, merges, exports, verifications, uploads; docs/run.md describes it. Each step is one
+    command of llmconv with its options, and runs as a process of its own in the folder of FILE. All options are checked
+    first. A step whose command, inputs and outputs are as the last run left them is not done again: sizes and times of
+    files are compared, ETags of objects, commits of the Hub. After an error the others are not run; the same command
+    continues there.
 
     \b
     llmconv run model.yaml --dry-run
@@ -59,10 +60,10 @@ def command(
 
     The exit code is that of the step that failed.
     """
-    from llmconv.pipeline import summary
-    from llmconv.pipeline.execution import Execution
-    from llmconv.pipeline.run_file import read_run_file
-    from llmconv.pipeline.schema import run_file_schema
+    from llmconv.steps import summary
+    from llmconv.steps.execution import Execution
+    from llmconv.steps.run_file import read_run_file
+    from llmconv.steps.schema import run_file_schema
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -72,7 +73,7 @@ def command(
     if file is None:
         raise click.UsageError("missing argument `FILE`", ctx)
     quiet = is_quiet()
-    run_file = read_run_file(file, _pairs(ctx, changes), group)
+    run_file = read_run_file(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
     stdout = STDERR if as_json else None
     execution = Execution(run_file, force=force, options=("--quiet",) * quiet, stdout=stdout)
@@ -99,7 +100,7 @@ def _announce(count: int, number: int, step: Step, reason: str) -> None:
 
 
 def _print(outcomes: list[Outcome], dry_run: bool) -> None:
-    from llmconv.pipeline.summary import table
+    from llmconv.steps.summary import table
 
     lines = table(outcomes)
     if not dry_run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -12,7 +14,7 @@ from llmconv.verify.audit.decisions.standard_shapes import in_standard_operators
 MICROSOFT = "com.microsoft"
 
 
-def graph(**attributes: int) -> onnx.ModelProto:
+def graph(**attributes: Any) -> onnx.ModelProto:
     """`norm(x + x · W)`, and the sum; W is [6, 4]."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "length", 4])
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("product", "normed", "sum")]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.files.named_file import replace_file
-from llmconv.pipeline.stamps import UNKNOWN, Stamps
-from llmconv.pipeline.step import Step
+from llmconv.steps.stamps import UNKNOWN, Stamps
+from llmconv.steps.step import Step
 from llmconv.version import __version__
 
 VERSION = 1

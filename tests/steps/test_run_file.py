@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.cli import main
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
-from llmconv.pipeline.run_file import RunFile, read_run_file
+from llmconv.steps.run_file import RunFile, read_run_file
 
 GROUP: click.Group = main
 

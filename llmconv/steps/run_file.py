@@ -30,7 +30,7 @@ import yaml
 
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
-from llmconv.pipeline.step import COMMANDS, Step, make_step
+from llmconv.steps.step import COMMANDS, Step, make_step
 
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from llmconv.cli import main
-from llmconv.pipeline.schema import run_file_schema
-from llmconv.pipeline.step import COMMANDS
+from llmconv.steps.schema import run_file_schema
+from llmconv.steps.step import COMMANDS
 
 SCHEMA: dict[str, Any] = run_file_schema(main)
 GOOD = (

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from llmconv.pipeline.run_file import NAME
-from llmconv.pipeline.step import COMMANDS, find_command, parameters
+from llmconv.steps.run_file import NAME
+from llmconv.steps.step import COMMANDS, find_command, parameters
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 VARIABLE = {"type": "string", "pattern": r"\$\{"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.files.named_file import replace_file
-from llmconv.pipeline.execution import FAILED, LEFT, Outcome
+from llmconv.steps.execution import FAILED, LEFT, Outcome
 from llmconv.version import __version__
 
 COLUMNS = ("step", "status", "time", "why")
@@ -61,6 +61,12 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def write(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes `run.json` and `summary.md`."""
+    """Writes `run.json` and `summary.md`.
+
+    Args:
+        folder: for the two.
+        file: name of the run file.
+        outcomes: of its steps.
+    """
     replace_file(folder / "run.json", (json.dumps(as_dict(file, outcomes), indent=2) + "\n").encode())
     replace_file(folder / "summary.md", markdown(file, outcomes).encode())

@@ -14,10 +14,10 @@ from pathlib import Path
 from llmconv.errors import LlmconvError
 from llmconv.files.paths import is_address
 from llmconv.output.manifest import read_manifest
-from llmconv.pipeline.record import Record
-from llmconv.pipeline.run_file import RunFile
-from llmconv.pipeline.stamps import Stamps, stamps
-from llmconv.pipeline.step import Step
+from llmconv.steps.record import Record
+from llmconv.steps.run_file import RunFile
+from llmconv.steps.stamps import Stamps, stamps
+from llmconv.steps.step import Step
 
 ALWAYS = {"push": "asks the Hub"}
 """Commands that are repeated each time, with the reason; they find out themselves that there is nothing to do."""
