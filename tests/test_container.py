@@ -47,8 +47,8 @@ def test_it_runs_as_no_root_user_and_its_entry_point_is_the_command() -> None:
 
 def test_the_python_is_one_that_llmconv_supports() -> None:
     versions = {rest.split(":")[1].split("-")[0] for name, rest in instructions() if name == "FROM"}
-    assert versions == {"3.12"}
-    assert "Programming Language :: Python :: 3.12" in (ROOT / "pyproject.toml").read_text()
+    assert versions == {"3.11"}
+    assert "Programming Language :: Python :: 3.11" in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow
