@@ -31,7 +31,7 @@ from tests.test_cli import LEAVES, command
 STORES = ["s3", "gs", "az", "abfs", "hf", "oci", "http", "https", "memory", "file", "S3"]
 FORMS = ["{}://bucket/x", "{}:/bucket/x", " {}://bucket/x"]
 
-READ = {"folder", "prefix", "adapter", "decode", "session_config", "graphs", "text", "tokenizer", "calibrate"}
+READ = {"file", "folder", "prefix", "adapter", "decode", "session_config", "graphs", "text", "tokenizer", "calibrate"}
 """Options of click's own type for paths; they are inputs."""
 
 COMMANDS = {
