@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmconv.files.named_file import replace_file
+from llmconv.files.paths import is_address
 from llmconv.steps.stamps import UNKNOWN, Stamps
 from llmconv.steps.step import Step
 from llmconv.version import __version__
@@ -75,8 +77,13 @@ class Record:
         replace_file(self.path, json.dumps(content, indent=1).encode())
 
     def is_own(self, step: Step) -> bool:
-        """Whether an earlier run made the outputs of a step, or began to."""
-        return step.name in self.steps
+        """Whether an earlier run made the outputs that a step has now, or began to; they may have been others."""
+        done = self.steps.get(step.name)
+        home = self.path.parent
+        places = [name if is_address(name) else os.path.relpath(home / name, home) for name in step.changes]
+        return done is not None and any(
+            f"{name}/".startswith((f"{p}/", f"{p}#")) for name in done.written for p in places
+        )
 
     def keep(self, steps: Iterable[Step]) -> None:
         """Forgets steps that the file no longer has, and puts the others in its order."""
@@ -84,7 +91,8 @@ class Record:
 
     def begin(self, step: Step) -> None:
         """Records that a step is under way: if it does not end, it is not done."""
-        self.steps[step.name] = Done(__version__, "", {}, {})
+        places = [name if is_address(name) else os.path.normpath(name) for name in step.changes]
+        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN))
         self.save()
 
     def forget(self, step: Step) -> None:

@@ -159,6 +159,13 @@ def test_a_folder_that_another_run_made_is_not_replaced(tmp_path: Path) -> None:
     assert contents(tmp_path / "build/merged") == before
 
 
+def test_another_output_that_another_run_made_is_not_replaced(again: Path) -> None:
+    elsewhere = Path(shutil.copytree(again.parent / "build/base", again.parent / "other"))
+    before = contents(elsewhere)
+    assert statuses(again, "--set", "merge-lora.output=other", code=3)["merge-lora"] == "failed"
+    assert contents(elsewhere) == before
+
+
 def test_nothing_runs_if_any_step_is_wrong(tmp_path: Path) -> None:
     file = prepared(tmp_path, FILE + "  - verify: {folder: build/merged, suit: quick}\n")
     result = CliRunner().invoke(main, ["run", str(file)])
