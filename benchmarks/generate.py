@@ -19,9 +19,9 @@ from benchmarks.measure import Target, report
 from benchmarks.small_model import CONFIG, FOR_ORT, GROWING, HEAD_DIM, KV_HEADS, OURS, graphs, model
 from benchmarks.step import THREADS
 from llmconv.bench import BenchCandidate, BenchResult, bench
-from llmconv.bench.bench import random_prompts
 from llmconv.bench.own_loop import open_text_model
 from llmconv.generation import GenerationSettings
+from llmconv.runtime.random_prompts import random_prompts
 
 LENGTHS, LONG = (128, 2048), 8192
 NEW, ROUNDS, LONG_ROUNDS = 64, 5, 2

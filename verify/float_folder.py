@@ -67,6 +67,15 @@ class FloatFolder:
         yield from audit_folder(verified, self.reference, report, allow_changed=self.allow_changed)
         return (yield from self._compared(self._comparison(layered), eager))
 
+    def rounded_model(self) -> Path:
+        """The model with weights rounded like those of the graphs.
+
+        That is the folder of the graphs if it holds a model: the audit has compared its weights with the reference's.
+        """
+        own = self.verified.path
+        holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
+        return own if holds_one else self.reference
+
     def _structure(self, plan: Plan) -> Checking:
         """The checks that compare no numbers."""
         if plan.induction:
@@ -107,18 +116,9 @@ class FloatFolder:
 
     def _compared(self, comparison: Compared, eager: Eager | None) -> Checking:
         if half := half_precision(next(iter(self.verified.models.values()))):
-            rounded = comparison if eager else replace(comparison, reference=self._rounded_model())
+            rounded = comparison if eager else replace(comparison, reference=self.rounded_model())
             return (yield from compare_half_precision(rounded, half, eager))
         return (yield from comparison.run(eager))
-
-    def _rounded_model(self) -> Path:
-        """The model with weights rounded like those of the graphs.
-
-        That is the folder of the graphs if it holds a model: the audit has compared its weights with the reference's.
-        """
-        own = self.verified.path
-        holds_one = (own / "config.json").is_file() and any((own / name).is_file() for name in (SINGLE, INDEX))
-        return own if holds_one else self.reference
 
     def _is_layered(self, wanted: bool | None) -> bool:
         """Whether to go layer by layer because the whole model does not fit; a note in the report states it."""

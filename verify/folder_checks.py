@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from llmconv.errors import UsageProblem
 from llmconv.output.manifest import read_manifest
 from llmconv.verify.adapted_folder import adapted, unseen_factors
 from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.clients.client import Client
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.float_folder import FloatFolder
 from llmconv.verify.folder_audits import audit_recorded_files
+from llmconv.verify.generation_checks import then_generation
 from llmconv.verify.graph_folder import CODES, GraphFolder
 from llmconv.verify.method import Method
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
@@ -44,6 +47,7 @@ class Choices:
         limits: of that accuracy.
         calibrated: the text of measured ranges.
         record: record the verdict in the manifest.
+        clients: programs that generate with the graphs.
     """
 
     method: Method
@@ -54,6 +58,7 @@ class Choices:
     limits: AccuracyLimits = AccuracyLimits()
     calibrated: Path | None = None
     record: bool = True
+    clients: Sequence[Client] = ()
 
     @property
     def of_cache(self) -> str:
@@ -62,6 +67,7 @@ class Choices:
             "--method": self.method.is_forced,
             "--low-memory": bool(self.low_memory),
             "--adapter": self.adapter is not None,
+            "--client": bool(self.clients),
         }
         return next((name for name, value in given.items() if value), "")
 
@@ -98,6 +104,9 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
             checks = _quantized_checks(floats, choices.eager, cost)
         else:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
+        if choices.clients:
+            has_codes = bool(coded) or is_quantized(verified.models)
+            checks = then_generation(checks, floats, choices.clients, has_codes=has_codes)
         return folder.session.run(folder.report, _after(checks, rest), most_precise)
 
 
@@ -118,6 +127,8 @@ def _with_adapter(
     folder: GraphFolder, verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices, adapter: str | Path
 ) -> tuple[VerifiedFolder, Choices]:
     """The graphs with the factors of an adapter, and the choices that fit them."""
+    if choices.clients:
+        raise UsageProblem("a client runs the graphs without an adapter", hint="leave out `--adapter` or `--client`")
     if choices.eager or choices.method.is_forced or choices.low_memory or coded or is_quantized(verified.models):
         raise UsageProblem(
             "`--adapter` runs the whole model, with an open model of its own and graphs of floats",

@@ -10,6 +10,7 @@ from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
 from llmconv.verify.arguments import require_folder, require_model
+from llmconv.verify.clients.client import chosen_clients
 from llmconv.verify.folder_checks import Choices, checked_folder
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.method import AUTO, Method
@@ -52,6 +53,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     record: bool = True,
     budget: float | None = None,
     adapter: str | Path | None = None,
+    clients: str | Sequence[str] = (),
+    pythons: str | Sequence[str] = (),
     report: Written | None = None,
 ) -> Report:
     """Compares every output of every graph in a folder with the eager model.
@@ -83,23 +86,31 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
             folder as it is.
         adapter: LoRA adapter of PEFT whose factors the graphs take as inputs (`export --lora-inputs`); the reference is
             the eager model with that adapter, not merged. Nothing is recorded.
+        clients: names of programs that also generate with the graphs (`genai`, `optimum`, `transformersjs`), in a
+            process of their own; their greedy tokens are compared with the model's.
+        pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with the `node_modules` of
+            transformers.js.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
-        InputRefused: the folder or reference cannot be used, a graph refers to other folders, or memory is too small.
+        InputRefused: the folder or reference cannot be used, a graph refers to other folders, memory is too small, or a
+            client is not installed.
         OutOfMemory: memory ran out during the run.
         UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
             smallest failing piece is not empty.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     chosen = Method.of(method, layers)
+    run_by = chosen_clients(clients, pythons)
     only = [scenario] if isinstance(scenario, str) else scenario
     selection = Selection(suite, only, repeat, Budget.of(budget, only))
     own = with_options(settings, provider, threads, timeout)
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
     written = reporter(report)
     path = require_folder(folder)
+    for client in run_by:
+        client.require()
     made = session.new_report(path.name)
     opened = GraphFolder.open(path, reference, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
     if opened is None:
@@ -107,5 +118,5 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         return written(made)
     accuracy = Path(text) if text else None, AccuracyLimits(max_divergence, min_agreement)
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
-    choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record)
+    choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
     return written(checked_folder(opened, choices))

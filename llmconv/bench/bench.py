@@ -8,16 +8,15 @@ from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
 from llmconv.argument_checks import checked, require_least
 from llmconv.bench.measurement import BenchResult, Measurement, first_difference
 from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
-from llmconv.errors import Inconclusive, InputRefused, UsageProblem
+from llmconv.errors import Inconclusive, UsageProblem
 from llmconv.files.sources import fetches
 from llmconv.files.system_calls import cores
-from llmconv.runtime.context_length import context_length, language_config
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.session_settings import provider_name
+from llmconv.runtime.random_prompts import random_prompts, usable_tokens
 
 OWN = ("onnx", "packed")
 """Runtimes that use the onnxruntime of this process's environment."""
@@ -26,8 +25,6 @@ LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
 PAUSE = 0.1
 """Seconds between two candidates, since the threads of the previous one busy-wait for a while."""
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @fetches
@@ -68,7 +65,7 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
     threads = require_least(threads, 0, "threads") or cores()
     candidates = _candidates(model, against, provider)
     lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
-    tokens = _usable_tokens(candidates[0].folder)
+    tokens = usable_tokens(candidates[0].folder)
     cells: list[Measurement] = []
     with ExitStack() as stack:
         opened = (WorkerProcess(candidate, threads, provider) for candidate in candidates)
@@ -148,30 +145,3 @@ def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
             hint="give smaller `--lengths` or `--new-tokens`",
         )
     return fitting
-
-
-def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
-    """Random prompts of shape [batch, length], with a fixed seed.
-
-    Args:
-        tokens: to choose from.
-        batch: number of prompts.
-        length: tokens of each.
-    """
-    found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
-    return found
-
-
-def _usable_tokens(folder: Path) -> list[int]:
-    """All tokens of the vocabulary except special ones.
-
-    Raises:
-        InputRefused: the configuration has no `vocab_size`.
-    """
-    config = language_config(folder)
-    size = config.get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
-    values = [config.get(name) for name in SPECIAL]
-    special = {token for value in values for token in (value if isinstance(value, list) else [value])}
-    return [token for token in range(size) if token not in special] or list(range(size))

@@ -15,13 +15,11 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.hub import snapshot_home, source_name
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_remote, local_path
+from llmconv.interpreters import script_command
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import short_provider
 
 WORKER = Path(__file__).with_name("worker.py")
-START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""Unlike `python FILE`, it keeps the file's folder off `sys.path`: its modules could shadow others."""
-
 RUNTIMES = {
     "onnx": "llmconv's loop over the graphs",
     "packed": "the same, with weights packed by onnxruntime",
@@ -101,11 +99,10 @@ class WorkerProcess:
         self.candidate = candidate
         if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
             read_genai_config(candidate.folder)
-        start = [candidate.interpreter, "-c", START, WORKER]
-        command = [*start, candidate.kind, candidate.folder, threads, short_provider(provider)]
+        arguments = candidate.kind, candidate.folder, threads, short_provider(provider)
         try:
             self._process = subprocess.Popen(
-                list(map(str, command)),
+                script_command(candidate.interpreter, WORKER, *arguments),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

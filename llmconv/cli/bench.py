@@ -85,12 +85,14 @@ def command(
     """
     from llmconv.bench import BenchCandidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
+    from llmconv.bench.runtimes import RUNTIMES
     from llmconv.bench.table import table, write_csv
+    from llmconv.interpreters import parse_interpreters
 
     _require_places(csv_file, plot_file)
     if plot_file:
         require_plotting(plot_file)
-    interpreters = _interpreters(pythons)
+    interpreters = parse_interpreters(pythons, RUNTIMES)
     first = BenchCandidate.parse(folder, None, interpreters)
     result = bench(
         first,
@@ -124,15 +126,3 @@ def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
     for file in filter(None, (csv_file, plot_file)):
         require_parents(file)
         require_plain(file)
-
-
-def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given]
-    from llmconv.bench.runtimes import RUNTIMES
-
-    for text, (runtime, _, path) in zip(given, pairs, strict=True):
-        if path and runtime not in RUNTIMES:
-            raise UsageProblem(f"unknown runtime in `--python {text}`", hint=f"give one of: {', '.join(RUNTIMES)}")
-        if not runtime or not path:
-            raise click.UsageError(f"`{text}` is not RUNTIME=PATH")
-    return {runtime: path for runtime, _, path in pairs}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmconv.verify import Report
 
 OF_GRAPHS = ("input_map",)
-OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "record", "adapter")
+OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "record", "adapter", "clients", "pythons")
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
@@ -117,6 +117,20 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
     "--adapter",
     metavar="PATH",
     help="Compare graphs of `export --lora-inputs` with the eager model and this LoRA adapter of PEFT.",
+)
+@click.option(
+    "--client",
+    "clients",
+    multiple=True,
+    metavar="NAME",
+    help="Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
+)
+@click.option(
+    "--python",
+    "pythons",
+    multiple=True,
+    metavar="CLIENT=PATH",
+    help="Python that has the client, such as genai=PATH; of transformersjs, the folder with its node_modules.",
 )
 @click.option(
     "--allow-changed", is_flag=True, help="A graph that was changed after its export is a note instead of a failure."
@@ -223,6 +237,10 @@ def _require_compatible(folder: str | None, graphs: tuple[Path, ...], choices: d
     if graphs and not choices["record"]:
         raise UsageProblem(
             "`--no-record` applies to FOLDER only", hint="leave it out: a verdict on `--graph` is never recorded"
+        )
+    if graphs and choices["clients"]:
+        raise UsageProblem(
+            "`--client` applies to FOLDER only", hint="a client needs the files that `export --layout` writes"
         )
     if graphs and choices["allow_changed"]:
         raise UsageProblem(

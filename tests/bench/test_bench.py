@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import environments
 from llmconv.bench import BenchCandidate, BenchResult, Measurement, bench
-from llmconv.bench.bench import lengths_within, random_prompts
+from llmconv.bench.bench import lengths_within
 from llmconv.bench.measurement import first_difference
 from llmconv.bench.plot import write_plot
 from llmconv.bench.table import table, write_csv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
+from llmconv.runtime.random_prompts import random_prompts
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,1 @@
+"""Programs that run in the environments of the clients: they import neither llmconv nor each other."""

@@ -1,0 +1,56 @@
+"""Runs in the environment of optimum-onnx; see `client.Client.generate` for what it reads and writes.
+
+Prompts are padded on the left, with their own mask.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Answers the request on stdin; stdout is only for the answer, output of libraries goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        torch, library = importlib.import_module("torch"), importlib.import_module("optimum.onnxruntime")
+        packages = ("optimum-onnx", "transformers", "onnxruntime")
+        versions = {name: importlib.metadata.version(name) for name in packages}
+    except ImportError as error:
+        answers.write(json.dumps({"missing": str(error)}))
+        return
+    answer: dict[str, Any] = {"versions": versions}
+    if request["folder"]:
+        model = library.ORTModelForCausalLM.from_pretrained(request["folder"])
+        ends = model.generation_config.eos_token_id
+        answer["ends"] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        answer["rows"] = [batch(torch, model, prompts, request["new"]) for prompts in request["batches"]]
+    answers.write(json.dumps(answer))
+
+
+def batch(torch: Any, model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """New tokens of greedy search, [prompts, new].
+
+    Args:
+        torch: torch.
+        model: the opened model.
+        prompts: token ids of each prompt.
+        new: maximum number of new tokens.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=0, **greedy)
+    rows: list[list[int]] = found[:, longest:].tolist()
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+// Runs in Node with transformers.js; see `client.Client.generate` for what it reads and writes.
+// Prompts are padded on the left, with their own mask. The package is that of the working folder.
+import { readFileSync } from 'node:fs';
+import { createRequire } from 'node:module';
+
+const int64 = (Tensor, rows) =>
+  new Tensor('int64', BigInt64Array.from(rows.flat().map(BigInt)), [rows.length, rows[0].length]);
+
+async function generate({ AutoModelForCausalLM, Tensor }, { folder, batches, new: max_new_tokens }) {
+  const model = await AutoModelForCausalLM.from_pretrained(folder);
+  const given = model.generation_config?.eos_token_id ?? [];
+  const rows = [];
+  for (const prompts of batches) {
+    const longest = Math.max(...prompts.map((prompt) => prompt.length));
+    const padded = (fill) => prompts.map((prompt) => [...Array(longest - prompt.length).fill(0), ...fill(prompt)]);
+    const input_ids = int64(Tensor, padded((prompt) => prompt));
+    const attention_mask = int64(Tensor, padded((prompt) => prompt.map(() => 1)));
+    const greedy = { do_sample: false, num_beams: 1, repetition_penalty: 1.0, no_repeat_ngram_size: 0 };
+    const found = await model.generate({ input_ids, attention_mask, max_new_tokens, min_new_tokens: 0, ...greedy });
+    rows.push(found.tolist().map((row) => row.slice(longest).map(Number)));
+  }
+  await model.dispose();
+  return { ends: [given].flat(), rows };
+}
+
+const request = JSON.parse(readFileSync(0, 'utf8'));
+let library;
+try {
+  library = createRequire(`${process.cwd()}/`)('@huggingface/transformers');
+} catch (error) {
+  if (error.code !== 'MODULE_NOT_FOUND') throw error;
+  console.log(JSON.stringify({ missing: error.message.split('\n')[0] }));
+  process.exit();
+}
+library.env.allowRemoteModels = false;
+const versions = { '@huggingface/transformers': library.env.version };
+console.log(JSON.stringify({ versions, ...(request.folder ? await generate(library, request) : {}) }));
