@@ -1,4 +1,4 @@
-"""Write the table of formats in README.md from the formats; with --check, only report whether it is up to date."""
+"""Write the table of formats in docs/reading.md from the formats; with --check, only report whether it is up to date."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmconv.convert.formats import Format, formats
 
-PAGE = Path("README.md")
+PAGE = Path("docs/reading.md")
 BEGIN, END = "<!-- formats: written by `make docs` -->", "<!-- end of formats -->"
 
 

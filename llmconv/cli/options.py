@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from llmconv.argument_checks import ELEMENT_TYPES
 from llmconv.files.paths import output_path, output_place
@@ -60,7 +61,15 @@ class NamedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class NamedText(click.types.StringParamType):
+class CompletesPaths:
+    """Lets the shell complete a path."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """What the shell itself knows: files and folders."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+class NamedText(CompletesPaths, click.types.StringParamType):
     """A local path, a URI or a Hub id that is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -69,7 +78,7 @@ class NamedText(click.types.StringParamType):
         return super().convert(value, param, ctx)
 
 
-class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
+class Output(CompletesPaths, click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
     """A local file or folder to write: the type of every option for one."""
 
     name = "path"
