@@ -1,4 +1,4 @@
-"""Write the table of formats in docs/reading.md from the formats; with --check, only report whether it is up to date."""
+"""Write the table of formats in docs/reading.md; with --check, only report whether it is up to date."""
 
 from __future__ import annotations
 
