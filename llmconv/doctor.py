@@ -96,8 +96,12 @@ def _required() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
+    seen: set[str] = set()
     for extra, purpose in NEEDED_FOR.items():
         for requirement in _requirements(extra):
+            if requirement.name in seen:  # two extras may share a package
+                continue
+            seen.add(requirement.name)
             found = _installed(requirement.name)
             fits = found is not None and requirement.specifier.contains(found, prereleases=True)
             status = OPTIONAL if found is None else OK if fits else WRONG

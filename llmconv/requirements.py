@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 from llmconv.errors import UnsupportedInput
 from llmconv.progress import warn
@@ -42,6 +42,19 @@ def require_transformers() -> None:
         raise UnsupportedInput(f"llmconv needs {RANGE}; this is {installed}", hint=_install())
     if numbers >= NEWEST:
         warn(f"llmconv supports {RANGE}; this is {installed}, which is not tested")
+
+
+def missing_package(error: ModuleNotFoundError) -> UnsupportedInput | None:
+    """The refusal to run without a package that llmconv requires; None for any other module."""
+    module = (error.name or "").partition(".")[0]
+    package = {"yaml": "pyyaml"}.get(module, module)
+    required = [line for line in requires("llmconv") or () if "extra ==" not in line]
+    needed = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in required}
+    if not package or package.lower() not in needed:
+        return None
+    return UnsupportedInput(
+        f"llmconv needs {package}, which is not installed", hint="`llmconv doctor` shows what is missing"
+    )
 
 
 def _install() -> str:

@@ -49,6 +49,14 @@ def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> N
     assert "Subsystem for Linux" in done.stderr
 
 
+@pytest.mark.parametrize("module", ["torch", "onnxruntime", "onnx_ir"])
+def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str) -> None:
+    hidden = f"import sys; sys.modules[{module!r}] = None; from llmconv.cli import main"
+    done = python(f"{hidden}; main(['export', {str(ROOT / 'examples/tiny-llama')!r}])", tmp_path)
+    assert done.stderr.splitlines()[0] == f"error: llmconv needs {module}, which is not installed"
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize("room", ["convert", "export", "verify"])
 def test_the_library_refuses_windows_in_one_line(room: str, tmp_path: Path) -> None:
     done = python(f"{WINDOWS}\nimport llmconv.{room}", tmp_path)

@@ -43,7 +43,7 @@ def modules() -> set[str]:
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"} | page | texts
     stubs = [path for room in ROOMS for path in Path(room).rglob("*.pyi")]
     compiled = [path.with_suffix(".abi3.so") for path in stubs]
-    rooms = [path for room in ROOMS for kind in ("py", "json") for path in Path(room).rglob(f"*.{kind}")]
+    rooms = [path for room in ROOMS for kind in ("py", "json", "mjs") for path in Path(room).rglob(f"*.{kind}")]
     return front | {f"llmconv/{path}" for path in (*rooms, *stubs, *compiled)}
 
 

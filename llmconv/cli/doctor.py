@@ -42,7 +42,7 @@ def command(as_json: bool) -> None:
         packages = [one for one in problems if one.group == "required"]
         words = " ".join(f"'{one.name}{one.note}'" for one in packages)
         hint = f"`pip install {words}`" if words else "its line says why"
-        names = listing([one.name for one in problems])
+        names = listing(list(dict.fromkeys(one.name for one in problems)))
         raise UnsupportedInput(f"this installation does not work: {names}", hint=hint)
 
 
