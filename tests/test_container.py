@@ -55,6 +55,8 @@ def test_the_python_is_one_that_llmconv_supports() -> None:
 def test_its_commands_build_and_install_a_working_llmconv(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(venv / "bin/python"), "-m", "pip"]
+    subprocess.run([*pip, "uninstall", "-q", "-y", "setuptools"], check=True)  # too old to build it
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -55,6 +55,7 @@ def test_an_error_has_the_message_and_the_exit_code_of_export(tmp_path: Path) ->
 def test_the_plugin_installs_by_itself(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv/bin/python"
+    subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)  # too old to build it
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", str(PLUGIN)]
