@@ -53,7 +53,11 @@ ENVIRONMENTS: dict[str, Steps] = {
 
 WITHOUT_TORCH = {"genai", "llama.cpp"}
 
-NODE = {"azurite": ("azurite@3.35.0",), "transformersjs": ("@huggingface/transformers@4.3.1",)}
+NODE = {
+    "azurite": ("azurite@3.35.0",),
+    "chromium": ("@sparticuz/chromium@147.0.0", "puppeteer-core@24.43.1"),
+    "transformersjs": ("@huggingface/transformers@4.3.1",),
+}
 """Name to the packages of each environment of Node; its `npm` must be installed (Node 20 or later)."""
 
 

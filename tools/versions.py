@@ -100,7 +100,20 @@ def result(environment: Environment, tests: list[str], workers: str) -> tuple[st
     version = output(python, "-c", "import platform; print(platform.python_version())").strip()
     packages = ", ".join(differing(python))
     demo = "passes" if not call(python, "examples/demo.py", log="demo", name=environment.name) else "failed"
-    arguments = ("-n", workers, "--dist", "worksteal", "-m", "not slow", "-q", "-p", "no:cacheprovider", *tests)
+    arguments = (
+        "-n",
+        workers,
+        "--dist",
+        "worksteal",
+        "-m",
+        "not slow",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        *tests,
+    )
     call(python, "-m", "pytest", *arguments, log="tests", name=environment.name)
     lines = (BUILD / f"{slug(environment.name)}-tests.log").read_text().strip().splitlines()
     counts = re.sub(r" in .*|=+ ?", "", lines[-1]) if lines else "failed to start"

@@ -258,6 +258,31 @@ def test_a_missing_window_is_named(exported: Tiny, tmp_path: Path) -> None:
     assert audit(folder).detail == f"no node decides by the sliding window of {window}"
 
 
+def rotary_product(folder: Path, target: Path, rows: int) -> Path:
+    """The llama with the rotary angles from a matrix product of `rows` terms, which are those of the model for one."""
+    folder = decode_only(folder, target)
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    angles = next(node for node in users(model, "Mul") if node.name.startswith("model.rotary_emb"))
+    table = constant_value(model, angles.input[1])
+    assert table is not None
+    copies = onnx.helper.make_node("Concat", [angles.input[0]] * rows, ["positions"], axis=-1)
+    model.graph.node.insert(list(model.graph.node).index(angles), copies)
+    angles.op_type = "MatMul"
+    angles.input[:] = ["positions", add_constant(model, np.stack([table] * rows)[None])]
+    onnx.save(model, folder / "decode.onnx")
+    return folder
+
+
+def test_angles_from_an_outer_product_decide_nothing(exported: Tiny, tmp_path: Path) -> None:
+    folder = rotary_product(exported("llama"), tmp_path / "outer", 1)
+    assert verify(folder, scenario="left padding", allow_changed=True, record=False).verdict == "pass"
+
+
+def test_a_matrix_product_of_more_terms_is_named(exported: Tiny, tmp_path: Path) -> None:
+    folder = rotary_product(exported("llama"), tmp_path / "product", 2)
+    assert "MatMul of position with a table of numbers" in audit(folder).detail
+
+
 def test_a_default_of_transformers_is_a_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
     """Older configs lack fields; what the model then has is what its class says."""
     folder = decode_only(exported("gpt2"), tmp_path / "bare")

@@ -124,6 +124,8 @@ class DerivedValues:
             return self._cast(node, first)
         if op in SUMS and (made := self._sum(node, given)) is not None:
             return made
+        if op == "MatMul" and self._is_outer(node, given):
+            return self._scaled(node, forms_of(given))
         if op == "Concat":
             return self._concat(node, given)
         if op in SELECTIONS:
@@ -195,6 +197,15 @@ class DerivedValues:
         if op == "Div" and is_float and not forms[1].terms and forms[1].number:
             return InputValue(forms[0].times(1 / forms[1].number))
         return None
+
+    def _is_outer(self, node: onnx.NodeProto, given: list[Value]) -> bool:
+        """Whether a matrix product sums one product each, as that of rotary frequencies before transformers 5.19."""
+        for axis, name, value in zip((-1, -2), node.input, given, strict=True):
+            sizes = self.state.lengths(name)
+            is_column = isinstance(value, ConstantValue) and value.array.ndim > 1 and value.array.shape[axis] == 1
+            if is_column and sizes is not None and not sizes[axis].terms and sizes[axis].number == 1:
+                return True
+        return False
 
     def _scaled(self, node: onnx.NodeProto, forms: list[AffineForm]) -> Value:
         """Product with or quotient by a table: numbers of the form disappear in it, so they must be the model's."""
