@@ -14,7 +14,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site fuzz wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site pictures fuzz wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -79,6 +79,9 @@ docs: $(READY) ## write the generated pages again
 
 site: $(READY) ## build the documentation as a site, build/site/index.html; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+
+pictures: $(READY) ## screenshots of the report and of the chat page, by a browser from npm; kept in docs/pictures/
+	$(BIN)/python -m tools.screenshots
 
 fuzz: $(READY) ## changed inputs for every parser, SECONDS=60 each; what goes wrong is kept in tests/fuzz/corpus
 	@$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)

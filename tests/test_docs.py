@@ -96,7 +96,7 @@ def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
 def test_make_alone_lists_the_words() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site"
+    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site pictures"
     assert listed == [*words.split(), "fuzz", "wheel", "size"]
 
 
