@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -96,8 +97,8 @@ def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
 def test_make_alone_lists_the_words() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site pictures"
-    assert listed == [*words.split(), "fuzz", "wheel", "size"]
+    words = "setup demo test test-slow clients check fix bench families versions mutants other-exporters docs site"
+    assert listed == [*words.split(), "pictures", "fuzz", "wheel", "size"]
 
 
 @pytest.mark.slow
@@ -130,6 +131,22 @@ def test_the_session_of_a_start_page_is_what_happens(page: Path, tmp_path: Path)
 def test_every_start_page_is_on_the_first_page_and_in_the_menu() -> None:
     first, menu = (ROOT / "docs/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in START if f"start/{page.name}" not in first or f"start/{page.name}" not in menu] == []
+
+
+def string_parts() -> set[str]:
+    """Every string in the sources, f-strings in their constant parts."""
+    sources = (path for room in ("llmconv", "convert", "export", "verify") for path in (ROOT / room).rglob("*.py"))
+    nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_a_message_under_troubleshooting_is_one_of_the_program() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^### (.*)$", text.partition("## Messages")[2].partition("## Symptoms")[0], re.MULTILINE)
+    parts = [part.strip() for message in messages for part in re.split(r"…,?", message) if part.strip()]
+    sources = string_parts()
+    assert len(messages) > 5
+    assert [part for part in parts if not any(part in found for found in sources)] == []
 
 
 @pytest.mark.slow
