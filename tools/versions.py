@@ -153,7 +153,7 @@ def borrow(home: Path) -> None:
 
 def differing(python: Path) -> Iterator[str]:
     """The direct dependencies whose version is not the pinned one."""
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", Path("constraints.txt").read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", Path("constraints.txt").read_text().lower(), re.MULTILINE))
     names = [re.split(r"[>;<=~ ]", line)[0] for line in requirements()]
     code = "import sys; from importlib.metadata import version; [print(version(name)) for name in sys.argv[1:]]"
     for name, found in zip(names, output(python, "-c", code, *names).split(), strict=True):

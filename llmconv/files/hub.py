@@ -103,7 +103,7 @@ def _unreachable(address: HubAddress) -> InputRefused:
     why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
     return InputRefused(
         f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}",
-        hint="check the spelling or the network, or give a local path",
+        hint="check the spelling, the current folder and the network",
     )
 
 
