@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import shutil
 import sys
@@ -68,8 +69,8 @@ class Finding:
 
     @property
     def is_problem(self) -> bool:
-        """Whether llmconv cannot work as it is."""
-        return self.status in (MISSING, WRONG)
+        """Whether llmconv cannot work as it is; a package for one feature alone is none."""
+        return self.status in (MISSING, WRONG) and self.group != "optional"
 
 
 def diagnose() -> list[Finding]:
@@ -91,8 +92,21 @@ def _required() -> Iterator[Finding]:
     for requirement in _requirements(""):
         found = _installed(requirement.name)
         fits = found is not None and requirement.specifier.contains(found.partition("+")[0], prereleases=True)
-        status = MISSING if found is None else OK if fits else WRONG
-        yield Finding("required", requirement.name, status, found or "", str(requirement.specifier))
+        problem = _why_not_loaded(requirement.name) if found else ""
+        status = MISSING if found is None or problem else OK if fits else WRONG
+        yield Finding("required", requirement.name, status, found or "", str(requirement.specifier) + problem)
+
+
+def _why_not_loaded(package: str) -> str:
+    """What an import of a package raises, in words; empty if it succeeds, or if `_devices` tells."""
+    module = {"pyyaml": "yaml"}.get(package, package.replace("-", "_"))
+    if module in ("torch", "onnxruntime"):
+        return ""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # of a broken installation, whatever it is
+        return f" (does not load: {first_line(error)})"
+    return ""
 
 
 def _optional() -> Iterator[Finding]:

@@ -97,6 +97,19 @@ def test_a_checkpoint_and_an_adapter_become_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "model/model.safetensors").stat().st_size * 2 < 620_000
 
 
+def test_a_checkpoint_and_its_adapters_become_one_folder(tmp_path: Path) -> None:
+    source, adapters = str(EXAMPLE / "ep4-ba2400-rank0.pt"), f"{EXAMPLE}/adapter\n"
+    job = run(tmp_path, source=source, adapters=adapters, export="false", verify="false")
+    assert job.codes == {"Convert": 0, "Merge": 0, "Summary": 0}, job.output
+    assert (tmp_path / "model/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["--schema", "--help"])
+def test_an_input_is_never_read_as_an_option(tmp_path: Path, name: str) -> None:
+    assert run(tmp_path, file=name).codes["Run file"] != 0
+    assert run(tmp_path, source=name, export="false", verify="false").codes["Convert"] != 0
+
+
 def test_options_are_words_and_never_run(tmp_path: Path) -> None:
     source = str(EXAMPLE / "ep4-ba2400-rank0.pt")
     job = run(tmp_path, source=source, to_hf_options="--dtype $(touch x) ; touch x", export="", verify="")

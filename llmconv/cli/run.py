@@ -49,10 +49,10 @@ def command(
     """Do the steps that FILE lists, but for those that are done.
 
     FILE is YAML: conversions, merges, exports, verifications, uploads; docs/run.md describes it. Each step is one
-    command of llmconv with its options, and runs as a process of its own in the folder of FILE. Names and
-    values of options are checked first. A step whose command, inputs and outputs are as the last run left them is not done again: sizes and times of
-    files are compared, ETags of objects, commits of the Hub. After an error the others are not run; the same command
-    continues there.
+    command of llmconv with its options, and runs as a process of its own in the folder of FILE. Names and values of
+    options are checked first. A step whose command, inputs and outputs are as the last run left them is not done again:
+    sizes and times of files are compared, ETags of objects, commits of the Hub. After an error the others are not run;
+    the same command continues there.
 
     \b
     llmconv run model.yaml --dry-run

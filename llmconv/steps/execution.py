@@ -116,8 +116,9 @@ class Execution:
         """Does a step, and records it."""
         home, start = self._file.home, time.monotonic()
         before = self._read(step) | stamps(step.outputs, home)
-        is_own = self._record.is_own(step)
-        if is_own or not stamps(step.changes, home):
+        there = stamps(step.changes, home)
+        is_own = self._record.is_own(step, there)
+        if is_own or not there:
             self._record.begin(step)
         code = self._call(step, is_own)
         seconds = time.monotonic() - start

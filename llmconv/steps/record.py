@@ -20,7 +20,7 @@ from typing import Any
 
 from llmconv.files.named_file import replace_file
 from llmconv.files.paths import is_address
-from llmconv.steps.stamps import UNKNOWN, Stamps
+from llmconv.steps.stamps import MANIFEST_STAMP, UNKNOWN, Stamps
 from llmconv.steps.step import Step
 from llmconv.version import __version__
 
@@ -76,14 +76,16 @@ class Record:
         content = {"record_version": VERSION, "steps": {name: asdict(done) for name, done in self.steps.items()}}
         replace_file(self.path, json.dumps(content, indent=1).encode())
 
-    def is_own(self, step: Step) -> bool:
-        """Whether an earlier run made the outputs that a step has now, or began to; they may have been others."""
+    def is_own(self, step: Step, outputs: Stamps) -> bool:
+        """Whether an earlier run made what lies at a step's outputs: a file there is as that run left it.
+
+        Args:
+            step: the step.
+            outputs: stamps of what lies there now.
+        """
         done = self.steps.get(step.name)
-        home = self.path.parent
-        places = [name if is_address(name) else os.path.relpath(home / name, home) for name in step.changes]
-        return done is not None and any(
-            f"{name}/".startswith((f"{p}/", f"{p}#")) for name in done.written for p in places
-        )
+        told = {} if done is None else done.written
+        return any(outputs.get(name) == stamp not in (UNKNOWN, MANIFEST_STAMP) for name, stamp in told.items())
 
     def keep(self, steps: Iterable[Step]) -> None:
         """Forgets steps that the file no longer has, and puts the others in its order."""
@@ -92,7 +94,8 @@ class Record:
     def begin(self, step: Step) -> None:
         """Records that a step is under way: if it does not end, it is not done."""
         places = [name if is_address(name) else os.path.normpath(name) for name in step.changes]
-        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN))
+        earlier = self.steps[step.name].written if step.name in self.steps else {}
+        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN) | earlier)
         self.save()
 
     def forget(self, step: Step) -> None:

@@ -18,6 +18,7 @@ Options have the names of the command line without dashes; relative paths begin 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import yaml
 
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
+from llmconv.files.paths import is_address
 from llmconv.steps.step import COMMANDS, Step, make_step
 
 KEYS = {"variables", "steps"}
@@ -61,7 +63,7 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
 
     Args:
         path: of the YAML file.
-        changes: values of `--set` by variable, or by `STEP.OPTION`; each is parsed as YAML.
+        changes: values of `--set` by variable, or by `STEP.OPTION`: texts, `true`, `false`, or `[LIST]`.
         group: of all commands.
 
     Raises:
@@ -74,18 +76,52 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
     if path.suffix not in (".yaml", ".yml"):
         raise InputRefused(f"`{path.name}` is not a YAML file", hint="its name ends with .yaml or .yml")
     content = read_config_file(path)
+    if twice := repeated_key(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
+        _refuse(path, f"has the duplicate key `{twice}`", "remove one of the two")
     if unknown := content.keys() - KEYS:
         _refuse(path, f"has the unknown key `{min(unknown)}`", "its keys are `variables` and `steps`")
     variables, items = content.get("variables") or {}, content.get("steps")
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         _refuse(path, "has `variables` that are not a mapping", "write `name: value`")
+    if nested := [name for name, value in variables.items() if isinstance(value, str) and VARIABLE.search(value)]:
+        _refuse(path, f"has a variable in the value of the variable `{nested[0]}`", "variables have plain values")
     if not isinstance(items, list) or not items:
         _refuse(path, "has no list of `steps`", "each step is a command with its options, such as `- to-hf: {…}`")
     named = _named([_command_of(path, item, number) for number, item in enumerate(items, 1)])
-    variables, named = _changed(variables, named, {name: _value(name, text) for name, text in changes.items()})
-    return RunFile(
-        path, tuple(make_step(name, command, _filled(options, variables), group) for name, command, options in named)
-    )
+    variables, named = _changed(variables, named, {name: _value(text) for name, text in changes.items()})
+    steps = tuple(make_step(name, command, _filled(options, variables), group) for name, command, options in named)
+    _require_own_outputs(path, steps)
+    return RunFile(path, steps)
+
+
+def repeated_key(node: yaml.Node | None) -> str:
+    """A key that a mapping has twice, at any depth, with `-` as `_`; empty if there is none."""
+    seen: set[int] = set()
+    nodes = [node] if node else []
+    while nodes:
+        one = nodes.pop()
+        if id(one) in seen:  # an alias
+            continue
+        seen.add(id(one))
+        pairs = one.value if isinstance(one, yaml.MappingNode) else []
+        keys = [str(key.value) for key, _ in pairs]
+        spelled = [key.replace("-", "_") for key in keys]
+        for at, key in enumerate(spelled):
+            if key in spelled[:at]:
+                return keys[at]
+        nodes += [value for _, value in pairs] if pairs else one.value if isinstance(one, yaml.SequenceNode) else []
+    return ""
+
+
+def _require_own_outputs(path: Path, steps: Iterable[Step]) -> None:
+    """Refuses two steps that write to the same place."""
+    writers: dict[str, str] = {}
+    for step in steps:
+        for place in {name if is_address(name) else os.path.normpath(name) for name in step.outputs}:
+            if place in writers:
+                problem = f"has two steps that write `{place}`: `{writers[place]}` and `{step.name}`"
+                _refuse(path, problem, "give each an output of its own")
+            writers[place] = step.name
 
 
 Named = tuple[str, str, dict[str, Any]]
@@ -128,12 +164,16 @@ def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
 
 
-def _value(name: str, text: str) -> Any:
+def _value(text: str) -> Any:
+    """A value of `--set`: true, false, or a list in brackets; any other is the text as it is."""
+    if text in ("true", "false"):
+        return text == "true"
+    if not text.startswith("[") or len(text) > 10_000 or "&" in text or "*" in text:
+        return text
     try:
-        value = yaml.safe_load(text) if len(text) < 10_000 and "&" not in text and "*" not in text else text
+        return yaml.load(text, yaml.BaseLoader)  # which makes texts alone
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    return value
 
 
 def _changed(
@@ -166,14 +206,24 @@ def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
         return value
     if (found := VARIABLE.fullmatch(value)) and found[2] is not None:
         return _variable(found[2], variables)
-    return VARIABLE.sub(lambda found: "$" if found[2] is None else str(_variable(found[2], variables)), value)
+    return VARIABLE.sub(lambda found: "$" if found[2] is None else _text_of(found[2], variables), value)
 
 
 def _variable(name: str, variables: Mapping[str, Any]) -> Any:
     if name not in variables:
         known = f"it has {listing([*variables])}" if variables else "list it under `variables`"
         raise MalformedInput(f"the file has no variable `{name}`", hint=known)
+    if variables[name] is None:
+        hint = f"write `{name}: VALUE` or `--set {name}=VALUE`"
+        raise MalformedInput(f"the variable `{name}` has no value", hint=hint)
     return variables[name]
+
+
+def _text_of(name: str, variables: Mapping[str, Any]) -> str:
+    value = _variable(name, variables)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise MalformedInput(f"the variable `{name}` in a text is neither text nor number", hint="put it in quotes")
+    return str(value)
 
 
 def _refuse(path: Path, problem: str, hint: str) -> NoReturn:

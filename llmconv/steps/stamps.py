@@ -13,6 +13,7 @@ from typing import Any
 
 from llmconv.errors import LlmconvError
 from llmconv.files.paths import is_address, without_credentials
+from llmconv.files.pointer_files import follow_local
 from llmconv.files.sources import files_under, is_hub_id
 from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
 from llmconv.output.manifest import MANIFEST
@@ -24,6 +25,9 @@ Stamps = dict[str, str]
 UNKNOWN = ""
 MANIFEST_STAMP = "manifest"
 """Of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own."""
+
+SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
+"""Suffixes of the files that formats and adapters look for next to the named one."""
 
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
 """What file systems of fsspec call the property that changes with the content."""
@@ -45,11 +49,21 @@ def stamps(names: Iterable[str], home: Path, *, on_hub: bool = False) -> Stamps:
         path = home / name
         if is_address(name):
             found |= _remote_stamps(name)
-        elif os.path.lexists(path):
-            found |= {os.path.relpath(file, home): _stamp(file) for file in files_under(path)}
+        elif os.path.lexists(target := follow_local(path)):
+            files = [*files_under(target), *_read_with(target, home), *files_under(path)]
+            found |= {os.path.relpath(file, home): _stamp(file) for file in files}
         elif on_hub and is_hub_id(name):
             found[name] = _commit(hub_address(name))
     return found
+
+
+def _read_with(file: Path, home: Path) -> list[Path]:
+    """The configurations and tokenizers next to a file, which may be read with it; in the home, without run files."""
+    if not file.is_file():
+        return []
+    suffixes = SIDE_FILES - ({".yaml", ".yml"} if file.parent.resolve() == home.resolve() else set())
+    siblings = (one for one in file.parent.iterdir() if one.suffix in suffixes and not one.name.startswith("."))
+    return [one for one in siblings if one.is_file() and one != file]
 
 
 def _stamp(file: Path) -> str:

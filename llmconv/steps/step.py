@@ -138,7 +138,13 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
         if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
             raise MalformedInput(f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}", hint="put a text in quotes")
-        yield str(one)
+        try:
+            text = str(one)
+        except ValueError:  # of a number with thousands of digits
+            text = "\0"
+        if "\0" in text:
+            raise MalformedInput(f"step `{step}`: `{key}` is no value of a command line", hint="give a plain text")
+        yield text
 
 
 def _shown(value: Any) -> str:

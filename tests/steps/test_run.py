@@ -208,3 +208,13 @@ def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
     (again.parent / "build/merged/decode.onnx").unlink()
     assert planned(again)["export"] == "`build/merged/decode.onnx` is gone"
     assert {step["status"] for step in run(again)["steps"][2:]} == {"done"}
+
+
+def test_a_folder_that_was_made_again_by_hand_is_not_replaced(again: Path) -> None:
+    base = again.parent / "build/base"
+    shutil.rmtree(base)
+    by_hand = ["to-hf", str(again.parent / "run.pt"), "-o", str(base), "--dtype", "float16"]
+    assert CliRunner().invoke(main, by_hand).exit_code == 0
+    before = contents(base)
+    assert statuses(again, code=3) == {"to-hf": "failed", "merge-lora": "not run"}
+    assert contents(base) == before

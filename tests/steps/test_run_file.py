@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -130,3 +131,43 @@ def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(MalformedInput, match="without end"):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("steps: [{export: {model: a}}]\nsteps: [{export: {model: b}}]", "has the duplicate key `steps`"),
+        ("steps: [{export: {model: a, kv_cache: int8, kv-cache: int8}}]", "has the duplicate key `kv-cache`"),
+        ("steps: [{to-hf: {source: a, output: b}}, {to-hf: {source: c, output: ./b}}]", "two steps that write `b`"),
+        (
+            "variables: {a: '${b}', b: x}\nsteps: [{export: {model: '${a}'}}]",
+            "a variable in the value of the variable `a`",
+        ),
+        ("variables: {a: }\nsteps: [{export: {model: in, output: '${a}'}}]", "the variable `a` has no value"),
+        ("variables: {a: [1]}\nsteps: [{export: {model: 'x${a}'}}]", "neither text nor number"),
+        ('steps: [{export: {model: "a\\0b"}}]', "is no value of a command line"),
+        (f"steps: [{{to-hf: {{source: a, output: b, workers: 0x{'f' * 9999}}}}}]", "is no value of a command line"),
+    ],
+)
+def test_what_would_be_lost_or_misread_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(MalformedInput, match=re.escape(problem)):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["007", "12:30", "null", "1e3", "#1", "yes", ""])
+def test_a_value_of_set_is_the_text_as_it_is(tmp_path: Path, text: str) -> None:
+    content = "variables: {out: old}\nsteps: [{export: {model: in, output: 'x${out}'}}]"
+    (step,) = read(tmp_path, content, {"out": text}).steps
+    assert step.outputs == (f"x{text}",)
+
+
+def test_an_empty_value_of_set_is_an_empty_path_and_never_no_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="empty"):
+        read(tmp_path, "variables: {out: old}\nsteps: [{export: {model: in, output: '${out}'}}]", {"out": ""})
+
+
+def test_a_flag_and_a_list_can_be_set(tmp_path: Path) -> None:
+    (step,) = read(
+        tmp_path, "steps: [{export: {model: in}}]", {"export.prefill": "true", "export.layout": "[genai, optimum]"}
+    ).steps
+    assert step.arguments == ("--prefill", "--layout=genai", "--layout=optimum", "--", "in")

@@ -36,6 +36,31 @@ def test_it_changes_with_size_and_time(tmp_path: Path) -> None:
     assert len({one["a"] for one in (first, second, stamps(["a"], tmp_path))}) == 3
 
 
+def test_those_of_a_file_include_the_configurations_next_to_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    for name in (
+        "adapter/model.safetensors",
+        "adapter/adapter_config.json",
+        "adapter/train.log",
+        "m.pt",
+        "run.yaml",
+        "b.json",
+    ):
+        (tmp_path / name).write_text("x")
+    assert stamps(["adapter/model.safetensors"], tmp_path).keys() == {
+        "adapter/model.safetensors",
+        "adapter/adapter_config.json",
+    }
+    assert stamps(["m.pt"], tmp_path).keys() == {"m.pt", "b.json"}
+
+
+@pytest.mark.parametrize("name", ["latest.pt", "latest.pt.symlink"])
+def test_those_of_a_pointer_are_its_own_and_of_the_file_that_it_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "ep1.pt").write_text("x")
+    (tmp_path / "latest.pt.symlink").write_text("ep1.pt")
+    assert {"ep1.pt", "latest.pt.symlink"} <= stamps([name], tmp_path).keys()
+
+
 def test_that_of_a_manifest_says_only_that_it_is_there(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{}")
     first = stamps(["."], tmp_path)

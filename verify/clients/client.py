@@ -116,6 +116,8 @@ class Client:
         if self.name == "genai" and (folder / CONFIG).is_file():
             read_genai_config(folder)
         answer = self._ask(str(folder.resolve()), batches, new)
+        if not all(type(token) is int for token in answer["ends"]):
+            raise ClientError(f"its end tokens are not numbers: {str(answer['ends'])[:ERROR_LIMIT]}")
         return Generation(answer["versions"], frozenset(answer["ends"]), answer["rows"])
 
     def _ask(self, folder: str | None, batches: Any, new: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmconv.errors import MalformedInput
 from llmconv.verify.clients.client import Client, Generation
 from llmconv.verify.clients.comparison import NEW, ClientChecks, end_tokens, judged, lengths_problem, up_to_end
 from llmconv.verify.clients.expected_tokens import EagerLogits
@@ -77,22 +78,53 @@ def test_a_row_ends_at_the_limit_or_at_an_end_token() -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "found"),
-    [({"eos_token_id": [7, 8]}, {"eos_token_id": 2}, {7, 8}), ({}, {"eos_token_id": 2}, {2}), (None, {}, set())],
+    [
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 2}, [{7, 8}]),
+        ({}, {"eos_token_id": 2}, [set(), {2}]),
+        (None, {"eos_token_id": 2}, [{2}]),
+        (None, {}, [set()]),
+        ({}, {}, [set()]),
+    ],
 )
 def test_end_tokens_are_those_of_the_generation_config_first(
-    tmp_path: Path, generation: dict[str, object] | None, config: dict[str, object], found: set[int]
+    tmp_path: Path, generation: dict[str, object] | None, config: dict[str, object], found: list[set[int]]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert end_tokens(tmp_path) == found
+    assert end_tokens(tmp_path) == [frozenset(one) for one in found]
 
 
 @pytest.mark.parametrize("token", [-1, 100_000])
 def test_a_token_outside_the_vocabulary_is_wrong(talking: Path, monkeypatch: pytest.MonkeyPatch, token: int) -> None:
     checks = ClientChecks([Client("optimum", "")], talking, talking, lambda: EagerLogits(talking, "float32", None))
     rows = [[[token] * NEW for _ in prompts] for prompts in checks.batches]
-    monkeypatch.setattr(Client, "generate", lambda *_: Generation({}, end_tokens(talking), rows))
+    monkeypatch.setattr(Client, "generate", lambda *_: Generation({}, end_tokens(talking)[0], rows))
     (found,) = checks.checks()
     assert {check.detail for check in found if check.output} == {f"token {token} is outside the vocabulary"}
     assert all(check.verdict == "fail" for check in found if check.output)
+
+
+@pytest.mark.parametrize("given", [[[2]], {"a": 1}, "x", True, 2.5])
+def test_end_tokens_that_are_no_numbers_are_refused(tmp_path: Path, given: object) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(MalformedInput, match="eos_token_id"):
+        end_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("client", "end", "verdict"),
+    [("genai", 0, "fail"), ("genai", -1, "pass"), ("optimum", -1, "fail"), ("optimum", None, "pass")],
+)
+def test_a_client_ends_at_no_token_that_is_none_of_the_model(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str, end: int | None, verdict: str
+) -> None:
+    config = json.loads((talking / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ends = frozenset[int]() if end is None else frozenset({end % config["vocab_size"]})
+    checks = ClientChecks([Client(client, "")], talking, tmp_path, lambda: EagerLogits(talking, "float32", None))
+    rows = [[[0] * NEW for _ in prompts] for prompts in checks.batches]
+    monkeypatch.setattr(Client, "generate", lambda *_: Generation({}, ends, rows))
+    (listed,) = checks.checks()
+    assert (listed[0].name, listed[0].verdict) == ("end tokens", verdict)

@@ -49,8 +49,10 @@ def batch(library: Any, numpy: Any, model: Any, prompts: list[list[int]], pad: i
     """
     longest = max(map(len, prompts))
     params = library.GeneratorParams(model)
-    greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "min_length": 0}
-    params.set_search_options(max_length=longest + new, batch_size=len(prompts), **greedy)
+    # other values may be in the folder's configuration
+    greedy = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "min_length": 0}
+    penalties = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    params.set_search_options(max_length=longest + new, batch_size=len(prompts), **greedy, **penalties)
     generator = library.Generator(model, params)
     padded = [[*prompt, *[pad] * (longest - len(prompt))] for prompt in prompts]
     generator.append_tokens(numpy.array(padded if len(padded) > 1 else padded[0], dtype="int32"))

@@ -28,7 +28,9 @@ def main() -> None:
     answer: dict[str, Any] = {"versions": versions}
     if request["folder"]:
         model = library.ORTModelForCausalLM.from_pretrained(request["folder"])
-        ends = model.generation_config.eos_token_id
+        ends, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+        config = importlib.import_module("transformers").GenerationConfig  # greedy, whatever else the folder sets
+        model.generation_config = config(eos_token_id=ends, pad_token_id=0 if pad is None else pad)
         answer["ends"] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         answer["rows"] = [batch(torch, model, prompts, request["new"]) for prompts in request["batches"]]
     answers.write(json.dumps(answer))
@@ -46,8 +48,7 @@ def batch(torch: Any, model: Any, prompts: list[list[int]], new: int) -> list[li
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-    found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=0, **greedy)
+    found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new)
     rows: list[list[int]] = found[:, longest:].tolist()
     return rows
 

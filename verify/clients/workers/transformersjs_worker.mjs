@@ -8,15 +8,15 @@ const int64 = (Tensor, rows) =>
 
 async function generate({ AutoModelForCausalLM, Tensor }, { folder, batches, new: max_new_tokens }) {
   const model = await AutoModelForCausalLM.from_pretrained(folder);
-  const given = model.generation_config?.eos_token_id ?? [];
+  const given = model.generation_config?.eos_token_id ?? model.config.eos_token_id ?? [];
+  model.generation_config = { eos_token_id: given.length === 0 ? null : given }; // greedy, whatever else the folder sets
   const rows = [];
   for (const prompts of batches) {
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
     const padded = (fill) => prompts.map((prompt) => [...Array(longest - prompt.length).fill(0), ...fill(prompt)]);
     const input_ids = int64(Tensor, padded((prompt) => prompt));
     const attention_mask = int64(Tensor, padded((prompt) => prompt.map(() => 1)));
-    const greedy = { do_sample: false, num_beams: 1, repetition_penalty: 1.0, no_repeat_ngram_size: 0 };
-    const found = await model.generate({ input_ids, attention_mask, max_new_tokens, min_new_tokens: 0, ...greedy });
+    const found = await model.generate({ input_ids, attention_mask, max_new_tokens, do_sample: false });
     rows.push(found.tolist().map((row) => row.slice(longest).map(Number)));
   }
   await model.dispose();
