@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import onnx_ir as ir
@@ -18,6 +17,7 @@ from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
 from llmconv.export.tracing.fake_model import CLASSIFY, depth
 from llmconv.runtime.cache_names import is_recurrent
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE
+from llmconv.runtime.library_patches import cache_parameter
 
 EMBED, RERANK = "embed", "rerank"
 
@@ -51,8 +51,7 @@ class SinglePass(nn.Module):
             )
         self.model, self._spec, self._input_map = model, spec, input_map
         self._states = [port for port in input_map.past(model.config) if input_map.kind.mixed]
-        names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        self._cache_name = cache_parameter(model.forward)
         if isinstance(spec.head, SentenceHead):
             for layer in spec.head.layers:
                 if isinstance(layer, Dense):

@@ -27,6 +27,7 @@ RESERVED = (
     "attention_mask",
     "position_ids",
     "write_indices",
+    "cache",
     "cache_params",
     "use_cache",
 )

@@ -5,11 +5,12 @@ transformers promises none of these names; `tests/runtime/test_library_patches.p
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,9 @@ KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 CONTINUED_SCAN = "mamba2_chunk_scan"
 """Function of those modeling files whose scan continues a recurrent state (5.23; absent before)."""
 
+ATTENDING = "past_key_values"
+"""The parameter for the cache of models that attend; those with another one expect the mask of the new tokens only."""
+
 SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable: weights are loaded in the calling thread (5.16 to 5.23)."""
 
@@ -42,6 +46,15 @@ def silence_kernel_hints() -> None:
 def continues_recurrent_state(model: Any) -> bool:
     """Whether several new tokens continue a recurrent state; else their scan starts from zeros."""
     return hasattr(sys.modules[type(model).__module__], CONTINUED_SCAN)
+
+
+def cache_parameter(forward: Callable[..., Any]) -> str:
+    """The parameter of a model's `forward` that takes its cache; see `ATTENDING`.
+
+    Models whose layers have no keys and values call it `cache_params`, or `cache` since 5.24.
+    """
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in ("cache_params", ATTENDING, "cache") if name in parameters), ATTENDING)
 
 
 def use_eager_experts(model: Any) -> None:
