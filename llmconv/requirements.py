@@ -12,6 +12,9 @@ from llmconv.progress import warn
 OLDEST, NEWEST = (5, 16), (6,)
 """Supported versions of transformers, the second exclusive; the same as in pyproject.toml."""
 
+TESTED = (5, 24)
+"""The newest minor version of transformers that was tested (docs/versions.md)."""
+
 RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, NEWEST))}"
 
 
@@ -28,7 +31,7 @@ def require_platform() -> None:
 
 
 def require_transformers() -> None:
-    """Checks the installed transformers; prints a warning for a newer version than supported.
+    """Checks the installed transformers; prints a warning for a newer version than was tested.
 
     Raises:
         UnsupportedInput: it is not installed, or too old.
@@ -40,8 +43,9 @@ def require_transformers() -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if numbers < OLDEST:
         raise UnsupportedInput(f"llmconv needs {RANGE}; this is {installed}", hint=_install())
-    if numbers >= NEWEST:
-        warn(f"llmconv supports {RANGE}; this is {installed}, which is not tested")
+    if numbers > TESTED:
+        tested = ".".join(map(str, TESTED))
+        warn(f"llmconv supports {RANGE}, and is tested up to {tested}; this is {installed}")
 
 
 def missing_package(error: ModuleNotFoundError) -> UnsupportedInput | None:

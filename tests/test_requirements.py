@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -72,13 +73,16 @@ def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: s
     assert not empty and hint == "hint: `pip install 'transformers>=5.16,<6'`"
 
 
-def test_a_transformers_that_is_too_new_is_a_warning(tmp_path: Path) -> None:
-    done = with_transformers("6.1.0", tmp_path, "formats")
+@pytest.mark.parametrize("version", ["5.25.0", "6.1.0"])
+def test_a_transformers_that_is_newer_than_the_tested_ones_is_a_warning(version: str, tmp_path: Path) -> None:
+    done = with_transformers(version, tmp_path, "formats")
     assert done.returncode == 0
-    assert done.stderr == f"warning: llmconv supports {requirements.RANGE}; this is 6.1.0, which is not tested\n"
+    tested = ".".join(map(str, requirements.TESTED))
+    line = f"llmconv supports {requirements.RANGE}, and is tested up to {tested}; this is {version}"
+    assert done.stderr == f"warning: {line}\n"
 
 
-@pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.99"])
+@pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.24.7"])
 def test_a_version_within_the_range_causes_no_message(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "formats")
     assert (done.returncode, done.stderr) == (0, "")
@@ -101,6 +105,13 @@ def test_pyproject_states_the_same_range() -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert "transformers>=5.16,<6" in dependencies
     assert (requirements.OLDEST, requirements.NEWEST) == ((5, 16), (6,))
+
+
+def test_the_newest_tested_version_is_in_the_table() -> None:
+    table = (ROOT / "docs/versions.md").read_text()
+    minors = {tuple(map(int, found)) for found in re.findall(r"^\| transformers (\d+)\.(\d+)\.", table, re.MULTILINE)}
+    assert max(minors) == requirements.TESTED
+    assert min(minors) == requirements.OLDEST
 
 
 def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ from llmconv.export.tracing.text_models import conversions_of
 from llmconv.export.tracing.translations import TRANSLATIONS
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
-from llmconv.runtime.library_patches import ATTENDING, cache_parameter
+from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.tensors import BY_NAME
 
@@ -72,7 +72,7 @@ class CacheAsTensors(nn.Module):
         self.model, self._past, self._spec = model, past, spec
         self._extras = ExtraTensors(extras or {}, spec.fixed_inputs)
         self._both_ways = next((extra for extra in (extras or {}).values() if extra.both_ways), None)
-        self._cache_name = cache_parameter(model.forward)
+        self._cache_name, self._masks_new = cache_parameter(model.forward), masks_new_tokens(model)
 
     def forward(
         self,
@@ -102,7 +102,7 @@ class CacheAsTensors(nn.Module):
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
         )
         TracedCache.is_step = (new == 1) & (total > 1)
-        if self._cache_name != ATTENDING:  # these models take the mask of the new tokens only
+        if self._masks_new:
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = INPUTS_EMBEDS if self._spec.embeddings else "input_ids"
         given: dict[str, Any] = {tokens: input_ids, "attention_mask": attention_mask, **others}

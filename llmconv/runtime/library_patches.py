@@ -31,8 +31,8 @@ KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 CONTINUED_SCAN = "mamba2_chunk_scan"
 """Function of those modeling files whose scan continues a recurrent state (5.23; absent before)."""
 
-ATTENDING = "past_key_values"
-"""The parameter for the cache of models that attend; those with another one expect the mask of the new tokens only."""
+WITHOUT_ATTENTION = {"linear_attention", "conv"}
+"""Layer types that keep a state alone (5.16 to 5.24)."""
 
 SYNCHRONOUS_LOADING = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable: weights are loaded in the calling thread (5.16 to 5.23)."""
@@ -49,12 +49,20 @@ def continues_recurrent_state(model: Any) -> bool:
 
 
 def cache_parameter(forward: Callable[..., Any]) -> str:
-    """The parameter of a model's `forward` that takes its cache; see `ATTENDING`.
+    """The parameter of a model's `forward` that takes its cache.
 
-    Models whose layers have no keys and values call it `cache_params`, or `cache` since 5.24.
+    `past_key_values`, or `cache_params` in models whose layers have no keys and values; since 5.24 `cache` in both.
     """
     parameters = inspect.signature(forward).parameters
-    return next((name for name in ("cache_params", ATTENDING, "cache") if name in parameters), ATTENDING)
+    names = ("cache_params", "past_key_values", "cache")
+    return next((name for name in names if name in parameters), "past_key_values")
+
+
+def masks_new_tokens(model: Any) -> bool:
+    """Whether a model expects the mask of the new tokens only, because no layer attends."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    name = cache_parameter(model.forward)
+    return name == "cache_params" or (name == "cache" and bool(types) and {*types} <= WITHOUT_ATTENTION)
 
 
 def use_eager_experts(model: Any) -> None:

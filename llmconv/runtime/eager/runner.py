@@ -48,9 +48,9 @@ from llmconv.runtime.extra_values import ExtraValues, with_past
 from llmconv.runtime.images.families import IMAGE_FAMILIES
 from llmconv.runtime.images.placeholders import as_embedded, embeds_in_layers
 from llmconv.runtime.library_patches import (
-    ATTENDING,
     cache_parameter,
     continues_recurrent_state,
+    masks_new_tokens,
     reset_dynamic_rope,
     silence_kernel_hints,
     use_eager_experts,
@@ -126,7 +126,7 @@ class EagerRunner(Runner):
         self._extra_inputs = resolved_inputs(extra_inputs, self.config)
         require_parameters(model.forward, self._extra_inputs)
         self._takes_embeddings = "inputs_embeds" in arguments and not embeds_in_layers(self.config)
-        self._cache_name = cache_parameter(model.forward)
+        self._cache_name, self._masks_new = cache_parameter(model.forward), masks_new_tokens(model)
         self._continues = continues_recurrent_state(model)
         self._fixed: dict[str, Any] = {}  # passed to every call
         self._is_small = model.num_parameters() <= SMALL_MODEL
@@ -311,7 +311,7 @@ class EagerRunner(Runner):
     ) -> torch.Tensor:
         """Logits of the new tokens; extends `cache`."""
         input_ids, attention_mask = call.input_ids, call.attention_mask
-        if self._cache_name != ATTENDING:  # these models expect the mask of the new tokens only
+        if self._masks_new:
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         tokens = {"inputs_embeds": placed.into(self.embed(input_ids))} if placed else {"input_ids": input_ids}
         own = with_past(self._extra_inputs, values, call.sizes[PAST])

@@ -31,7 +31,6 @@ from llmconv.runtime.eager.runner import EagerRunner, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
 from llmconv.runtime.extra_inputs import SEQUENCE, ExtraInput
 from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.library_patches import ATTENDING
 from llmconv.runtime.low_memory.lazy_matrices import LazyMatrices, product_by_rows
 from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT, BarrierWork, PassScheduler
@@ -141,7 +140,7 @@ class StreamedRunner(EagerRunner):
         Raises:
             UnsupportedInput: the calls do not run the same layers in the same order.
         """
-        if not keeps_states(self.config) and self._cache_name == ATTENDING:
+        if not keeps_states(self.config) and not self._masks_new:
             return self._run_together(calls)
         steps: dict[int, Step] = {}
         while len(steps) < len(calls):
