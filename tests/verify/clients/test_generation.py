@@ -67,6 +67,18 @@ def test_a_client_may_end_a_sequence_early(folders: dict[str, Path], tmp_path: P
     assert any(check.detail and check.detail < "16" for check in report.checks if check.output == "tokens")
 
 
+@pytest.mark.parametrize("client", LAYOUTS)
+def test_a_client_searches_greedily_whatever_the_folder_sets(
+    folders: dict[str, Path], tmp_path: Path, client: str
+) -> None:
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    config = json.loads((folder / "generation_config.json").read_text())
+    config |= {"do_sample": True, "num_return_sequences": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 3.0}
+    config |= {"min_length": 30, "return_dict_in_generate": True}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    assert checked(folder, client).verdict == "pass"
+
+
 def test_other_end_tokens_in_the_configuration_of_a_client_fail(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
     config = json.loads((folder / "genai_config.json").read_text())

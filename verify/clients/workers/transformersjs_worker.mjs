@@ -9,7 +9,8 @@ const int64 = (Tensor, rows) =>
 async function generate({ AutoModelForCausalLM, Tensor }, { folder, batches, new: max_new_tokens }) {
   const model = await AutoModelForCausalLM.from_pretrained(folder);
   const given = model.generation_config?.eos_token_id ?? model.config.eos_token_id ?? [];
-  model.generation_config = { eos_token_id: given.length === 0 ? null : given }; // greedy, whatever else the folder sets
+  const own = model.generation_config ?? {};
+  for (const name of Object.keys(own)) if (name !== 'eos_token_id') delete own[name]; // greedy, whatever else is set
   const rows = [];
   for (const prompts of batches) {
     const longest = Math.max(...prompts.map((prompt) => prompt.length));
