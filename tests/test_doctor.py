@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from llmconv import doctor
 from llmconv.cli import main
+from llmconv.doctor import WRONG, Finding
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,3 +63,19 @@ def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     findings = {(one["group"], one["name"]): one for one in json.loads(done.stdout)["findings"]}
     assert findings["devices", "onnxruntime"]["note"] == "does not load: libcudart.so.13: cannot open"
     assert findings["devices", "torch"]["status"] == "ok"
+
+
+def test_a_required_package_that_does_not_load_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml/__init__.py").write_text("raise ImportError('broken')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    line = [sys.executable, "-m", "llmconv", "doctor"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "(does not load: broken)" in done.stdout
+    assert "pyyaml" in done.stderr.splitlines()[0]
+
+
+def test_an_optional_package_out_of_its_range_is_no_problem() -> None:
+    assert not Finding("optional", "matplotlib", WRONG, "1.0", "").is_problem
+    assert Finding("required", "numpy", WRONG, "1.0", "").is_problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -58,7 +59,8 @@ def test_the_plugin_installs_by_itself(tmp_path: Path) -> None:
     subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)  # too old to build it
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", str(PLUGIN)]
+    source = shutil.copytree(PLUGIN, tmp_path / "plugin")  # pip leaves a folder `build` in it
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", str(source)]
     subprocess.run([str(python), *install], check=True)
     done = optimum_cli("--help", python=python, path="")
     assert (done.returncode, "Hugging Face folder" in done.stdout) == (0, True), done.stderr

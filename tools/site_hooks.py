@@ -66,7 +66,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def mended(found: re.Match[str], source: str, place: str) -> str:
-    """A link as the site needs it; one to a file that is no page becomes its text.
+    """A link as the site needs it; one to a file that is not a page becomes plain text.
 
     Args:
         found: the link.

@@ -84,8 +84,8 @@ class Record:
             outputs: stamps of what lies there now.
         """
         done = self.steps.get(step.name)
-        told = {} if done is None else done.written
-        return any(outputs.get(name) == stamp not in (UNKNOWN, MANIFEST_STAMP) for name, stamp in told.items())
+        written = {} if done is None else done.written
+        return any(outputs.get(name) == stamp not in (UNKNOWN, MANIFEST_STAMP) for name, stamp in written.items())
 
     def keep(self, steps: Iterable[Step]) -> None:
         """Forgets steps that the file no longer has, and puts the others in its order."""

@@ -143,7 +143,7 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
         except ValueError:  # of a number with thousands of digits
             text = "\0"
         if "\0" in text:
-            raise MalformedInput(f"step `{step}`: `{key}` is no value of a command line", hint="give a plain text")
+            raise MalformedInput(f"step `{step}`: `{key}` cannot be given on a command line", hint="give a plain text")
         yield text
 
 

@@ -145,8 +145,8 @@ def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
         ),
         ("variables: {a: }\nsteps: [{export: {model: in, output: '${a}'}}]", "the variable `a` has no value"),
         ("variables: {a: [1]}\nsteps: [{export: {model: 'x${a}'}}]", "neither text nor number"),
-        ('steps: [{export: {model: "a\\0b"}}]', "is no value of a command line"),
-        (f"steps: [{{to-hf: {{source: a, output: b, workers: 0x{'f' * 9999}}}}}]", "is no value of a command line"),
+        ('steps: [{export: {model: "a\\0b"}}]', "cannot be given on a command line"),
+        (f"steps: [{{to-hf: {{source: a, output: b, workers: 0x{'f' * 9999}}}}}]", "cannot be given on a command line"),
     ],
 )
 def test_what_would_be_lost_or_misread_is_refused(tmp_path: Path, text: str, problem: str) -> None:

@@ -180,7 +180,12 @@ def _parsed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """The answer on stdout; a ClientError with the last line of stderr if there is none."""
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
+        try:
+            answer = json.loads(lines[-1])
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not answer.keys() & {"versions", "missing"}:
+            raise ClientError(f"it is not a Python that runs a script: it printed `{lines[-1][:ERROR_LIMIT]}`")
         return answer
     raise ClientError(_last_error(done.stderr) or f"it ended with exit code {done.returncode}")
 

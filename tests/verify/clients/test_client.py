@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_a_program_that_answers_nothing_is_an_error_of_the_client(tmp_path: Path
     broken.chmod(0o755)
     with pytest.raises(ClientError, match="ValueError: no such graph"):
         Client("optimum", str(broken)).generate(tmp_path, [[[1]]], 1)
+
+
+def test_a_program_that_is_no_python_is_an_error_of_the_client(tmp_path: Path) -> None:
+    for name in ("echo", "true"):
+        program = shutil.which(name)
+        assert program
+        with pytest.raises(ClientError):
+            Client("optimum", program).generate(tmp_path, [[[1]]], 1)
 
 
 def test_a_configuration_that_loads_a_library_never_reaches_the_client(tmp_path: Path) -> None:
