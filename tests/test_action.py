@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.conftest import save_tiny
 ROOT = Path(__file__).parents[1]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
 EXAMPLE = ROOT / "examples/tiny-llama"
-STEPS = [step for step in ACTION["runs"]["steps"] if "run" in step and step["name"] != "Install"]
+STEPS = [step for step in ACTION["runs"]["steps"] if "run" in step]
 EXPRESSION = re.compile(r"\$\{\{\s*inputs\.([\w-]+)\s*\}\}")
 
 
@@ -54,21 +55,30 @@ def is_to_run(condition: str, inputs: dict[str, str], failed: bool) -> bool:
     return holds and not failed
 
 
-def run(folder: Path, **given: str) -> Job:
-    """Runs the steps in a folder, as GitHub does."""
+def run(folder: Path, *, scripts: Path | None = None, **given: str) -> Job:
+    """Runs the steps in a folder, as GitHub does.
+
+    Args:
+        folder: the checkout of the workflow.
+        scripts: those of an environment to install into; None for this one, without the step that installs.
+        given: inputs.
+    """
     inputs = {name: field.get("default", "") for name, field in ACTION["inputs"].items()}
     inputs |= {name.replace("_", "-"): value for name, value in given.items()}
     files = {name: folder / name.lower() for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{scripts or Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    common = {**os.environ, "PATH": path, "GITHUB_ACTION_PATH": str(ROOT)}
     codes: dict[str, int] = {}
     output = ""
     for step in STEPS:
+        if scripts is None and step["name"] == "Install":
+            continue
         if not is_to_run(step.get("if", ""), inputs, any(codes.values())):
             continue
         variables = {
             name: EXPRESSION.sub(lambda found: inputs[found[1]], text) for name, text in step.get("env", {}).items()
         }
-        environment = {**os.environ, "PATH": path, **{name: str(file) for name, file in files.items()}, **variables}
+        environment = {**common, **{name: str(file) for name, file in files.items()}, **variables}
         line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         codes[step["name"]] = done.returncode
@@ -115,6 +125,34 @@ def test_options_are_words_and_never_run(tmp_path: Path) -> None:
     job = run(tmp_path, source=source, to_hf_options="--dtype $(touch x) ; touch x", export="", verify="")
     assert job.codes["Convert"] == 2
     assert not (tmp_path / "x").exists()
+
+
+def test_quotes_keep_the_blanks_of_an_option(tmp_path: Path) -> None:
+    source, name = str(EXAMPLE / "ep4-ba2400-rank0.pt"), "my tokenizer"
+    job = run(tmp_path, source=source, to_hf_options=f"--dtype bf16\n  --tokenizer '{name}'", export="", verify="")
+    assert (job.codes["Convert"], f"`{name}`" in job.output) == (3, True), job.output
+
+
+def test_options_with_an_open_quote_are_refused(tmp_path: Path) -> None:
+    source = str(EXAMPLE / "ep4-ba2400-rank0.pt")
+    job = run(tmp_path, source=source, to_hf_options="--dtype 'float16", export="", verify="")
+    assert (job.codes["Convert"], (tmp_path / "model").exists()) == (2, False)
+    assert "no closing quotation in the options: --dtype 'float16" in job.output
+
+
+@pytest.mark.slow
+def test_the_first_step_installs_and_removes_the_report_of_an_earlier_job(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (tmp_path / "llmconv-report").mkdir()
+    (tmp_path / "llmconv-report/report.json").write_text('{"verdict": "pass"}')
+    job = run(
+        tmp_path, scripts=environment / "bin", pip_options="--no-deps --ignore-installed", export="", verify="false"
+    )
+    assert (job.codes, job.outputs) == ({"Install": 0, "Summary": 0}, ""), job.output
+    assert "transformers" in job.output and [*site.glob("llmconv-*.dist-info")]
 
 
 @pytest.mark.slow

@@ -60,8 +60,10 @@ def command(
 
     The exit code is that of the step that failed.
     """
+    from llmconv.files.report_folder import require_writable
     from llmconv.steps import summary
     from llmconv.steps.execution import Execution
+    from llmconv.steps.inputs import require_inputs
     from llmconv.steps.run_file import read_run_file
     from llmconv.steps.schema import run_file_schema
 
@@ -75,6 +77,9 @@ def command(
     quiet = is_quiet()
     run_file = read_run_file(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
+    require_inputs(run_file)
+    if report and not dry_run:
+        require_writable(report, summary.NAMES)
     stdout = STDERR if as_json else None
     execution = Execution(run_file, force=force, options=("--quiet",) * quiet, stdout=stdout)
     outcomes = [*(execution.plan() if dry_run else execution.run(partial(_announce, len(run_file.steps))))]

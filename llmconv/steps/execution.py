@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from llmconv.errors import LlmconvError
-from llmconv.files.paths import is_address
 from llmconv.output.manifest import read_manifest
+from llmconv.steps.inputs import overlap, taken_for_hub_models
 from llmconv.steps.record import Record
 from llmconv.steps.run_file import RunFile
+from llmconv.steps.run_lock import run_lock
 from llmconv.steps.stamps import Stamps, stamps
 from llmconv.steps.step import Step
 
@@ -65,32 +64,41 @@ class Execution:
         self._file, self._force, self._options, self._stdout = file, force, options, stdout
         self._record = Record.beside(file.path)
         self._changed: list[str] = []
+        self._lock = -1
 
     def plan(self) -> Iterator[Outcome]:
         """What a run would do. A step that reads what an earlier one will write is to be done."""
+        written: list[str] = []
         for step in self._file.steps:
             reason = self._reason(step)
             self._changed += step.changes if reason else ()
-            yield Outcome(step, PLANNED if reason else UNCHANGED, reason)
+            from_hub = taken_for_hub_models(step, written, self._file.home) if reason else []
+            written += step.changes
+            notes = [f"`{name}` is not here, so it is a model of the Hub" for name in from_hub]
+            yield Outcome(step, PLANNED if reason else UNCHANGED, "; ".join([reason, *notes]))
 
     def run(self, announce: Callable[[int, Step, str], None]) -> Iterator[Outcome]:
         """Does the steps one after another; after a failure the others are not run.
 
         Args:
             announce: called before each step with its number, from 1, the step, and the reason why it is done.
+
+        Raises:
+            OutputFailed: another run of the file is not finished.
         """
-        self._record.keep(self._file.steps)
-        failed = False
-        for number, step in enumerate(self._file.steps, 1):
-            reason = "" if failed else self._reason(step)
-            if failed or not reason:
-                yield Outcome(step, LEFT if failed else UNCHANGED, verdict="" if failed else self._verdict(step))
-                continue
-            announce(number, step, reason)
-            outcome = self._do(step, reason)
-            failed = outcome.status == FAILED
-            self._changed += step.changes
-            yield outcome
+        with run_lock(self._file.path) as self._lock:
+            self._record.keep(self._file.steps)
+            failed = False
+            for number, step in enumerate(self._file.steps, 1):
+                reason = "" if failed else self._reason(step)
+                if failed or not reason:
+                    yield Outcome(step, LEFT if failed else UNCHANGED, verdict="" if failed else self._verdict(step))
+                    continue
+                announce(number, step, reason)
+                outcome = self._do(step, reason)
+                failed = outcome.status == FAILED
+                self._changed += step.changes
+                yield outcome
 
     def _reason(self, step: Step) -> str:
         """Why a step is to be done; empty if nothing has changed."""
@@ -98,19 +106,13 @@ class Execution:
             return ALWAYS[step.command]
         if self._force:
             return "--force"
-        if read := next((name for name in step.inputs if any(self._overlap(name, one) for one in self._changed)), ""):
-            return f"reads `{read}`, which is new"
+        for read in step.inputs:
+            if any(overlap(read, one, self._file.home) for one in self._changed):
+                return f"reads `{read}`, which is new"
         return self._record.change(step, self._file.steps, self._read(step), stamps(step.outputs, self._file.home))
 
     def _read(self, step: Step) -> Stamps:
         return stamps(step.inputs, self._file.home, on_hub=True)
-
-    def _overlap(self, one: str, other: str) -> bool:
-        """Whether one of two paths is, or contains, the other."""
-        if is_address(one) or is_address(other):
-            return f"{one.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
-        paths = [Path(os.path.abspath(self._file.home / name)) for name in (one, other)]
-        return paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])
 
     def _do(self, step: Step, reason: str) -> Outcome:
         """Does a step, and records it."""
@@ -136,7 +138,10 @@ class Execution:
         given = [option for option in own if option not in step.arguments]
         words = [*step.command.split(), *given, *self._options, *step.arguments]
         with subprocess.Popen(
-            [sys.executable, "-m", "llmconv", *words], cwd=self._file.home, stdout=self._stdout
+            [sys.executable, "-m", "llmconv", *words],
+            cwd=self._file.home,
+            stdout=self._stdout,
+            pass_fds=(self._lock,),
         ) as done:
             try:
                 code = done.wait()

@@ -130,7 +130,7 @@ class Record:
         if done is None:
             return "not done yet"
         if not done.command:
-            return "was interrupted"
+            return "was not finished"
         if done.llmconv != __version__:
             return f"was done by llmconv {done.llmconv}"
         if done.command != command_sha256(step):

@@ -29,13 +29,14 @@ from typing import Any, NoReturn
 import click
 import yaml
 
-from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
 from llmconv.steps.step import COMMANDS, Step, make_step
 
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+INDENTED_BY_TAB = re.compile(r" *\t")
 VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")
 """`${name}`; `$$` is a dollar sign."""
 
@@ -75,7 +76,7 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
         raise InputRefused(f"there is no file `{path}`", hint="give a YAML file; docs/run.md describes it")
     if path.suffix not in (".yaml", ".yml"):
         raise InputRefused(f"`{path.name}` is not a YAML file", hint="its name ends with .yaml or .yml")
-    content = read_config_file(path)
+    content = _content(path)
     if twice := repeated_key(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
         _refuse(path, f"has the duplicate key `{twice}`", "remove one of the two")
     if unknown := content.keys() - KEYS:
@@ -86,12 +87,26 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
     if nested := [name for name, value in variables.items() if isinstance(value, str) and VARIABLE.search(value)]:
         _refuse(path, f"has a variable in the value of the variable `{nested[0]}`", "variables have plain values")
     if not isinstance(items, list) or not items:
-        _refuse(path, "has no list of `steps`", "each step is a command with its options, such as `- to-hf: {…}`")
+        problem = "has `steps` that are not a list" if isinstance(items, dict) else "has no list of `steps`"
+        _refuse(path, problem, "each step begins with `- `, such as `- to-hf: {…}`")
     named = _named([_command_of(path, item, number) for number, item in enumerate(items, 1)])
     variables, named = _changed(variables, named, {name: _value(text) for name, text in changes.items()})
     steps = tuple(make_step(name, command, _filled(options, variables), group) for name, command, options in named)
     _require_own_outputs(path, steps)
     return RunFile(path, steps)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The mapping in a file; the hint of an error names slips that are usual in run files."""
+    try:
+        return read_config_file(path)
+    except MalformedInput as error:
+        lines = [] if path.stat().st_size > YAML_LIMIT else path.read_text("utf-8", "replace").splitlines()
+        tabbed = next((number for number, line in enumerate(lines, 1) if INDENTED_BY_TAB.match(line)), 0)
+        first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
+        hint = "write `steps:` above the list" if first.startswith("- ") else error.hint
+        hint = f"line {tabbed} begins with a tab; YAML is indented with spaces" if tabbed else hint
+        raise MalformedInput(error.message, hint=hint) from error
 
 
 def repeated_key(node: yaml.Node | None) -> str:
@@ -136,12 +151,14 @@ def _command_of(path: Path, item: Any, number: int) -> Named:
     name, commands = item.get("name", ""), [key for key in item if key != "name"]
     if not isinstance(name, str) or (name and not NAME.fullmatch(name)):
         _refuse(path, f"{where} has no plain `name`", "names have letters, digits, `-` and `_`")
+    if len(commands) > 1 and commands[0] in COMMANDS and item[commands[0]] is None:
+        _refuse(path, f"{where} has `{commands[1]}` next to `{commands[0]}:`", "indent options deeper than the command")
     if len(commands) != 1 or commands[0] not in COMMANDS:
         strange = next((key for key in commands if key not in COMMANDS), "")
         near = get_close_matches(str(strange), COMMANDS, n=1)
         problem = f"{where} has the unknown command `{strange}`" if strange else f"{where} is not one command"
         _refuse(path, problem, f"is `{near[0]}` meant?" if near else f"commands are {', '.join(COMMANDS)}")
-    options = item[commands[0]] or {}
+    options = {} if item[commands[0]] is None else item[commands[0]]
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         _refuse(path, f"{where} has options that are not a mapping", "write `OPTION: VALUE`")
     return name, commands[0], options

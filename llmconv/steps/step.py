@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.errors import MalformedInput, UsageProblem, listing
 from llmconv.files.paths import without_credentials
 
 COMMANDS = (
@@ -104,9 +104,11 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
     given = {key.replace("_", "-"): value for key, value in options.items()}
     for key in given.keys() - known.keys():
         near = get_close_matches(key, known, n=1)
+        places = [key for key, parameter in known.items() if isinstance(parameter, click.Argument)]
+        others = f"its arguments are {listing(places)}; options: `llmconv {command_name} --help`"
         raise MalformedInput(
             f"step `{name}`: `{command_name}` has no option `{key}`",
-            hint=f"is `{near[0]}` meant?" if near else f"see `llmconv {command_name} --help`",
+            hint=f"is `{near[0]}` meant?" if near else others,
         )
     words: dict[str, list[str]] = {}
     for key, value in given.items():

@@ -11,6 +11,7 @@ from llmconv.files.named_file import replace_file
 from llmconv.steps.execution import FAILED, LEFT, Outcome
 from llmconv.version import __version__
 
+NAMES = ("run.json", "summary.md")
 COLUMNS = ("step", "status", "time", "why")
 
 
@@ -61,12 +62,13 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def write(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes `run.json` and `summary.md`.
+    """Writes the files of `NAMES`.
 
     Args:
         folder: for the two.
         file: name of the run file.
         outcomes: of its steps.
     """
-    replace_file(folder / "run.json", (json.dumps(as_dict(file, outcomes), indent=2) + "\n").encode())
-    replace_file(folder / "summary.md", markdown(file, outcomes).encode())
+    texts = json.dumps(as_dict(file, outcomes), indent=2) + "\n", markdown(file, outcomes)
+    for name, text in zip(NAMES, texts, strict=True):
+        replace_file(folder / name, text.encode())

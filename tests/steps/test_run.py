@@ -141,12 +141,13 @@ def test_another_version_does_all(again: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_after_a_failure_the_next_steps_are_not_run_and_the_next_run_continues(tmp_path: Path) -> None:
     file = prepared(tmp_path)
-    shutil.move(tmp_path / "adapter", tmp_path / "elsewhere")
+    weights = tmp_path / "adapter/adapter_model.safetensors"
+    shutil.move(weights, tmp_path / "elsewhere")
     found = run(file, "--report", str(tmp_path / "report"), code=3)
     assert [step["status"] for step in found["steps"]] == ["done", "failed"]
     assert json.loads((tmp_path / "report/run.json").read_text()) == found
     assert "failed with exit code 3" in (tmp_path / "report/summary.md").read_text()
-    shutil.move(tmp_path / "elsewhere", tmp_path / "adapter")
+    shutil.move(tmp_path / "elsewhere", weights)
     assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
 
 
@@ -192,6 +193,63 @@ def test_a_terminated_run_ends_its_step_and_is_continued(tmp_path: Path) -> None
     assert (process.returncode, "run the same command again" in messages) == (143, True), messages
     assert not [other for other in psutil.process_iter(["cwd"]) if other.info["cwd"] == str(tmp_path)]
     done(file)
+
+
+def test_a_step_that_outlives_a_killed_run_holds_its_lock(again: Path) -> None:
+    sleeper = "import time; print('started', flush=True); time.sleep(60)"
+    code = f"""
+import subprocess, sys
+from pathlib import Path
+from llmconv.steps.run_lock import run_lock
+with run_lock(Path({str(again)!r})) as lock:
+    subprocess.run([sys.executable, "-c", {sleeper!r}], pass_fds=(lock,))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        (step,) = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        refused = CliRunner().invoke(main, ["run", str(again)])
+        step.kill()
+    step.wait()
+    assert (refused.exit_code, "another run of `model.yaml` is not finished" in refused.output) == (4, True)
+    assert statuses(again) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
+
+
+def test_two_runs_of_a_file_at_a_time_are_refused(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    line = [sys.executable, "-m", "llmconv", "run", str(file)]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and "step 1 of 2" in process.stderr.readline()
+        refused = CliRunner().invoke(main, ["run", str(file)])
+        process.communicate()
+    assert (refused.exit_code, process.returncode) == (4, 0)
+
+
+def test_an_input_that_is_nowhere_is_found_before_anything_runs(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    (tmp_path / "run.pt").unlink()
+    for options in ([], ["--dry-run"]):
+        result = CliRunner().invoke(main, ["run", str(file), *options])
+        assert (result.exit_code, (tmp_path / "build").exists()) == (3, False)
+        assert "step `to-hf`: there is no `run.pt`, and no step before it writes it" in result.output
+
+
+def test_a_plan_says_which_input_is_a_model_of_the_hub(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    shutil.rmtree(tmp_path / "adapter")
+    assert (
+        planned(file)["merge-lora"]
+        == "reads `build/base`, which is new; `adapter` is not here, so it is a model of the Hub"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_found_before_anything_runs(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    (tmp_path / "report").write_text("mine")
+    result = CliRunner().invoke(main, ["run", str(file), "--report", str(tmp_path / "report")])
+    assert (result.exit_code, (tmp_path / "build").exists()) == (3, False)
+    assert (tmp_path / "report").read_text() == "mine"
 
 
 @pytest.mark.slow

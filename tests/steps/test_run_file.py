@@ -112,6 +112,29 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> No
     assert type(caught.value) is kind
 
 
+SLIPS = {
+    "- to-hf: {source: a, output: b}": "write `steps:` above the list",
+    "# mine\n\n- to-hf: {source: a, output: b}": "write `steps:` above the list",
+    "steps:\n\t- to-hf: {source: a, output: b}": "line 2 begins with a tab; YAML is indented with spaces",
+    "steps:\n  to-hf: {source: a, output: b}": "each step begins with `- `, such as `- to-hf: {…}`",
+    "steps:\n- to-hf:\n  source: a\n  output: b": "indent options deeper than the command",
+    "steps:\n- verify: {model: a}": "its arguments are `folder`; options: `llmconv verify --help`",
+    "steps:\n- to-hf": "write `- COMMAND: {OPTION: VALUE}`",
+}
+
+
+@pytest.mark.parametrize("text", SLIPS)
+def test_the_hint_of_a_usual_slip_says_what_to_write(text: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedInput) as caught:
+        read(tmp_path, text)
+    assert caught.value.hint == SLIPS[text]
+
+
+def test_a_tab_within_a_text_is_no_slip(tmp_path: Path) -> None:
+    (line,) = lines(read(tmp_path, "steps:\n- verify:\n    folder: |-\n      a\n      \tb\n"))
+    assert line == "llmconv verify -- 'a\n\tb'"
+
+
 @pytest.mark.parametrize("change", ["ouut", "export.lay", "nothing.layout", "export"])
 def test_set_of_something_that_is_not_there_is_refused(change: str, tmp_path: Path) -> None:
     with pytest.raises(LlmconvError, match=f"no `{change}`|no option `lay`"):

@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryFile
 from xml.etree import ElementTree
 
 from llmconv.argument_checks import checked
-from llmconv.errors import OutputFailed
-from llmconv.files.output_parents import require_parents
 from llmconv.files.paths import Written
+from llmconv.files.report_folder import require_writable, unwritable
 from llmconv.files.safe_folder import Folder
 from llmconv.verify.report.html import render_html
 from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
@@ -28,9 +26,6 @@ MARKDOWN_ROWS = 200
 
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
-
-PROBE = 4 << 20
-"""Bytes of free space that a report must have; the reports of the largest models are almost as large."""
 
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -56,7 +51,7 @@ def write_report(report: Report, folder: Written, date: str = "") -> None:
             home.sweep()
             home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
 
 
 def today(environment: Mapping[str, str] = os.environ) -> str:
@@ -68,32 +63,6 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
     with suppress(ValueError, OverflowError, OSError):
         moment = datetime.fromtimestamp(int(environment.get("SOURCE_DATE_EPOCH", "")), UTC)
     return moment.strftime(DATE)
-
-
-def require_writable(folder: Path) -> None:
-    """Checks before a run whether a report can be written, and removes an older report.
-
-    Otherwise a run that fails before it writes its report would leave the report of another run.
-
-    Raises:
-        InputRefused: a path of the report is neither a file nor a link, or the folder is below a file.
-        OutputFailed: the folder is not writable, or the disk is full.
-    """
-    require_parents(folder)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    try:
-        with TemporaryFile(dir=existing) as file:
-            file.write(b"\0" * PROBE)
-            file.flush()
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    if existing == folder.absolute():
-        with Folder.open(folder) as home:
-            for name in NAMES:
-                home.require_replaceable(name)
-            for name in NAMES:
-                if home.find(name):
-                    home.remove(name)
 
 
 def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
@@ -109,19 +78,13 @@ def reporter(folder: str | Path | None) -> Callable[[Report], Report]:
     if folder is None:
         return lambda report: report
     home = Path(folder)
-    require_writable(home)
+    require_writable(home, NAMES)
 
     def written(report: Report) -> Report:
         write_report(report, home)
         return report
 
     return written
-
-
-def _unwritable(folder: Path, error: OSError) -> OutputFailed:
-    return OutputFailed(
-        f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
-    )
 
 
 def render_json(report: Report, date: str) -> str:

@@ -12,11 +12,12 @@ import pytest
 from onnx import helper
 
 from llmconv.export.exporter import export
+from llmconv.files.report_folder import require_writable
 from llmconv.runtime.onnxruntime.guard import external_fields
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.report.files import NAMES, require_writable, write_report
+from llmconv.verify.report.files import NAMES, write_report
 from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 from tests.builders.mutants.mutants import clips_dropped
@@ -164,7 +165,7 @@ def test_weights_of_another_name_in_another_file_are_not_tensors_of_the_model(
 
 def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
     write_report(clean_report, tmp_path)
-    require_writable(tmp_path)
+    require_writable(tmp_path, NAMES)
     assert not [name for name in NAMES if (tmp_path / name).exists()]
 
 

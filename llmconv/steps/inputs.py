@@ -1,0 +1,68 @@
+"""The inputs of steps: which of them an earlier step writes, and which are nowhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from llmconv.errors import InputRefused
+from llmconv.files.paths import is_address
+from llmconv.files.pointer_files import follow_local
+from llmconv.files.sources import is_hub_id
+from llmconv.steps.run_file import RunFile
+from llmconv.steps.step import Step
+
+DEFAULT = "default"
+"""Value of `calibrate` that is no path."""
+
+
+def overlap(one: str, other: str, home: Path) -> bool:
+    """Whether one of two paths is, or contains, the other.
+
+    Args:
+        one: a path or an address.
+        other: the other one.
+        home: the folder that relative paths begin at.
+    """
+    if is_address(one) or is_address(other):
+        return f"{one.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
+    paths = [Path(os.path.abspath(home / name)) for name in (one, other)]
+    return paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])
+
+
+def require_inputs(file: RunFile) -> None:
+    """Refuses a run file with an input that is nowhere and that no earlier step writes.
+
+    Raises:
+        InputRefused: there is one.
+    """
+    written: list[str] = []
+    for step in file.steps:
+        for name in step.inputs:
+            if is_absent(name, file.home) and not is_hub_id(name) and not _is_written(name, written, file.home):
+                raise InputRefused(
+                    f"step `{step.name}`: there is no `{name}`, and no step before it writes it",
+                    hint=f"relative paths begin at the run file's folder, `{file.home}`",
+                )
+        written += step.changes
+
+
+def taken_for_hub_models(step: Step, written: list[str], home: Path) -> list[str]:
+    """The inputs of a step that are not on this machine, and that its command looks for on the Hub.
+
+    Args:
+        step: the step.
+        written: what earlier steps write.
+        home: the folder that relative paths begin at.
+    """
+    absent = [name for name in step.inputs if is_absent(name, home) and is_hub_id(name)]
+    return [name for name in absent if not _is_written(name, written, home)]
+
+
+def is_absent(name: str, home: Path) -> bool:
+    """Whether a name is a path that does not exist."""
+    return not is_address(name) and name != DEFAULT and not os.path.lexists(follow_local(home / name))
+
+
+def _is_written(name: str, written: list[str], home: Path) -> bool:
+    return any(overlap(name, one, home) for one in written)
