@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, first_line
 from llmconv.progress import warn
 
 OLDEST, NEWEST = (5, 16), (6,)
@@ -48,17 +48,25 @@ def require_transformers() -> None:
         warn(f"llmconv supports {RANGE}, and is tested up to {tested}; this is {installed}")
 
 
-def missing_package(error: ModuleNotFoundError) -> UnsupportedInput | None:
-    """The refusal to run without a package that llmconv requires; None for any other module."""
+def unusable_package(error: ImportError) -> UnsupportedInput | None:
+    """The refusal to run without a package that llmconv requires, or with one that does not load.
+
+    Args:
+        error: of an import.
+
+    Returns:
+        None for a module of any other package.
+    """
     module = (error.name or "").partition(".")[0]
     package = {"yaml": "pyyaml"}.get(module, module)
     required = [line for line in requires("llmconv") or () if "extra ==" not in line]
     needed = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in required}
     if not package or package.lower() not in needed:
         return None
-    return UnsupportedInput(
-        f"llmconv needs {package}, which is not installed", hint="`llmconv doctor` shows what is missing"
-    )
+    problem = f"needs {package}, which is not installed"
+    if not isinstance(error, ModuleNotFoundError) or sys.modules.get(module):
+        problem = f"cannot use the installed {package}: {first_line(error)}"
+    return UnsupportedInput(f"llmconv {problem}", hint="`llmconv doctor` shows what is missing")
 
 
 def _install() -> str:

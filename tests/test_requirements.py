@@ -18,6 +18,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.files import system_calls
 
 ROOT = Path(__file__).parents[1]
+TINY = ROOT / "examples/tiny-llama"
 
 WINDOWS = """
 import sys, click, click.testing, rich
@@ -56,6 +57,31 @@ def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str) -
     done = python(f"{hidden}; main(['export', {str(ROOT / 'examples/tiny-llama')!r}])", tmp_path)
     assert done.stderr.splitlines()[0] == f"error: llmconv needs {module}, which is not installed"
     assert done.returncode == 3
+
+
+def test_a_package_without_what_llmconv_uses_is_named_and_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "onnx_ir.py").write_text("")
+    code = f"from llmconv.__main__ import main; import sys; sys.argv[1:] = ['export', {str(TINY)!r}]; main()"
+    done = python(code, tmp_path)
+    assert done.stderr.splitlines()[0].startswith("error: llmconv cannot use the installed onnx_ir: No module named")
+    assert done.returncode == 3
+
+
+BROKEN = {
+    "raise ImportError('no such symbol')": (3, "error: llmconv cannot start: no such symbol"),
+    "": (3, "error: llmconv cannot start: No module named `click.shell_completion`"),
+    "raise AttributeError('x')": (70, "error: llmconv cannot start: x"),
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_command_line_that_cannot_load_is_never_exit_code_1(code: str, tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "llmconv", "formats"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    exit_code, message = BROKEN[code]
+    assert (done.returncode, done.stderr.startswith(message)) == (exit_code, True), done.stderr
 
 
 @pytest.mark.parametrize("room", ["convert", "export", "verify"])

@@ -154,7 +154,7 @@ def borrow(home: Path) -> None:
     (site,) = home.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     script = home / "bin" / "llmconv"
-    script.write_text(f"#!{(home / 'bin/python').absolute()}\nfrom llmconv.cli import main\n\nmain()\n")
+    script.write_text(f"#!{(home / 'bin/python').absolute()}\nfrom llmconv.__main__ import main\n\nmain()\n")
     script.chmod(0o755)
 
 

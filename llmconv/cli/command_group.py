@@ -19,7 +19,7 @@ from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.cli.other_spellings import hint_for
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
-from llmconv.requirements import missing_package, require_platform, require_transformers
+from llmconv.requirements import require_platform, require_transformers, unusable_package
 from llmconv.stores import hung_calls
 from llmconv.version import __version__
 
@@ -124,8 +124,8 @@ class CommandGroup(click.Group):
         except Exception as error:  # a bug: never exit code 1, which means a difference
             if is_out_of_memory(error):
                 self._fail(ctx, "out of memory", MEMORY_HINT, OutputFailed.exit_code)
-            if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)):
-                self._fail(ctx, missing.message, missing.hint, missing.exit_code)
+            if isinstance(error, ImportError) and (unusable := unusable_package(error)):
+                self._fail(ctx, unusable.message, unusable.hint, unusable.exit_code)
             self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
 
     def _resumes(self, ctx: click.Context) -> bool:
