@@ -460,19 +460,3 @@ def test_help_is_a_command_too(line: list[str]) -> None:
 def test_the_version_has_a_short_option() -> None:
     short, long = (CliRunner().invoke(llmconv.cli.main, [option]).output for option in ("-V", "--version"))
     assert short == long != ""
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("llmconv ver", "plain,verify"),
-        ("llmconv verify --cl", "plain,--client"),
-        ("llmconv verify --suite ", "plain,quick\nplain,full"),
-        ("llmconv verify mod", "file,mod"),
-        ("llmconv to-hf in -o ", "file,"),
-    ],
-)
-def test_the_shell_completes_commands_options_values_and_paths(words: str, completed: str) -> None:
-    environment = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_LLMCONV_COMPLETE": "bash_complete"}
-    result = CliRunner().invoke(llmconv.cli.main, [], prog_name="llmconv", env=environment)
-    assert result.output.strip() == completed

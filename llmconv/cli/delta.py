@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import options, plans
+from llmconv.cli import completions, options, plans
 
 if TYPE_CHECKING:
     from llmconv.convert.delta import Extracted
@@ -49,7 +49,12 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
 @click.argument("tuned")
 @options.writes
 @click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, an approximation.")
-@click.option("--to", metavar="FORMAT", help="Write the delta of another tool: accessory, alpaca or fastchat.")
+@click.option(
+    "--to",
+    metavar="FORMAT",
+    shell_complete=completions.deltas,
+    help="Write the delta of another tool: accessory, alpaca or fastchat.",
+)
 @click.option(
     "--shards", type=click.IntRange(1), help="Number of model-parallel parts (accessory).  [default: as BASE]"
 )

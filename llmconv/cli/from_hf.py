@@ -7,14 +7,20 @@ from typing import Any
 
 import click
 
-from llmconv.cli import options, plans
+from llmconv.cli import completions, options, plans
 
 
 @click.command(name="from-hf")
 @click.argument("model")
 @options.output
 @options.shares
-@click.option("--to", metavar="FORMAT", required=True, help="Training format to write; see `llmconv formats`.")
+@click.option(
+    "--to",
+    metavar="FORMAT",
+    required=True,
+    shell_complete=completions.formats,
+    help="Training format to write; see `llmconv formats`.",
+)
 @click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel parts.")
 @options.dtype
 @options.overwrite

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import completions, generation_options, options
 from llmconv.cli.file_names import is_file, refuse_file_name
 from llmconv.cli.text_printer import TextPrinter
 from llmconv.errors import InputRefused, UsageProblem
@@ -77,7 +77,13 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option("--stream", is_flag=True, help="Print the text while it is generated.")
 @click.option("-0", "--null", is_flag=True, help="End each text with a NUL character; no headings between them.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message, in the tokenizer's chat template.")
-@click.option("--template", default="", metavar="NAME", help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.")
+@click.option(
+    "--template",
+    default="",
+    metavar="NAME",
+    shell_complete=completions.templates,
+    help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.",
+)
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
 @click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt, run only once.")
 @click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prefix-tuning.")

@@ -39,10 +39,10 @@ def print_report(report: Report, show: Show, *, quiet: bool) -> None:
     Args:
         report: of `verify`.
         show: the printer that got the checks so far.
-        quiet: print the line with the verdict alone.
+        quiet: print the line with the verdict alone, and the location of a failure.
     """
     show([])
-    for line in [report.summary()] if quiet else report.closing_lines():
+    for line in report.short_lines() if quiet else report.closing_lines():
         click.echo(line)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import options
+from llmconv.cli import completions, options
 from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say
@@ -123,6 +123,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
     "clients",
     multiple=True,
     metavar="NAME",
+    shell_complete=completions.clients,
     help="Also generate with this client, and compare its tokens: genai, optimum or transformersjs. May be repeated.",
 )
 @click.option(
@@ -147,7 +148,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 @options.as_json
 @partial(
     options.talk,
-    quiet="Print only the line with the verdict.",
+    quiet="Print only the line with the verdict, and with --bisect the location of a failure.",
     verbose="Print a line per graph and output; show the traceback of an error.",
 )
 @click.pass_context

@@ -254,9 +254,12 @@ class Report:
             else []
         )
         lines += [f"{one.word} | {one.name} | {one.text}" for one in self.statements]
-        if self.where:
-            lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
-        return [*lines, self.summary()]
+        return [*lines, *self.short_lines()]
+
+    def short_lines(self) -> list[str]:
+        """The location of a failure, which is known if it was asked for, and the summary."""
+        where = [f"WHERE | {clean(self.where.text, LINE_LIMIT)}"] if self.where else []
+        return [*where, self.summary()]
 
     def summary(self) -> str:
         """The last line: the verdict, numbers of checks that passed, differ and were skipped, and the largest sigma."""

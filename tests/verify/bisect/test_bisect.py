@@ -243,6 +243,12 @@ def test_on_a_folder_that_passes_there_is_nothing_to_find(exported: Callable[[st
     assert "NOTE | nothing to find: every check passed" in lines.splitlines()
 
 
+def test_quiet_prints_the_location_and_the_verdict(broken: Broken, exported: Callable[[str], Path]) -> None:
+    folder = broken("llama", mutant_named("one norm's epsilon times ten"))
+    code, text, _ = run(folder, "--reference", exported("llama"), "--bisect", "-q")
+    assert (code, [line.split()[0] for line in text.splitlines()]) == (1, ["WHERE", "FAIL:"])
+
+
 def test_the_command_prints_the_node_and_writes_the_piece(
     broken: Broken, exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
