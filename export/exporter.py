@@ -33,7 +33,14 @@ from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
-from llmconv.export.option_checks import check_target, check_weight_options, for_target, require_exact, shape_options
+from llmconv.export.option_checks import (
+    check_target,
+    check_weight_options,
+    for_target,
+    require_exact,
+    shape_options,
+    warn_of_padding,
+)
 from llmconv.export.quantization.cache_options import require_kv_cache, with_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -122,6 +129,7 @@ def _of_checkpoint(
     checkpoint, single = with_task(checkpoint, language_model, given)
     given = for_target(given, clients, language_model, checkpoint)
     check_weight_options(given, writes=output is not None)
+    warn_of_padding(given, clients)
     if given["kv_cache"]:
         past = language_model.input_map.past(language_model.config)
         require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))

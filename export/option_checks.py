@@ -17,6 +17,7 @@ from llmconv.export.language_model import LanguageModel
 from llmconv.export.rewrite.grouped_query import fits_grouped_query
 from llmconv.export.targets.presets import TARGETS, Preset, find_preset
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.progress import warn
 from llmconv.tensors import FLOATS, LazyTensor
 
 
@@ -35,6 +36,15 @@ def check_target(given: ExportOptions) -> None:
         )
     if target is None:
         shape_options(given)
+
+
+def warn_of_padding(given: ExportOptions, clients: Sequence[Client]) -> None:
+    """Warns of logits of the last position for a client that pads batches after the prompts."""
+    if given["last_logits"] and any(client.name == "genai" for client in clients):
+        warn(
+            "GenAI pads batches after the prompts: with `--last-logits` it needs prompts of equal length in a batch, "
+            "or shorter ones get wrong tokens; `llmconv verify --client genai` shows that"
+        )
 
 
 def shape_options(given: ExportOptions) -> ShapeOptions:

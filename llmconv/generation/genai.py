@@ -18,6 +18,7 @@ from llmconv.quantized_export import export_again, is_quantized_export
 from llmconv.runtime.context_length import has_window
 from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
+from llmconv.runtime.onnxruntime.genai_logits import returns_last_logits
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"
@@ -37,6 +38,7 @@ class GenaiEngine:
         padding: its padding token, which GenAI takes for padding anywhere in a batch.
         vocabulary: size of the logits.
         has_window: the model has a sliding window, in which padding after a prompt would count.
+        has_last_logits: the graphs return logits of the last column, which is padding after a shorter prompt.
     """
 
     model: Any
@@ -45,6 +47,7 @@ class GenaiEngine:
     padding: int
     vocabulary: int
     has_window: bool
+    has_last_logits: bool = False
     runs_last_token = True
 
     @property
@@ -84,6 +87,7 @@ class GenaiEngine:
             padding=_integer(config, "pad_token_id"),
             vocabulary=_integer(config, "vocab_size"),
             has_window=has_window(folder),
+            has_last_logits=returns_last_logits(folder, config),
         )
 
     def grow(
@@ -126,7 +130,8 @@ class GenaiEngine:
         if len(rows) < 2 or not settings.is_greedy or any(self.padding in row.prompt for row in rows):
             return False
         is_even = len({len(row.prompt) for row in rows}) == 1
-        return is_even or (settings.repetition_penalty == 1 and not settings.extra and not self.has_window)
+        reads_padding = self.has_window or self.has_last_logits
+        return is_even or (settings.repetition_penalty == 1 and not settings.extra and not reads_padding)
 
     def _search_for(self, rows: Sequence[Row], settings: GenerationSettings) -> tuple[Any, Sequence[Row]]:
         """A new generator of GenAI, and the rows whose prompts it will run."""

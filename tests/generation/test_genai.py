@@ -8,7 +8,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import environments
@@ -17,6 +19,7 @@ from llmconv.export import export
 from llmconv.generation import GenerationSettings, TextModel
 from llmconv.generation.genai import GenaiEngine
 from llmconv.runtime import SessionSettings
+from tests.conftest import save_tiny
 
 HOME = Path(__file__).parents[2] / environments.folder("genai")
 PROMPTS = ["Once upon a time", "Why", "To be or not to be, that is the question"]
@@ -77,6 +80,27 @@ def test_the_pair_of_graphs_gives_the_same_tokens(
     model = TextModel.open(pair, backend="genai")
 
     assert tokens(model, PROMPTS[:1], max_new_tokens=9) == tokens(opened, PROMPTS[:1], max_new_tokens=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unified", [True, False])
+def test_prompts_of_several_lengths_are_right_with_the_logits_of_the_last_position(
+    library: None, talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unified: bool
+) -> None:
+    home = save_tiny("llama", tmp_path / "last")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(talking / name, home / name)
+    options: dict[str, Any] = {"unified": unified, "prefill": True, "incremental": True}
+    export(home, **options, layout=["genai"], last_logits=True)
+    prompts = [np.random.default_rng(3).integers(5, 90, length).tolist() for length in (8, 3, 14)]
+
+    first, second = (
+        [*TextModel.open(home, backend=backend).stream(prompts, GenerationSettings().but(max_new_tokens=9))]
+        for backend in ("genai", "onnx")
+    )
+
+    assert sorted((one.index, one.token) for one in first) == sorted((one.index, one.token) for one in second)
+    assert "it needs prompts of equal length in a batch" in capsys.readouterr().err
 
 
 @pytest.mark.slow
