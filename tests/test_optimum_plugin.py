@@ -52,6 +52,11 @@ def test_an_error_has_the_message_and_the_exit_code_of_export(tmp_path: Path) ->
     assert "\n\nhint: " in done.stderr
 
 
+def test_an_abbreviated_option_is_refused_as_by_export(tmp_path: Path) -> None:
+    done = optimum_cli(tmp_path / "none", "--unif")
+    assert (done.returncode, "--unif" in done.stderr) == (2, True), done.stderr
+
+
 @pytest.mark.slow
 def test_the_plugin_installs_by_itself(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)

@@ -28,6 +28,7 @@ class LlmconvExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
     def parse_args(parser: ArgumentParser) -> None:
         """Adds the arguments. Values are checked by `llmconv export` itself."""
         parser.description = EXPORT.get_short_help_str(200)
+        parser.allow_abbrev = False  # as `llmconv export`, which gets the options
         parser.add_argument("model", metavar="MODEL", help="Hugging Face folder.")
         parser.add_argument("output", metavar="OUT", nargs="?", help="New folder; by default graphs go into MODEL.")
         for name, option in OPTIONS.items():
