@@ -33,7 +33,7 @@ TESTS = (
 MINORS = ("5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.24.0")
 """Of transformers: the oldest, and the last release of each minor version; the pinned one is `make test`'s."""
 
-PYTHONS = ("3.12", "3.13")
+PYTHONS = ("3.12", "3.13", "3.14")
 NEWEST = ("transformers", "huggingface_hub", "onnxruntime", "onnx", "onnx-ir", "onnxscript", "numpy", "safetensors")
 TORCH = ("torch==2.13.0",)
 """The only version here; other environments borrow it."""
@@ -91,6 +91,9 @@ def main() -> int:
     for environment in environments():
         if given.only and environment.name not in given.only:
             continue
+        if environment.python and not interpreter(environment.python):
+            print(f"{environment.name} | not on this machine: nothing was run", flush=True)
+            continue
         row = result(environment, given.tests, given.workers)
         failed |= "failed" in " ".join(row)
         print(" | ".join(row), flush=True)
@@ -135,8 +138,8 @@ def make(environment: Environment) -> Path:
     if (home / "complete").exists():
         return python
     shutil.rmtree(home, ignore_errors=True)
-    base = shutil.which(f"python{environment.python}") if environment.python else sys.executable
-    subprocess.run([base or f"python{environment.python}", "-m", "venv", str(home)], check=True)
+    base = interpreter(environment.python) if environment.python else sys.executable
+    subprocess.run([base, "-m", "venv", str(home)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if environment.python:
         subprocess.run([*pip, *TORCH], check=True)
@@ -147,6 +150,19 @@ def make(environment: Environment) -> Path:
         subprocess.run([*pip, *upgrade, *TORCH, *environment.packages], check=True)
     (home / "complete").touch()
     return python
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: on the path, or one that pyenv has and does not show; empty if there is none."""
+    name = f"python{version}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version}.*/bin/{name}")))]
+    return next((path for path in found if path and call_succeeds(path)), "")
+
+
+def call_succeeds(path: str) -> bool:
+    """Whether a program starts; pyenv has one for each version that it could show."""
+    return not subprocess.run([path, "--version"], capture_output=True, check=False).returncode
 
 
 def borrow(home: Path) -> None:
