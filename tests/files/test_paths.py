@@ -26,7 +26,7 @@ from llmconv.files.paths import PLACED, WRITTEN, output_path, path_of
 from llmconv.generation.completion_file import CompletionFile
 from llmconv.verify.report.files import write_report
 from llmconv.verify.results.report import Report
-from tests.test_cli import LEAVES, command
+from tests.cli.commands import LEAVES, command
 
 STORES = ["s3", "gs", "az", "abfs", "hf", "oci", "http", "https", "memory", "file", "S3"]
 FORMS = ["{}://bucket/x", "{}:/bucket/x", " {}://bucket/x"]

@@ -15,7 +15,7 @@ import llmconv.convert
 import llmconv.export
 import llmconv.generation
 import llmconv.verify
-from tests.test_cli import CHECKPOINT, ROOT
+from tests.cli.commands import CHECKPOINT, ROOT
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
