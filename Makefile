@@ -70,7 +70,7 @@ versions: $(READY) ## the demo and quick tests with other versions of the depend
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md
 	$(BIN)/python -m tools.calibrate
 
-other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification.md
+other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification-other-exporters.md
 	$(BIN)/python -m tools.other_exporters --write
 
 docs: $(READY) ## write the generated pages again
