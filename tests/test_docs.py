@@ -50,6 +50,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_column_of_a_table_has_a_header(page: Path) -> None:
+    headers = re.findall(r"^(\|.*)\n\|[ :|-]+\|$", page.read_text(), re.MULTILINE)
+    assert [line for line in headers if re.search(r"\|\s*\|", line)] == []
+
+
 def test_the_page_of_the_command_line_is_up_to_date() -> None:
     command = [sys.executable, "-m", "tools.cli_page", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
