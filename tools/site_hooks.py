@@ -15,6 +15,7 @@ OUTSIDE = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "plugins/optimum/README.md": "plugins/optimum.md",
     **{
         f"examples/{name}/README.md": f"examples/{name}.md"
         for name in ("custom-family", "accessory-images", "tiny-llama")
