@@ -50,6 +50,7 @@ check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, 
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cli_page --check
 	$(BIN)/python -m tools.formats_page --check
+	$(BIN)/python -m tools.action_page --check
 
 fix: $(READY) ## what a machine can put right
 	$(BIN)/ruff check --fix
@@ -70,12 +71,13 @@ versions: $(READY) ## the demo and quick tests with other versions of the depend
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md
 	$(BIN)/python -m tools.calibrate
 
-other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification.md
+other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification-other-exporters.md
 	$(BIN)/python -m tools.other_exporters --write
 
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.formats_page
+	$(BIN)/python -m tools.action_page
 
 site: $(READY) ## build the documentation as a site, build/site/index.html; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean

@@ -115,7 +115,7 @@ def median(runs: Sequence[Measurement], what: Callable[[Measurement], float]) ->
 
 def table(results: dict[str, list[Measurement]]) -> str:
     """A Markdown table: one row per command, medians (and the range of wall times)."""
-    lines = ["| | runs | wall, s (range) | CPU, s | peak RSS, MB |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| job | runs | wall, s (range) | CPU, s | peak RSS, MB |", "| --- | --- | --- | --- | --- |"]
     for name, runs in results.items():
         walls = [item.wall for item in runs]
         lines.append(

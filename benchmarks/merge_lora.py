@@ -62,7 +62,7 @@ def main() -> int:
             "A random 1.1 B Llama (bfloat16, 2.2 GB), a rank-16 adapter on all linear layers; medians of runs in turn,",
             f"{SETTLE} s apart. mergekit merges with PEFT into a cache first, and copies that.\n",
             table(results),
-            "\n| | elements that are the float64 sum, rounded, % |\n| --- | --- |",
+            "\n| merged by | elements that are the float64 sum, rounded, % |\n| --- | --- |",
             *rows,
         ]
     )

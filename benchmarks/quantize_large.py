@@ -27,7 +27,7 @@ def main() -> int:
             "All layers are only planned (`--dry-run`), since 264 GB would be written; a disk with less space is",
             "refused. The layer that is written has the model's largest matrices, 16384 x 53248 and 128256 x 16384.",
             "",
-            "| | seconds | peak RSS, MB | of it private at most | of it mapped at most |",
+            "| layers | seconds | peak RSS, MB | of it private at most | of it mapped at most |",
             "| --- | --- | --- | --- | --- |",
             f"| {WHOLE} | {whole.wall:.0f} | {whole.peak_mb:.0f} | | |",
             row(ONE, one),

@@ -59,7 +59,7 @@ def main() -> int:
             "rounded as each runtime does. In llmconv's and GenAI's files the embedding is float32",
             "(113 MB), in llama.cpp's it is quantized.",
             "",
-            "| | file, MB | mean | median | p99 | same likeliest token | perplexity / float32's |",
+            "| graphs | file, MB | mean | median | p99 | same likeliest token | perplexity / float32's |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(row(name, made[name], found) for name, found in costs.items()),
         ]

@@ -84,7 +84,7 @@ def main() -> int:
             "and llmconv with `--last-logits`; the others those of all tokens. llama.cpp's cache is float16, the",
             "others' float32. Q4_K_M needs a multiple of 256 columns; weights of 576 have Q5_0 or larger types.",
             *lines,
-            "\n| | file, MB |",
+            "\n| graphs | file, MB |",
             "| --- | --- |",
             *sizes,
         ]

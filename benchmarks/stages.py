@@ -46,7 +46,7 @@ def main() -> int:
             "A stage computes while the other waits, so two processes are not faster than one: they hold a model",
             "that does not fit into one. In quiet moments (the fastest twentieth) a token of the small model costs",
             f"{cost:.1f} ms more.\n",
-            "| | new tokens/s | ms per token, median | ms per token, fastest twentieth |",
+            "| model and processes | new tokens/s | ms per token, median | ms per token, fastest twentieth |",
             "| --- | --- | --- | --- |",
             *lines,
         ]

@@ -58,7 +58,7 @@ def main() -> int:
         [
             "A 1.1 B Llama; `prefill.onnx` for a token, then `decode.onnx` for another; private memory, above",
             "that before the graphs were opened (`Private_Dirty` and `Private_Clean`), MB.\n",
-            f"| | {SEPARATE} | {RUNNER} | of the float32 weights |",
+            f"| weights and graphs | {SEPARATE} | {RUNNER} | of the float32 weights |",
             "| --- | --- | --- | --- |",
             *rows,
         ]

@@ -134,7 +134,7 @@ def main() -> int:
         f"A random 1.1 B Llama (bfloat16, 2.2 GB, in the page cache), a rank-{RANK} adapter on all linear layers,",
         f"shards of {SIZE}; medians of runs in turn. Memory is the sum over all processes, shared pages counted once.",
         "",
-        "| | runs | wall, s (range) | CPU, s | peak memory, MB |",
+        "| job | runs | wall, s (range) | CPU, s | peak memory, MB |",
         "| --- | --- | --- | --- | --- |",
         *(row(name, runs) for name, runs in found.items()),
         "",

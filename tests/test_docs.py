@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ import llmconv.cli
 from llmconv.convert.formats import formats
 from llmconv.export import INPUT_MAPS
 from tests.conftest import save_tiny
-from tools import formats_page
+from tools import action_page, formats_page, site_hooks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -50,6 +51,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_column_of_a_table_has_a_header(page: Path) -> None:
+    headers = re.findall(r"^(\|.*)\n\|[ :|-]+\|$", page.read_text(), re.MULTILINE)
+    assert [line for line in headers if re.search(r"\|\s*\|", line)] == []
+
+
 def test_the_page_of_the_command_line_is_up_to_date() -> None:
     command = [sys.executable, "-m", "tools.cli_page", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -59,6 +66,12 @@ def test_the_page_of_the_command_line_is_up_to_date() -> None:
 def test_the_table_of_formats_is_up_to_date() -> None:
     text = (ROOT / formats_page.PAGE).read_text()
     assert formats_page.with_table(text) == text
+
+
+def test_the_table_of_the_inputs_of_the_action_is_up_to_date() -> None:
+    text = (ROOT / action_page.PAGE).read_text()
+    assert action_page.with_tables(text) == text
+    assert all(f"| `{name}` |" in text for name in ("source", "verify-options", "verdict"))
 
 
 def test_every_command_has_a_section() -> None:
@@ -108,6 +121,30 @@ def test_the_session_of_the_readme_is_what_happens(tmp_path: Path) -> None:
     for step in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]:
         command, _, shown = step.partition("\n")
         assert_shown(shown, run(shlex.split(command), tmp_path))
+
+
+API = ROOT / "docs/api.md"
+
+
+def test_the_page_about_python_names_every_public_function_and_these_before_the_classes() -> None:
+    named = [value for found in site_hooks.NAMES.finditer(API.read_text()) for value, _ in site_hooks.named(found)]
+    kinds = ["class" if inspect.isclass(value) else "function" for value in named]
+    assert kinds == sorted(kinds, reverse=True) and len({*named}) == len(named)
+    rooms = [getattr(llmconv, name) for name in llmconv.__all__ if name not in {"__version__", "pipeline", "runtime"}]
+    public = {getattr(room, name) for room in rooms for name in getattr(room, "__all__", []) if name.islower()}
+    assert {*filter(inspect.isfunction, public)} | {llmconv.pipeline} == {*filter(inspect.isfunction, named)}
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_about_python_run(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    sections = re.split(r"^## ", API.read_text(), flags=re.MULTILINE)
+    apart = ("Embed", "Serve", "Upload")
+    codes = [(text, re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)) for text in sections]
+    runs = "".join(code for text, found in codes for code in found if not text.startswith(apart))
+    imports = "\n".join(re.findall(r"^from .*", API.read_text(), re.MULTILINE))
+    done = subprocess.run([sys.executable, "-c", f"{imports}\n{runs}"], cwd=tmp_path, check=True, capture_output=True)
+    assert b"robot named Bolt" in done.stdout
 
 
 START = sorted((ROOT / "docs/start").glob("*.md"))

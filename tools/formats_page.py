@@ -42,7 +42,7 @@ def with_table(text: str) -> str:
 def table() -> str:
     """One row per format, markers included."""
     lines = [
-        "| `llmconv formats` | | covers |",
+        "| `llmconv formats` | reads | covers |",
         "| --- | --- | --- |",
         *(f"| `{name}` | {_cells(found)} |" for name, found in formats().items()),
     ]

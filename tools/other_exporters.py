@@ -24,7 +24,7 @@ from tests.conftest import save_tiny
 from tools.diagnoses import DIAGNOSES, NO_GRAPH
 
 FOLDER = Path("build/other-exporters")
-PAGE = Path("docs/verification.md")
+PAGE = Path("docs/verification-other-exporters.md")
 BEGIN, END = "<!-- other exporters: written by `make other-exporters` -->", "<!-- end of other exporters -->"
 
 DECODER = {

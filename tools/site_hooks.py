@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import re
 from pathlib import Path
@@ -9,13 +10,12 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-import llmconv
-
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "plugins/optimum/README.md": "plugins/optimum.md",
     **{
         f"examples/{name}/README.md": f"examples/{name}.md"
         for name in ("custom-family", "accessory-images", "tiny-llama")
@@ -23,7 +23,9 @@ OUTSIDE = {
 }
 """Pages by their path in the repository, and where they are in the site."""
 
-ROOMS = ("convert", "export", "verify", "generation", "embedding", "bench", "push")
+NAMES = re.compile(r"^<!-- names of ([\w.]+):\s(.*?) -->$", re.MULTILINE | re.DOTALL)
+"""On the page about Python: a module and its names; after a class, in parentheses, the members to show."""
+NAME = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -35,25 +37,40 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def reference() -> str:
-    """A section for each room, in it the docstring of each public name; constants have none."""
-    parts: list[str] = []
-    for room in ROOMS:
-        module = getattr(llmconv, room)
-        parts.append(f"## llmconv.{room}")
-        for name in module.__all__:
-            value = getattr(module, name)
-            if hasattr(value, "__qualname__"):
-                parts.append(f"::: {value.__module__}.{value.__qualname__}\n    options:\n      heading_level: 3")
-    parts.append("## llmconv.errors\n\n::: llmconv.errors\n    options:\n      heading_level: 3")
-    return "\n\n".join(parts)
+def named(found: re.Match[str]) -> list[tuple[Any, list[str]]]:
+    """The functions and classes that a comment of the page about Python names, and the members of each.
+
+    Args:
+        found: the comment, a match of `NAMES`.
+
+    Raises:
+        AttributeError: there is no such name or member.
+    """
+    module = importlib.import_module(found[1])
+    values = [(getattr(module, name), re.findall(r"\w+", members)) for name, members in NAME.findall(found[2])]
+    for value, members in values:
+        for member in members:
+            getattr(value, member)
+    return values
+
+
+def reference(found: re.Match[str]) -> str:
+    """The signatures and docstrings of the names in a comment of the page about Python.
+
+    Args:
+        found: the comment, a match of `NAMES`.
+    """
+    return "\n\n".join(
+        f"::: {value.__module__}.{value.__qualname__}\n    options:\n      heading_level: 3\n      members: {members}"
+        for value, members in named(found)
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mends the links of a page, outside of its code; the page about Python gets the reference of the public names."""
+    """Mends the links of a page, outside of its code; the names on the page about Python become their docstrings."""
     place = page.file.src_uri
     if place == "api.md":
-        return f"{markdown}\n{reference()}"
+        markdown = NAMES.sub(reference, markdown)
     source = next((path for path, site in OUTSIDE.items() if site == place), f"docs/{place}")
     codes: list[str] = []
 

@@ -30,7 +30,7 @@ def test_a_correct_export_passes(
 ) -> None:
     report = verify(exported(model_type), eager=eager(model_type))
     assert report.verdict == "pass", report.closing_lines()
-    assert report.worst and 0.3 < report.worst.sigma < 2, "calibration has moved: see docs/verification.md"
+    assert report.worst and 0.3 < report.worst.sigma < 2, "calibration has moved: see docs/verification-sigma.md"
 
 
 @pytest.mark.parametrize(("model_type", "mutant"), PAIRS)

@@ -127,7 +127,8 @@ def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
     maps = f"the input map `{ordered[0].name}`: {odd[0]}" if len(ordered) == 1 else "any input map"
     raise UnsupportedInput(
         f"`{name}` does not fit {maps} (inputs {_listed(inputs)}; outputs {_listed(outputs)})",
-        hint="give `--input-map FILE.json` with the names, see docs/verification.md; a decoder maps tokens to logits",
+        hint="give `--input-map FILE.json` with the names, see docs/verification-other-exporters.md; "
+        "a decoder maps tokens to logits",
     )
 
 

@@ -198,7 +198,7 @@ def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
 
 
 def test_the_page_lists_every_scenario_with_its_bug() -> None:
-    page = (Path(__file__).parents[3] / "docs/verification.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/verification-scenarios.md").read_text()
     assert [s.name for s in SCENARIOS if f"| {s.name} | {s.suite} | {s.bug} |" not in page] == []
 
 

@@ -74,5 +74,5 @@ def _from_json(path: Path) -> PortMap:
         return PortMap(**row)
     except (TypeError, ValueError) as error:
         raise MalformedInput(
-            f"`{path.name}` is not an input map: {error}", hint="docs/verification.md shows the fields of one"
+            f"`{path.name}` is not an input map: {error}", hint="docs/verification-other-exporters.md shows the fields"
         ) from error
