@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ from llmconv.progress import is_quiet, say, set_quiet
 
 if TYPE_CHECKING:
     from llmconv.steps.execution import Outcome
+    from llmconv.steps.run_file import RunFile
     from llmconv.steps.step import Step
 
 
@@ -60,7 +61,6 @@ def command(
 
     The exit code is that of the step that failed.
     """
-    from llmconv.files.report_folder import require_writable
     from llmconv.steps import summary
     from llmconv.steps.execution import Execution
     from llmconv.steps.inputs import require_inputs
@@ -78,18 +78,32 @@ def command(
     run_file = read_run_file(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
     require_inputs(run_file)
-    if report and not dry_run:
-        require_writable(report, summary.NAMES)
-    stdout = STDERR if as_json else None
-    execution = Execution(run_file, force=force, options=("--quiet",) * quiet, stdout=stdout)
-    outcomes = [*(execution.plan() if dry_run else execution.run(partial(_announce, len(run_file.steps))))]
-    if report and not dry_run:
-        summary.write(report, file.name, outcomes)
+    if dry_run:
+        outcomes = [*Execution(run_file, force=force).plan()]
+    else:
+        stdout = STDERR if as_json else None
+        outcomes = _run(run_file, report, force=force, options=("--quiet",) * quiet, stdout=stdout)
     if as_json:
         options.print_json(summary.as_dict(file.name, outcomes))
     else:
         _print(outcomes, dry_run)
     ctx.exit(summary.exit_code(outcomes))
+
+
+def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
+    """Does the steps and writes the report, as the only run of the file."""
+    from llmconv.files.report_folder import require_writable
+    from llmconv.steps import summary
+    from llmconv.steps.execution import Execution
+    from llmconv.steps.run_lock import run_lock
+
+    with run_lock(file.path) as lock:
+        if report:
+            require_writable(report, summary.NAMES)
+        outcomes = [*Execution(file, lock, **choices).run(partial(_announce, len(file.steps)))]
+        if report:
+            summary.write(report, file.path.name, outcomes)
+    return outcomes
 
 
 def _pairs(ctx: click.Context, changes: tuple[str, ...]) -> dict[str, str]:

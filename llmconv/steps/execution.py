@@ -14,7 +14,6 @@ from llmconv.output.manifest import read_manifest
 from llmconv.steps.inputs import overlap, taken_for_hub_models
 from llmconv.steps.record import Record
 from llmconv.steps.run_file import RunFile
-from llmconv.steps.run_lock import run_lock
 from llmconv.steps.stamps import Stamps, stamps
 from llmconv.steps.step import Step
 
@@ -53,18 +52,25 @@ class Execution:
 
     Args:
         file: the run file.
+        lock: descriptor of its `run_lock`, which the steps inherit; None for a plan.
         force: do all steps, whatever is done.
         options: of every step's command line, such as `-q`.
         stdout: descriptor or file for what the steps print; None for this process's own.
     """
 
     def __init__(
-        self, file: RunFile, *, force: bool = False, options: tuple[str, ...] = (), stdout: int | None = None
+        self,
+        file: RunFile,
+        lock: int | None = None,
+        *,
+        force: bool = False,
+        options: tuple[str, ...] = (),
+        stdout: int | None = None,
     ) -> None:
         self._file, self._force, self._options, self._stdout = file, force, options, stdout
         self._record = Record.beside(file.path)
         self._changed: list[str] = []
-        self._lock = -1
+        self._inherited = () if lock is None else (lock,)
 
     def plan(self) -> Iterator[Outcome]:
         """What a run would do. A step that reads what an earlier one will write is to be done."""
@@ -82,23 +88,19 @@ class Execution:
 
         Args:
             announce: called before each step with its number, from 1, the step, and the reason why it is done.
-
-        Raises:
-            OutputFailed: another run of the file is not finished.
         """
-        with run_lock(self._file.path) as self._lock:
-            self._record.keep(self._file.steps)
-            failed = False
-            for number, step in enumerate(self._file.steps, 1):
-                reason = "" if failed else self._reason(step)
-                if failed or not reason:
-                    yield Outcome(step, LEFT if failed else UNCHANGED, verdict="" if failed else self._verdict(step))
-                    continue
-                announce(number, step, reason)
-                outcome = self._do(step, reason)
-                failed = outcome.status == FAILED
-                self._changed += step.changes
-                yield outcome
+        self._record.keep(self._file.steps)
+        failed = False
+        for number, step in enumerate(self._file.steps, 1):
+            reason = "" if failed else self._reason(step)
+            if failed or not reason:
+                yield Outcome(step, LEFT if failed else UNCHANGED, verdict="" if failed else self._verdict(step))
+                continue
+            announce(number, step, reason)
+            outcome = self._do(step, reason)
+            failed = outcome.status == FAILED
+            self._changed += step.changes
+            yield outcome
 
     def _reason(self, step: Step) -> str:
         """Why a step is to be done; empty if nothing has changed."""
@@ -141,7 +143,7 @@ class Execution:
             [sys.executable, "-m", "llmconv", *words],
             cwd=self._file.home,
             stdout=self._stdout,
-            pass_fds=(self._lock,),
+            pass_fds=self._inherited,
         ) as done:
             try:
                 code = done.wait()
