@@ -15,6 +15,7 @@ WHEELS = "build/wheels"
 Steps = tuple[tuple[str, ...], ...]
 
 ENVIRONMENTS: dict[str, Steps] = {
+    "chromedriver": (("chromedriver-py==147.0.7727.57",),),
     "genai": (("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1"),),
     "llama.cpp": (
         ("gguf==0.19.0", "diskcache==5.6.3", "jinja2", "safetensors", "typing-extensions"),
@@ -51,7 +52,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"genai", "llama.cpp"}
+WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp"}
 
 NODE = {
     "azurite": ("azurite@3.35.0",),

@@ -12,6 +12,8 @@ def main() -> None:
         (environments.python, "optimum"),
         (environments.node, "transformersjs"),
         (environments.node, "azurite"),
+        (environments.node, "chromium"),
+        (environments.python, "chromedriver"),
     ):
         print(f"{name}: {make(name)}")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from selenium.webdriver import Chrome
@@ -17,8 +22,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from benchmarks import environments
+
+ROOT = Path(__file__).parents[2]
+NODE, PYTHON = (ROOT / environments.folder(name) for name in ("chromium", "chromedriver"))
+INSTALLED = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+EXTRACT = "console.log(await (await import('@sparticuz/chromium')).default.executablePath())"
+LISTENING = re.compile(r"DevTools listening on ws://([^/]+)/")
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -32,7 +43,10 @@ FLAGS = (
 
 BROWSER = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
+    pytest.mark.skipif(
+        not (INSTALLED and DRIVER) and not all((home / "complete").exists() for home in (NODE, PYTHON)),
+        reason="needs chromium and chromedriver, installed or in build/; `make clients` makes them",
+    ),
 ]
 """Marks of a file of tests that look at pages."""
 
@@ -40,16 +54,42 @@ BROWSER = [
 @contextmanager
 def opened(profile: Path) -> Iterator[Chrome]:
     """A browser with a profile of its own, which notes what pages log."""
-    options = Options()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    program, driver_program = programs(profile)
+    line = [program, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = next(match for text in process.stderr if (match := LISTENING.search(text)))
+        Thread(target=process.stderr.read, daemon=True).start()  # or the browser blocks when the pipe is full
+        request = Request(f"http://{found[1]}/json/new?about:blank", method="PUT")
+        urlopen(request).close()  # a headless shell opens no page itself
+        options = Options()
+        options.debugger_address = found[1]
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = Chrome(options=options, service=Service(driver_program))
+        try:
+            driver.set_window_size(1000, 800)
+            yield driver
+        finally:
+            driver.quit()
+            process.kill()
+
+
+def programs(place: Path) -> tuple[str, str]:
+    """The browser and its driver: those that are installed, or those in build/.
+
+    Args:
+        place: a folder for the browser, which npm has compressed.
+    """
+    if INSTALLED and DRIVER:
+        return INSTALLED, DRIVER
+    variables = {**os.environ, "TMPDIR": str(place)}
+    line = ["node", "--input-type=module", "-e", EXTRACT]
+    done = subprocess.run(line, cwd=NODE, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    (packed,) = PYTHON.glob("lib/python*/site-packages/chromedriver_py/chromedriver_linux64")
+    driver = place / "chromedriver"
+    shutil.copy(packed, driver)
+    driver.chmod(0o755)
+    return done.stdout.strip(), str(driver)
 
 
 class Page:
