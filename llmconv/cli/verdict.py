@@ -33,16 +33,17 @@ def printer(*, every: bool) -> Show:
     return show
 
 
-def print_report(report: Report, show: Show, *, quiet: bool) -> None:
+def print_report(report: Report, show: Show, *, quiet: bool, where: bool = False) -> None:
     """Prints the end of a report: the last checks and the closing lines.
 
     Args:
         report: of `verify`.
         show: the printer that got the checks so far.
-        quiet: print the line with the verdict alone, and the location of a failure.
+        quiet: print the line with the verdict alone.
+        where: with `quiet`, print the location of a failure, too.
     """
     show([])
-    for line in report.short_lines() if quiet else report.closing_lines():
+    for line in report.closing_lines() if not quiet else report.short_lines() if where else [report.summary()]:
         click.echo(line)
 
 

@@ -186,7 +186,7 @@ def command(
     if as_json:
         options.print_json(report.as_dict())
     else:
-        print_report(report, shown, quiet=quiet)
+        print_report(report, shown, quiet=quiet, where=choices["bisect"])
     for line in annotation_lines(report) if github else ():
         click.echo(line, err=as_json)
     where = f", report in {choices['report']}" if choices["report"] else ""

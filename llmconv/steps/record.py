@@ -1,8 +1,8 @@
 """Record of a run: which steps are done, and the stamps of the files that they read and wrote.
 
     {
-      "record_version": 1,
-      "steps": {"to-hf": {"llmconv": "0.1.0", "command": "<sha256>", "read": {…}, "written": {…}}, …}
+      "record_version": 2,
+      "steps": {"to-hf": {"llmconv": "0.1.0", "command": "<sha256>", "read": {…}, "written": {…}, "earlier": {…}}, …}
     }
 
 It lies next to the run file as `.FILE.llmconv-run`; without it every step is done again.
@@ -24,7 +24,7 @@ from llmconv.steps.stamps import MANIFEST_STAMP, UNKNOWN, Stamps
 from llmconv.steps.step import Step
 from llmconv.version import __version__
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".llmconv-run"
 LIMIT = 256 << 20
 """Maximum bytes of a record; a million files take some 100 MB."""
@@ -39,12 +39,14 @@ class Done:
         command: sha256 of its command line, which may contain credentials.
         read: stamps of its inputs, without what it wrote itself.
         written: stamps of what it wrote or changed.
+        earlier: stamps of what it wrote before that, to outputs that it no longer has.
     """
 
     llmconv: str
     command: str
     read: Stamps
     written: Stamps
+    earlier: Stamps
 
 
 @dataclass
@@ -83,8 +85,7 @@ class Record:
             step: the step.
             outputs: stamps of what lies there now.
         """
-        done = self.steps.get(step.name)
-        written = {} if done is None else done.written
+        written = self._all_written(step)
         return any(outputs.get(name) == stamp not in (UNKNOWN, MANIFEST_STAMP) for name, stamp in written.items())
 
     def keep(self, steps: Iterable[Step]) -> None:
@@ -94,9 +95,13 @@ class Record:
     def begin(self, step: Step) -> None:
         """Records that a step is under way: if it does not end, it is not done."""
         places = [name if is_address(name) else os.path.normpath(name) for name in step.changes]
-        earlier = self.steps[step.name].written if step.name in self.steps else {}
-        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN) | earlier)
+        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN), self._all_written(step))
         self.save()
+
+    def _all_written(self, step: Step) -> Stamps:
+        """The latest stamps of everything that a step ever wrote."""
+        done = self.steps.get(step.name)
+        return {} if done is None else done.earlier | done.written
 
     def forget(self, step: Step) -> None:
         """Removes a step."""
@@ -114,7 +119,10 @@ class Record:
         """
         written = {name: stamp for name, stamp in after.items() if before.get(name) != stamp} | outputs
         read = {name: stamp for name, stamp in before.items() if name in after and name not in written}
-        self.steps[step.name] = Done(__version__, command_sha256(step), read, written)
+        home = self.path.parent
+        kept = {name: stamp for name, stamp in self._all_written(step).items() if name not in written}
+        earlier = {name: stamp for name, stamp in kept.items() if is_address(name) or (home / name).is_file()}
+        self.steps[step.name] = Done(__version__, command_sha256(step), read, written, earlier)
         self.save()
 
     def change(self, step: Step, steps: Sequence[Step], inputs: Stamps, outputs: Stamps) -> str:
@@ -157,7 +165,7 @@ def _items(listed: Any) -> Iterable[tuple[str, Any]]:
 
 def _done(fields: Any) -> Done | None:
     """An entry of `steps`; None if it is not of the form in the module's docstring."""
-    names = ("llmconv", "command", "read", "written")
+    names = ("llmconv", "command", "read", "written", "earlier")
     if not isinstance(fields, dict) or fields.keys() != {*names}:
         return None
     version, command, *both = (fields[name] for name in names)

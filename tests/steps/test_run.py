@@ -167,6 +167,14 @@ def test_another_output_that_another_run_made_is_not_replaced(again: Path) -> No
     assert contents(elsewhere) == before
 
 
+def test_an_output_that_was_named_before_is_replaced_when_it_is_named_again(again: Path) -> None:
+    assert statuses(again, "--set", "merge-lora.output=build/other")["merge-lora"] == "done"
+    assert (again.parent / "build/other").is_dir()
+    touch(again.parent / "run.pt")
+    assert statuses(again) == {"to-hf": "done", "merge-lora": "done"}
+    assert statuses(again) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
+
+
 def test_nothing_runs_if_any_step_is_wrong(tmp_path: Path) -> None:
     file = prepared(tmp_path, FILE + "  - verify: {folder: build/merged, suit: quick}\n")
     result = CliRunner().invoke(main, ["run", str(file)])

@@ -257,7 +257,7 @@ class Report:
         return [*lines, *self.short_lines()]
 
     def short_lines(self) -> list[str]:
-        """The location of a failure, which is known if it was asked for, and the summary."""
+        """The location of a failure, if there is one, and the summary."""
         where = [f"WHERE | {clean(self.where.text, LINE_LIMIT)}"] if self.where else []
         return [*where, self.summary()]
 
