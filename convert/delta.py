@@ -104,7 +104,9 @@ def apply_delta(
         dtype: `keep` (an exact delta: the tuned model's; a sum: the base's, or the delta's where that has more bits),
             `float32`, `float16` or `bfloat16`.
         max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
-        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; check, write nothing.
+        overwrite: replace an existing model folder.
+        resume: continue an interrupted run.
+        dry_run: return the plan, and write nothing.
 
     Raises:
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
@@ -166,7 +168,8 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     """Writes what `tuned` is over `base`: an exact delta, a LoRA adapter that comes close, or another tool's delta.
 
     Args:
-        base, tuned: Hugging Face folders, or training checkpoints that `to-hf` reads; paths, URIs or hub ids.
+        base: Hugging Face folder, or a training checkpoint that `to-hf` reads; a path, URI or hub id.
+        tuned: the tuned model, in the same forms.
         output: the folder to make.
         rank: of the adapter, whose products are the best of that rank up to a thousandth or so of their norm (exact up
             to a million elements); None for an exact delta.
@@ -175,7 +178,9 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         dtype: `keep` or the float type that the tuned weights are rounded to first, or that the adapter gets
             (whose factors are float32 with `keep`); `keep` alone with `to`.
         max_shard_size: bytes of tuned weights that one file encodes; Accessory's has one file per part.
-        overwrite, resume, dry_run: replace an existing folder; continue an interrupted run; write nothing.
+        overwrite: replace an existing folder.
+        resume: continue an interrupted run.
+        dry_run: return the plan, and write nothing.
 
     Raises:
         InputRefused: an input is malformed, or the adapter or the other tool's format cannot say what changed.

@@ -48,7 +48,9 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         to: name of a training format that has a way back.
         shards: number of tensor-parallel (model-parallel) parts.
         dtype: `keep` or the float type of the weights.
-        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
+        overwrite: replace an existing model folder.
+        resume: continue an interrupted run.
+        dry_run: return the plan, and write nothing.
         work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
 
     Raises:

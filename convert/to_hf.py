@@ -51,7 +51,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
     Args:
-        source, output: a checkpoint, its URI or hub id, or a Hugging Face folder to change; the folder to make.
+        source: a checkpoint, its URI or hub id, or a Hugging Face folder to change.
+        output: the folder to make.
         format: name of the training format; detected by content when None.
         config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
@@ -64,8 +65,11 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         code: a local folder with the model's own Python files and its `config.json`, if they are not next to the
             checkpoint's or the given configuration.
         trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
-        dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
-        overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
+        dtype: `keep`, or the float type of the weights.
+        max_shard_size: largest safetensors file; `5GB` when None.
+        overwrite: replace what llmconv made.
+        resume: continue an interrupted run.
+        dry_run: return the plan, and write nothing.
         work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
 
     Raises:

@@ -59,6 +59,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         content = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(getattr(error, "problem", None) or error or type(error).__name__).partition("\n")[0]
+        mark = getattr(error, "problem_mark", None)
+        problem += f" (line {mark.line + 1})" if mark else ""
         raise MalformedInput(
             f"`{path.name}` is not valid YAML: {problem}", hint="repair or replace the file; plain values only"
         ) from error

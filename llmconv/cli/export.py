@@ -11,7 +11,7 @@ import click
 from llmconv.cli import completions, options
 from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
 from llmconv.errors import LlmconvError
-from llmconv.progress import is_quiet
+from llmconv.progress import is_quiet, say
 
 if TYPE_CHECKING:
     from llmconv.export.export_options import ExportOptions
@@ -250,9 +250,9 @@ def _print(exported: Exported) -> None:
     else:
         for name in (*(name for names in exported.graphs.values() for name in names), *exported.client_files):
             click.echo(f"{exported.place}/{name}")
-    click.echo(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"), err=True)
+    say(_summary(exported, "would map" if is_dry else "map" if len(exported.graphs) != 1 else "maps"))
     if exported.quantized:
-        click.echo(exported.quantized.line, err=True)
+        say(exported.quantized.line)
     if exported.missing:
         click.echo(_missing(exported.missing), err=True)
 

@@ -23,7 +23,7 @@ def command(path: str, as_json: bool) -> None:
     """Show what PATH is: format, architecture, element types, sizes.
 
     PATH is a training checkpoint, a Hugging Face folder, an adapter, also a file of `onnx-adapter`, a safetensors or
-    torch file, or a folder that `export` wrote, whose graphs are listed with their inputs and the recorded verdict of
+    torch file, or a folder that `export` wrote, whose graphs are listed with their options and the recorded verdict of
     `verify`, and compared with the files that it judged. Of weights only headers are read, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect

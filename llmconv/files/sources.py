@@ -105,7 +105,8 @@ def require_own_folder(model: str | Path) -> None:
         shown = without_credentials(str(model))
         raise InputRefused(
             f"`{shown}` is not a local folder, so graphs cannot be written into it",
-            hint=f"give a folder for weights and graphs: `llmconv export {shown} -o OUT`",
+            hint=f"check the spelling; a model of the Hub needs a folder for weights and graphs: "
+            f"`llmconv export {shown} -o OUT`",
         )
 
 

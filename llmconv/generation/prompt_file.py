@@ -64,7 +64,7 @@ def _read(source: str | Path | TextIO, prompt_field: str | None) -> list[Prompt]
     if not found:
         raise InputRefused(
             "no prompts",
-            hint="write one prompt per line; on the command line give it as an argument, or `--prompt-file FILE`",
+            hint="give `--prompt TEXT`, or `--prompt-file FILE` with one prompt per line",
         )
     return found
 

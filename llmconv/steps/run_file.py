@@ -145,22 +145,25 @@ Named = tuple[str, str, dict[str, Any]]
 
 def _command_of(path: Path, item: Any, number: int) -> Named:
     """One item of `steps`; its name is empty if it has none."""
-    where = f"has a step {number} that"
+
+    def refuse(problem: str, hint: str) -> NoReturn:
+        raise MalformedInput(f"`{path.name}`, step {number}: {problem}", hint=hint)
+
     if not isinstance(item, dict):
-        _refuse(path, f"{where} is not a mapping", "write `- COMMAND: {OPTION: VALUE}`")
+        refuse("not a mapping", "write `- COMMAND: {OPTION: VALUE}`")
     name, commands = item.get("name", ""), [key for key in item if key != "name"]
     if not isinstance(name, str) or (name and not NAME.fullmatch(name)):
-        _refuse(path, f"{where} has no plain `name`", "names have letters, digits, `-` and `_`")
+        refuse("no plain `name`", "names have letters, digits, `-` and `_`")
     if len(commands) > 1 and commands[0] in COMMANDS and item[commands[0]] is None:
-        _refuse(path, f"{where} has `{commands[1]}` next to `{commands[0]}:`", "indent options deeper than the command")
+        refuse(f"`{commands[1]}` is next to `{commands[0]}:`", "indent options deeper than the command")
     if len(commands) != 1 or commands[0] not in COMMANDS:
         strange = next((key for key in commands if key not in COMMANDS), "")
         near = get_close_matches(str(strange), COMMANDS, n=1)
-        problem = f"{where} has the unknown command `{strange}`" if strange else f"{where} is not one command"
-        _refuse(path, problem, f"is `{near[0]}` meant?" if near else f"commands are {', '.join(COMMANDS)}")
+        problem = f"unknown command `{strange}`" if strange else "not one command"
+        refuse(problem, f"is `{near[0]}` meant?" if near else f"commands are {', '.join(COMMANDS)}")
     options = {} if item[commands[0]] is None else item[commands[0]]
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
-        _refuse(path, f"{where} has options that are not a mapping", "write `OPTION: VALUE`")
+        refuse("options that are not a mapping", "write `OPTION: VALUE`")
     return name, commands[0], options
 
 

@@ -139,7 +139,10 @@ def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Itera
     for one in values:
         if is_flag or isinstance(one, bool) or not isinstance(one, GIVEN):
             wanted = "true or false" if is_flag else "texts or numbers" if is_several else "a text or a number"
-            raise MalformedInput(f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}", hint="put a text in quotes")
+            raise MalformedInput(
+                f"step `{step}`: `{key}` is {_shown(one)}, not {wanted}",
+                hint=f"write `{key}: true`" if is_flag else "put a text in quotes",
+            )
         try:
             text = str(one)
         except ValueError:  # of a number with thousands of digits
@@ -171,6 +174,8 @@ def _require_accepted(name: str, command_name: str, command: click.Command, argu
     """Lets the command parse its arguments, before any step runs."""
     try:
         command.make_context(f"llmconv {command_name}", [*arguments])
+    except UsageProblem as error:
+        raise UsageProblem(f"step `{name}`: {error.message}", hint=error.hint) from error
     except click.UsageError as error:
         message = " ".join(error.format_message().split()).replace("'", "`").rstrip(".")
         raise UsageProblem(
