@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from llmconv.errors import LlmconvError
 from llmconv.files.hub import source_name
 from llmconv.output.judged_files import WeightFile, graph_sha256, weight_file
 from llmconv.output.manifest import MANIFEST, VERIFIED, read_manifest
 from llmconv.output.record_in_manifest import record_in_manifest
-from llmconv.output.recorded_verdict import RecordedVerdict
+from llmconv.output.recorded_verdict import RecordedVerdict, parse_verdict
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.vision import VISION
@@ -53,8 +54,19 @@ def recording(
     files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
     judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or _saw_images(report)}
     verdict = _verdict(report, reference, only, judged, files)
+    if (earlier := _recorded(verified.path)) and earlier.contains(verdict):
+        report.notes.append(f"`{MANIFEST}` keeps the verdict on these files by {earlier.checks['passed']} checks")
+        return
     if problem := record_in_manifest(verified.path, VERIFIED, verdict.as_dict()):
         report.notes.append(f"the verdict is not recorded in `{MANIFEST}`: {problem}")
+
+
+def _recorded(folder: Path) -> RecordedVerdict | None:
+    """The verdict that the manifest has; None if there is none, or none of its form."""
+    with suppress(LlmconvError):
+        found = read_manifest(folder).verified
+        return None if found is None else parse_verdict(found)
+    return None
 
 
 def _verdict(

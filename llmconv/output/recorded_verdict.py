@@ -81,6 +81,18 @@ class RecordedVerdict:
             "weights": {name: file.as_dict() for name, file in sorted(self.weights.items())},
         }
 
+    def contains(self, other: RecordedVerdict) -> bool:
+        """Whether another verdict says less of the same files: both pass, and its run made some of the checks."""
+        same = ("verdict", "reference", "versions", "graphs")
+        if self.verdict != "pass" or any(getattr(self, name) != getattr(other, name) for name in same):
+            return False
+        files = self.weights.keys() == other.weights.keys() and all(
+            one in (self.weights[name], WeightFile(self.weights[name].bytes, self.weights[name].header_sha256))
+            for name, one in other.weights.items()
+        )
+        chosen = not self.only or {*other.only} <= {*self.only} != set()
+        return files and chosen and other.checks["passed"] < self.checks["passed"]
+
     def changed_files(self, folder: Path) -> list[str]:
         """Names of judged files that are missing or have changed; of weights only size and header are compared."""
         graphs = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]

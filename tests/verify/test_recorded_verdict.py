@@ -256,3 +256,41 @@ def test_a_new_export_over_a_verified_folder_has_no_verdict(folder: Path, tmp_pa
 def test_no_record_of_a_single_graph_is_a_usage_error(folder: Path) -> None:
     done = CliRunner().invoke(main, ["verify", "--graph", str(folder / "decode.onnx"), "--no-record"])
     assert done.exit_code == 2 and "`--no-record` applies to FOLDER only" in done.stderr
+
+
+def test_a_passing_run_of_fewer_checks_keeps_the_verdict_of_more(folder: Path, eager: Callable[[str], Eager]) -> None:
+    def run(*scenarios: str) -> Report:
+        return verify(folder, eager=eager("llama"), scenario=scenarios)
+
+    run("prefill, 3 tokens", "prefill, 1 token")
+    before = manifest_of(folder)["verified"]
+    kept = run("prefill, 3 tokens")
+    assert manifest_of(folder)["verified"] == before
+    assert f"`llmconv.json` keeps the verdict on these files by {before['checks']['passed']} checks" in kept.notes
+    run("prefill, 7 tokens")
+    assert manifest_of(folder)["verified"]["only"] == ["prefill, 7 tokens"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": "fail"},
+        {"graphs": {"decode.onnx": "1" * 64}},
+        {"versions": {"llmconv": "0.2"}},
+        {"reference": "other"},
+        {"only": ["batch of 4"]},
+        {"checks": {"passed": 9, "failed": 0, "skipped": 0}},
+        {"weights": {}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_verdict_that_says_something_else_is_not_contained(change: dict[str, Any]) -> None:
+    weights = {"model.safetensors": {"bytes": 9, "header_sha256": "2" * 64, "sha256": "3" * 64}}
+    wide = {
+        "verdict": "pass", "method": "whole", "suite": "quick", "only": ["batch of 3", "prefill, 1 token"],
+        "checks": {"passed": 9, "failed": 0, "skipped": 0}, "unseen": [], "reference": "merged",
+        "versions": {"llmconv": "0.1"}, "graphs": {"decode.onnx": "0" * 64}, "weights": weights,
+    }
+    narrow = {**wide, "only": ["batch of 3"], "checks": {"passed": 3, "failed": 0, "skipped": 0}}
+    assert parse_verdict(wide).contains(parse_verdict(narrow))
+    assert not parse_verdict(wide).contains(parse_verdict({**narrow, **change}))
