@@ -140,6 +140,37 @@ def test_options_with_an_open_quote_are_refused(tmp_path: Path) -> None:
     assert "no closing quotation in the options: --dtype 'float16" in job.output
 
 
+def test_words_may_be_empty_and_have_line_breaks(tmp_path: Path) -> None:
+    script = f'source {ROOT}/tools/action.sh; split_words "$1"; printf "<%s>" "${{words[@]}}"'
+    line = ["bash", "-c", script, "bash", "--scenario '' \"a\nb\" $(touch x) `touch x` ; *"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "<--scenario><><a\nb><$(touch><x)><`touch><x`><;><*>"
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("options", ["-o out", "--output=out --quant int4", "-oout", "--out out"])
+def test_an_output_among_the_options_is_refused(tmp_path: Path, options: str) -> None:
+    job = run(tmp_path, export_options=options)
+    assert (job.codes, "give the input `export-output`" in job.output) == ({"Export": 2, "Summary": 0}, True)
+
+
+@pytest.mark.slow
+def test_quantized_graphs_are_exported_and_verified_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    options = "--unified --quant int8 --quant-block 16"
+    job = run(tmp_path, export_output="quantized model", export_options=options, verify_options="--suite quick")
+    assert job.codes == {"Export": 0, "Verify": 0, "Summary": 0}, job.output
+    assert (job.summary.startswith("# PASS: quantized model"), job.outputs) == (True, "verdict=pass\n")
+
+
+@pytest.mark.parametrize(("value", "runs"), [("yes", True), ("True", True), ("false", False), ("", False)])
+def test_only_false_leaves_out_a_verification(value: str, runs: bool) -> None:
+    (step,) = (step for step in STEPS if step["name"] == "Verify")
+    inputs = {name: field.get("default", "") for name, field in ACTION["inputs"].items()} | {"verify": value}
+    assert is_to_run(step["if"], inputs, failed=False) is runs
+
+
 @pytest.mark.slow
 def test_the_first_step_installs_and_removes_the_report_of_an_earlier_job(tmp_path: Path) -> None:
     environment = tmp_path / "environment"

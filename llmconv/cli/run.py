@@ -31,7 +31,8 @@ STDERR = 2
     help="Value of a variable, or of an option as STEP.OPTION=VALUE. May be repeated.",
 )
 @click.option("--force", is_flag=True, help="Do all steps, also those that are unchanged.")
-@click.option("--report", type=options.Output(), metavar="DIR", help="Write run.json and summary.md there.")
+@click.option("--report", type=options.Output(), metavar="DIR", help="Write run.json and run.md there.")
+@click.option("--github", is_flag=True, help="Print failures of verify as GitHub Actions annotations.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of run files, for editors, and stop.")
 @click.option("--dry-run", is_flag=True, help="Check the file, print what is to be done and why, and stop.")
 @options.as_json
@@ -43,6 +44,7 @@ def command(
     sets: tuple[str, ...],
     force: bool,
     report: Path | None,
+    github: bool,
     schema: bool,
     dry_run: bool,
     as_json: bool,
@@ -82,7 +84,7 @@ def command(
         outcomes = [*Execution(run_file, force=force).plan()]
     else:
         stdout = STDERR if as_json else None
-        outcomes = _run(run_file, report, force=force, options=("--quiet",) * quiet, stdout=stdout)
+        outcomes = _run(run_file, report, force=force, quiet=quiet, github=github, stdout=stdout)
     if as_json:
         options.print_json(summary.as_dict(file.name, outcomes))
     else:
@@ -94,12 +96,12 @@ def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
     """Does the steps and writes the report, as the only run of the file."""
     from llmconv.files.report_folder import require_writable
     from llmconv.steps import summary
-    from llmconv.steps.execution import Execution
+    from llmconv.steps.execution import REPORT_FILES, Execution
     from llmconv.steps.run_lock import run_lock
 
     with run_lock(file.path) as lock:
         if report:
-            require_writable(report, summary.NAMES)
+            require_writable(report, REPORT_FILES)
         outcomes = [*Execution(file, lock, **choices).run(partial(_announce, len(file.steps)))]
         if report:
             summary.write(report, file.path.name, outcomes)

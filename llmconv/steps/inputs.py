@@ -9,25 +9,12 @@ from llmconv.errors import InputRefused
 from llmconv.files.paths import is_address
 from llmconv.files.pointer_files import follow_local
 from llmconv.files.sources import is_hub_id
+from llmconv.steps.places import overlap
 from llmconv.steps.run_file import RunFile
 from llmconv.steps.step import Step
 
 DEFAULT = "default"
 """Value of `calibrate` that is no path."""
-
-
-def overlap(one: str, other: str, home: Path) -> bool:
-    """Whether one of two paths is, or contains, the other.
-
-    Args:
-        one: a path or an address.
-        other: the other one.
-        home: the folder that relative paths begin at.
-    """
-    if is_address(one) or is_address(other):
-        return f"{one.rstrip('/')}/".startswith(f"{other.rstrip('/')}/")
-    paths = [Path(os.path.abspath(home / name)) for name in (one, other)]
-    return paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])
 
 
 def require_inputs(file: RunFile) -> None:

@@ -92,11 +92,26 @@ class Record:
         """Forgets steps that the file no longer has, and puts the others in its order."""
         self.steps = {step.name: self.steps[step.name] for step in steps if step.name in self.steps}
 
-    def begin(self, step: Step) -> None:
-        """Records that a step is under way: if it does not end, it is not done."""
+    def is_begun(self, step: Step) -> bool:
+        """Whether a step began, and did not end."""
+        return step.name in self.steps and not self.steps[step.name].command
+
+    def begin(self, step: Step, before: Stamps) -> Stamps:
+        """Records that a step is under way: if it does not end, it is not done.
+
+        Args:
+            step: the step.
+            before: stamps of its inputs and outputs.
+
+        Returns:
+            Those at its first begin: a step that was interrupted is continued.
+        """
+        if self.is_begun(step):
+            return self.steps[step.name].read
         places = [name if is_address(name) else os.path.normpath(name) for name in step.changes]
-        self.steps[step.name] = Done(__version__, "", {}, dict.fromkeys(places, UNKNOWN), self._all_written(step))
+        self.steps[step.name] = Done(__version__, "", before, dict.fromkeys(places, UNKNOWN), self._all_written(step))
         self.save()
+        return before
 
     def _all_written(self, step: Step) -> Stamps:
         """The latest stamps of everything that a step ever wrote."""
@@ -108,17 +123,19 @@ class Record:
         self.steps.pop(step.name, None)
         self.save()
 
-    def end(self, step: Step, before: Stamps, after: Stamps, outputs: Stamps) -> None:
+    def end(self, step: Step, before: Stamps, after: Stamps, changed: Stamps) -> None:
         """Records that a step is done.
 
         Args:
             step: the step.
-            before: stamps of its inputs and outputs before.
+            before: stamps of its inputs and outputs before. An input that changed meanwhile keeps that stamp, so the
+                step is done again.
             after: the same, afterwards.
-            outputs: those of its outputs alone, afterwards.
+            changed: those of the places that it writes into, afterwards.
         """
-        written = {name: stamp for name, stamp in after.items() if before.get(name) != stamp} | outputs
-        read = {name: stamp for name, stamp in before.items() if name in after and name not in written}
+        own = changed if step.outputs else {name: stamp for name, stamp in changed.items() if not _is_weights(name)}
+        written = {name: stamp for name, stamp in own.items() if step.outputs or before.get(name) != stamp}
+        read = {name: before.get(name, UNKNOWN) for name in {**before, **after} if name not in written}
         home = self.path.parent
         kept = {name: stamp for name, stamp in self._all_written(step).items() if name not in written}
         earlier = {name: stamp for name, stamp in kept.items() if is_address(name) or (home / name).is_file()}
@@ -152,6 +169,11 @@ class Record:
             if now.get(name) != stamp or stamp in (None, UNKNOWN):
                 return f"`{name}` " + ("is new" if name not in known else "changed" if name in now else "is gone")
         return ""
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file of a model's folder is one that an export into it never writes."""
+    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def command_sha256(step: Step) -> str:

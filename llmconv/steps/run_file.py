@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import click
 import yaml
@@ -32,6 +32,7 @@ import yaml
 from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
+from llmconv.steps.places import place_of
 from llmconv.steps.step import COMMANDS, Step, make_step
 
 KEYS = {"variables", "steps"}
@@ -39,6 +40,15 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 INDENTED_BY_TAB = re.compile(r" *\t")
 VARIABLE = re.compile(r"\$(\$|\{([^}]*)\})")
 """`${name}`; `$$` is a dollar sign."""
+
+
+class TextLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
+    """Reads true, false and null; numbers and dates stay the texts that they are: `010` is not 8, nor `1.10` 1.1."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, Any]]]] = {
+        first: [one for one in resolvers if one[0].endswith((":bool", ":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
     if path.suffix not in (".yaml", ".yml"):
         raise InputRefused(f"`{path.name}` is not a YAML file", hint="its name ends with .yaml or .yml")
     content = _content(path)
-    if twice := repeated_key(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)):
+    if twice := repeated_key(yaml.compose(path.read_text(encoding="utf-8"), TextLoader)):
         _refuse(path, f"has the duplicate key `{twice}`", "remove one of the two")
     if unknown := content.keys() - KEYS:
         _refuse(path, f"has the unknown key `{min(unknown)}`", "its keys are `variables` and `steps`")
@@ -99,7 +109,9 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
 def _content(path: Path) -> dict[str, Any]:
     """The mapping in a file; the hint of an error names slips that are usual in run files."""
     try:
-        return read_config_file(path)
+        read_config_file(path)  # which refuses what would take memory or run code
+        content: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), TextLoader)
+        return content
     except MalformedInput as error:
         lines = [] if path.stat().st_size > YAML_LIMIT else path.read_text("utf-8", "replace").splitlines()
         tabbed = next((number for number, line in enumerate(lines, 1) if INDENTED_BY_TAB.match(line)), 0)
@@ -132,9 +144,10 @@ def _require_own_outputs(path: Path, steps: Iterable[Step]) -> None:
     """Refuses two steps that write to the same place."""
     writers: dict[str, str] = {}
     for step in steps:
-        for place in {name if is_address(name) else os.path.normpath(name) for name in step.outputs}:
+        for place, name in {place_of(name, path.absolute().parent): name for name in step.outputs}.items():
             if place in writers:
-                problem = f"has two steps that write `{place}`: `{writers[place]}` and `{step.name}`"
+                shown = name if is_address(name) else os.path.normpath(name)
+                problem = f"has two steps that write `{shown}`: `{writers[place]}` and `{step.name}`"
                 _refuse(path, problem, "give each an output of its own")
             writers[place] = step.name
 

@@ -5,34 +5,51 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmconv.errors import OutputFailed
 
+SUFFIX = ".llmconv-run.lock"
+"""The run file itself is no lock: editors and version control put a new one in its place."""
+
 
 @contextmanager
 def run_lock(file: Path) -> Iterator[int]:
-    """Locks a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
+    """Locks a file next to a run file with `flock(2)`; yields the descriptor that the processes of steps inherit.
 
     Args:
         file: the run file.
 
     Raises:
+        OSError: the folder is not writable.
         OutputFailed: another run, or a step of one, has the lock.
     """
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise OutputFailed(
-            f"another run of `{file.name}` is not finished",
-            hint="wait until it ends; a step of a run that was killed goes on to its end",
-        ) from error
-    except OSError:  # a file system without locks
-        pass
+    path = file.absolute().with_name(f".{file.name}{SUFFIX}")
+    descriptor = _locked(path, file.name)
     try:
         yield descriptor
     finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _locked(path: Path, name: str) -> int:
+    """The descriptor of the locked file, which is still at its path: the run before may have removed it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise OutputFailed(
+                f"another run of `{name}` is not finished",
+                hint="wait until it ends; a step of a run that was killed goes on to its end",
+            ) from error
+        except OSError:  # a file system without locks
+            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)

@@ -7,14 +7,17 @@ that of a model on the Hub its commit.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmconv.convert.models.config_file import YAML_LIMIT
 from llmconv.errors import LlmconvError
 from llmconv.files.paths import is_address, without_credentials
 from llmconv.files.pointer_files import follow_local
-from llmconv.files.sources import files_under, is_hub_id
+from llmconv.files.sources import PARTIAL, is_hub_id
 from llmconv.hub.address import HubAddress, hub_address, is_hub_address, parse_hub_address
 from llmconv.output.manifest import MANIFEST
 from llmconv.stores.address import is_store_address, parse_address
@@ -29,6 +32,11 @@ MANIFEST_STAMP = "manifest"
 SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
 """Suffixes of the files that formats and adapters look for next to the named one."""
 
+ABOVE = {"config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer.model"}
+"""What formats look for in the folder above a checkpoint."""
+
+STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
+
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
 """What file systems of fsspec call the property that changes with the content."""
 
@@ -36,13 +44,14 @@ SECONDS = 30.0
 """Timeout of the Hub."""
 
 
-def stamps(names: Iterable[str], home: Path, *, on_hub: bool = False) -> Stamps:
+def stamps(names: Iterable[str], home: Path, *, are_read: bool = False) -> Stamps:
     """The stamps of all files of some inputs or outputs; of those that do not exist there are none.
 
     Args:
         names: paths, URIs or Hub ids, as a command takes them.
         home: the folder that relative paths begin at.
-        on_hub: a name such as `org/name` that does not exist here is a model on the Hub; so it is for inputs.
+        are_read: they are inputs: files are read with others near them, and a name such as `org/name` that does not
+            exist here is a model on the Hub.
     """
     found: Stamps = {}
     for name in names:
@@ -50,20 +59,47 @@ def stamps(names: Iterable[str], home: Path, *, on_hub: bool = False) -> Stamps:
         if is_address(name):
             found |= _remote_stamps(name)
         elif os.path.lexists(target := follow_local(path)):
-            files = [*files_under(target), *_read_with(target, home), *files_under(path)]
-            found |= {os.path.relpath(file, home): _stamp(file) for file in files}
-        elif on_hub and is_hub_id(name):
+            near = _read_with(target) if are_read else ()
+            found |= {os.path.relpath(file, home): _stamp(file) for file in (*_files(target), *near, *_files(path))}
+        elif are_read and is_hub_id(name):
             found[name] = _commit(hub_address(name))
     return found
 
 
-def _read_with(file: Path, home: Path) -> list[Path]:
-    """The configurations and tokenizers next to a file, which may be read with it; in the home, without run files."""
-    if not file.is_file():
-        return []
-    suffixes = SIDE_FILES - ({".yaml", ".yml"} if file.parent.resolve() == home.resolve() else set())
-    siblings = (one for one in file.parent.iterdir() if one.suffix in suffixes and not one.name.startswith("."))
-    return [one for one in siblings if one.is_file() and one != file]
+def _files(path: Path) -> Iterator[Path]:
+    """A file, or the files of a folder at any depth, also behind links to folders."""
+    if not path.is_dir():
+        yield from [path] if path.is_file() else ()
+        return
+    seen: set[str] = set()
+    for folder, below, names in os.walk(path, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen or folder.endswith(PARTIAL):
+            below.clear()
+            continue
+        seen.add(place)
+        yield from (file for name in names if (file := Path(folder) / name).is_file())
+
+
+def _read_with(path: Path) -> list[Path]:
+    """The configurations and tokenizers that formats look for next to a path, and in the folder above it."""
+    near = [one for one in _plain(path.parent) if one.suffix in SIDE_FILES and path.is_file()]
+    above = path.parent if path.is_dir() else path.parent.parent
+    far = [one for one in _plain(above) if one.name in ABOVE or one.suffix in (".ckpt", ".symlink")]
+    return [one for one in {*near, *far} if one != path and not _is_run_file(one)]
+
+
+def _plain(folder: Path) -> Iterator[Path]:
+    """The files of a folder that are not hidden; none of a folder that cannot be read."""
+    with suppress(OSError):
+        yield from (one for one in folder.iterdir() if not one.name.startswith(".") and one.is_file())
+
+
+def _is_run_file(path: Path) -> bool:
+    """Whether a file has steps, and so is not read by one."""
+    if path.suffix not in (".yaml", ".yml") or path.stat().st_size > YAML_LIMIT:
+        return False
+    return bool(STEPS.search(path.read_text("utf-8", "replace")))
 
 
 def _stamp(file: Path) -> str:

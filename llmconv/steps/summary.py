@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.files.named_file import replace_file
-from llmconv.steps.execution import FAILED, LEFT, Outcome
+from llmconv.steps.execution import FAILED, LEFT, REPORT_FILES, Outcome
 from llmconv.version import __version__
 
-NAMES = ("run.json", "summary.md")
 COLUMNS = ("step", "status", "time", "why")
 
 
@@ -62,7 +61,7 @@ def markdown(file: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def write(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes the files of `NAMES`.
+    """Writes the files of `REPORT_FILES`.
 
     Args:
         folder: for the two.
@@ -70,5 +69,5 @@ def write(folder: Path, file: str, outcomes: Sequence[Outcome]) -> None:
         outcomes: of its steps.
     """
     texts = json.dumps(as_dict(file, outcomes), indent=2) + "\n", markdown(file, outcomes)
-    for name, text in zip(NAMES, texts, strict=True):
+    for name, text in zip(REPORT_FILES, texts, strict=True):
         replace_file(folder / name, text.encode())

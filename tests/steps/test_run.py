@@ -18,6 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
+from llmconv.steps.execution import Execution
+from llmconv.steps.run_file import read_run_file
+from llmconv.steps.run_lock import run_lock
+from llmconv.steps.step import Step
 from tests.hub.conftest import contents
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny-llama"
@@ -99,6 +103,8 @@ def record(home: Path) -> Path:
     return home / ".model.yaml.llmconv-run"
 
 
+REFUSED = "`build/base` exists, and no run of this file made it: it is refused"
+
 CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an input": (lambda home: touch(home / "run.pt"), "`run.pt` changed", "reads `build/base`, which is new"),
     "the adapter": (
@@ -110,8 +116,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an output": (lambda home: touch(home / "build/merged/config.json"), "", "`build/merged/config.json` changed"),
     "an output that is gone": (lambda home: shutil.rmtree(home / "build/merged"), "", "is gone"),
     "a manifest that is gone": (lambda home: (home / "build/merged/llmconv.json").unlink(), "", "is gone"),
-    "no record": (lambda home: record(home).unlink(), "not done yet", "reads `build/base`"),
-    "a wrong record": (lambda home: record(home).write_text("[]"), "not done yet", "reads"),
+    "no record": (lambda home: record(home).unlink(), f"not done yet; {REFUSED}", "reads `build/base`"),
+    "a wrong record": (lambda home: record(home).write_text("[]"), f"not done yet; {REFUSED}", "reads"),
 }
 
 
@@ -146,7 +152,7 @@ def test_after_a_failure_the_next_steps_are_not_run_and_the_next_run_continues(t
     found = run(file, "--report", str(tmp_path / "report"), code=3)
     assert [step["status"] for step in found["steps"]] == ["done", "failed"]
     assert json.loads((tmp_path / "report/run.json").read_text()) == found
-    assert "failed with exit code 3" in (tmp_path / "report/summary.md").read_text()
+    assert "failed with exit code 3" in (tmp_path / "report/run.md").read_text()
     shutil.move(tmp_path / "elsewhere", weights)
     assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
 
@@ -156,7 +162,7 @@ def test_a_folder_that_another_run_made_is_not_replaced(tmp_path: Path) -> None:
     done(file)
     (tmp_path / "other.yaml").write_text(FILE.replace("output: build/merged", "output: build/merged, dtype: float16"))
     before = contents(tmp_path / "build/merged")
-    assert statuses(tmp_path / "other.yaml", code=3)["merge-lora"] == "failed"
+    assert statuses(tmp_path / "other.yaml", code=3) == {"to-hf": "failed", "merge-lora": "not run"}
     assert contents(tmp_path / "build/merged") == before
 
 
@@ -271,6 +277,11 @@ def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
     assert [step["status"] for step in first] == ["unchanged", "unchanged", "done", "done"]
     assert first[-1]["verdict"] == "pass"
     assert planned(again) == {"to-hf": "", "merge-lora": "", "export": "", "verify": ""}
+    manifest = again.parent / "build/merged/llmconv.json"
+    passed = manifest.read_text()
+    manifest.write_text(passed.replace('"verdict": "pass"', '"verdict": "fail"'))
+    assert planned(again)["verify"] == "the recorded verdict is `fail`"
+    manifest.write_text(passed)
     (again.parent / "build/merged/decode.onnx").unlink()
     assert planned(again)["export"] == "`build/merged/decode.onnx` is gone"
     assert {step["status"] for step in run(again)["steps"][2:]} == {"done"}
@@ -284,3 +295,74 @@ def test_a_folder_that_was_made_again_by_hand_is_not_replaced(again: Path) -> No
     before = contents(base)
     assert statuses(again, code=3) == {"to-hf": "failed", "merge-lora": "not run"}
     assert contents(base) == before
+
+
+def test_an_input_that_changes_while_its_step_runs_makes_it_run_again(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = prepared(tmp_path)
+    execution = Execution(read_run_file(file, {}, main))
+    call = Execution._call
+
+    def changing(self: Execution, step: Step, **options: bool) -> int:
+        code = call(self, step, **options)
+        if step.command == "merge-lora":
+            touch(tmp_path / "adapter/adapter_model.safetensors")
+            (tmp_path / "adapter/new.json").write_text("{}")
+        return code
+
+    monkeypatch.setattr(Execution, "_call", changing)
+    assert [one.status for one in execution.run(lambda *_: None)] == ["done", "done"]
+    assert planned(file) == {"to-hf": "", "merge-lora": "`adapter/adapter_model.safetensors` changed"}
+
+
+def test_no_file_next_to_the_run_file_is_imported(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    (tmp_path / "numpy.py").write_text("raise SystemExit(0)")
+    (tmp_path / "llmconv").mkdir()
+    (tmp_path / "llmconv/__init__.py").write_text("")
+    (tmp_path / "llmconv/__main__.py").write_text("")
+    command = str(Path(sys.executable).with_name("llmconv"))
+    assert subprocess.run([command, "run", str(file), "-q"], cwd=tmp_path, check=False).returncode == 0
+    assert (tmp_path / "build/merged/model.safetensors").is_file()
+
+
+def test_without_its_record_a_run_adopts_no_output(again: Path) -> None:
+    record(again.parent).unlink()
+    (again.parent / "build/base/model.safetensors").write_bytes(b"damaged")
+    before = contents(again.parent / "build")
+    assert planned(again)["to-hf"] == f"not done yet; {REFUSED}"
+    assert statuses(again, code=3) == {"to-hf": "failed", "merge-lora": "not run"}
+    assert contents(again.parent / "build") == before
+
+
+def test_a_run_file_that_is_saved_during_its_run_stays_locked(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    with run_lock(file):
+        file.with_name("new").write_text(file.read_text())
+        file.with_name("new").replace(file)
+        assert CliRunner().invoke(main, ["run", str(file)]).exit_code == 4
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_the_report_of_a_run_leaves_that_of_a_step_in_its_folder(tmp_path: Path) -> None:
+    file = prepared(tmp_path, FILE.replace("output: build/merged", "output: report"))
+    assert statuses(file, "--report", str(tmp_path / "report"))["merge-lora"] == "done"
+    assert statuses(file, "--report", str(tmp_path / "report"))["merge-lora"] == "unchanged"
+
+
+def test_a_failed_verification_is_no_pass_of_an_earlier_one(tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text("steps: [{verify: {folder: model}}]\n")
+    (tmp_path / "model").mkdir()
+    manifest = {"manifest_version": 1, "steps": [], "files": {}, "graphs": {}, "verified": {"verdict": "pass"}}
+    (tmp_path / "model/llmconv.json").write_text(json.dumps(manifest))
+    (step,) = run(file, code=3)["steps"]
+    assert (step["status"], "verdict" in step) == ("failed", False)
+
+
+def test_an_input_that_is_reached_by_a_link_is_planned_as_it_is_done(again: Path) -> None:
+    (again.parent / "link").symlink_to("build")
+    again.write_text(FILE.replace("base: build/base", "base: link/base"))
+    found = planned(again, "--set", "to-hf.dtype=float16")
+    assert found == {"to-hf": "options changed", "merge-lora": "reads `link/base`, which is new"}

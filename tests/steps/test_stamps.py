@@ -44,21 +44,23 @@ def test_those_of_a_file_include_the_configurations_next_to_it(tmp_path: Path) -
         "adapter/train.log",
         "m.pt",
         "run.yaml",
+        "model.yaml",
         "b.json",
     ):
-        (tmp_path / name).write_text("x")
-    assert stamps(["adapter/model.safetensors"], tmp_path).keys() == {
+        (tmp_path / name).write_text("steps: []" if name == "run.yaml" else "x")
+    assert stamps(["adapter/model.safetensors"], tmp_path, are_read=True).keys() == {
         "adapter/model.safetensors",
         "adapter/adapter_config.json",
     }
-    assert stamps(["m.pt"], tmp_path).keys() == {"m.pt", "b.json"}
+    assert stamps(["m.pt"], tmp_path, are_read=True).keys() == {"m.pt", "b.json", "model.yaml"}
+    assert stamps(["m.pt"], tmp_path).keys() == {"m.pt"}
 
 
 @pytest.mark.parametrize("name", ["latest.pt", "latest.pt.symlink"])
 def test_those_of_a_pointer_are_its_own_and_of_the_file_that_it_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "ep1.pt").write_text("x")
     (tmp_path / "latest.pt.symlink").write_text("ep1.pt")
-    assert {"ep1.pt", "latest.pt.symlink"} <= stamps([name], tmp_path).keys()
+    assert {"ep1.pt", "latest.pt.symlink"} <= stamps([name], tmp_path, are_read=True).keys()
 
 
 def test_that_of_a_manifest_says_only_that_it_is_there(tmp_path: Path) -> None:
@@ -108,8 +110,27 @@ def test_a_model_on_the_hub_has_its_commit(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         repository = hub.repository("org/tiny")
         repository.put(README_md=b"one")
-        first = stamps(["org/tiny", "hf://org/tiny"], tmp_path, on_hub=True)
+        first = stamps(["org/tiny", "hf://org/tiny"], tmp_path, are_read=True)
         repository.put(README_md=b"two")
-        second = stamps(["org/tiny", "hf://org/tiny"], tmp_path, on_hub=True)
+        second = stamps(["org/tiny", "hf://org/tiny"], tmp_path, are_read=True)
     assert first["org/tiny"] == first["hf://org/tiny"] != UNKNOWN
     assert second["org/tiny"] not in (UNKNOWN, first["org/tiny"])
+
+
+def test_files_behind_links_to_folders_have_one(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/shard").write_text("x")
+    (tmp_path / "store/round").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step3").symlink_to("../store")
+    assert stamps(["run"], tmp_path).keys() == {"run/step3/shard"}
+
+
+def test_those_of_a_checkpoint_include_configurations_in_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "ds/global_step3").mkdir(parents=True)
+    for name in ("ds/config.json", "ds/notes.txt", "ds/global_step3/model.pt"):
+        (tmp_path / name).write_text("x")
+    inside = {"ds/global_step3/model.pt", "ds/config.json"}
+    assert stamps(["ds/global_step3"], tmp_path, are_read=True).keys() == inside
+    assert stamps(["ds/global_step3/model.pt"], tmp_path, are_read=True).keys() == inside
+    assert stamps(["ds/global_step3"], tmp_path).keys() == {"ds/global_step3/model.pt"}

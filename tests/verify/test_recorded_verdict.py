@@ -287,9 +287,16 @@ def test_a_passing_run_of_fewer_checks_keeps_the_verdict_of_more(folder: Path, e
 def test_a_verdict_that_says_something_else_is_not_contained(change: dict[str, Any]) -> None:
     weights = {"model.safetensors": {"bytes": 9, "header_sha256": "2" * 64, "sha256": "3" * 64}}
     wide = {
-        "verdict": "pass", "method": "whole", "suite": "quick", "only": ["batch of 3", "prefill, 1 token"],
-        "checks": {"passed": 9, "failed": 0, "skipped": 0}, "unseen": [], "reference": "merged",
-        "versions": {"llmconv": "0.1"}, "graphs": {"decode.onnx": "0" * 64}, "weights": weights,
+        "verdict": "pass",
+        "method": "whole",
+        "suite": "quick",
+        "only": ["batch of 3", "prefill, 1 token"],
+        "checks": {"passed": 9, "failed": 0, "skipped": 0},
+        "unseen": [],
+        "reference": "merged",
+        "versions": {"llmconv": "0.1"},
+        "graphs": {"decode.onnx": "0" * 64},
+        "weights": weights,
     }
     narrow = {**wide, "only": ["batch of 3"], "checks": {"passed": 3, "failed": 0, "skipped": 0}}
     assert parse_verdict(wide).contains(parse_verdict(narrow))
