@@ -47,6 +47,7 @@ class AccuracyCost:
         source: `text`, `evaluation text` or `random tokens`.
         perplexities: None for random tokens.
         uniform: mean divergence of equal probabilities for all tokens, in nats.
+        vocabulary: number of logits; the perplexity of equal probabilities.
     """
 
     graph: str
@@ -57,6 +58,7 @@ class AccuracyCost:
     source: str = RANDOM
     perplexities: Perplexities | None = None
     uniform: float = float("inf")
+    vocabulary: int = 0
 
     @property
     def text(self) -> str:
@@ -68,7 +70,12 @@ class AccuracyCost:
         if self.perplexities is None:
             return f"{kl}; {same}; no perplexity for random tokens (give `--text FILE`)"
         found = self.perplexities
-        return f"{kl}; {same}; perplexity {found.model} before, {found.graph} after (x {found.ratio})"
+        text = f"{kl}; {same}; perplexity {found.model} before, {found.graph} after (x {found.ratio})"
+        if 0 < self.vocabulary < found.model.value:
+            text += (
+                f"; equal probabilities have {self.vocabulary}: the text does not suit the model, give `--text FILE`"
+            )
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""

@@ -32,6 +32,7 @@ class TokenCosts:
         agreed: whether the most likely next token is the model's.
         losses: negative log-likelihoods of the text's tokens, of the model and of the graph.
         uniform: divergence of equal probabilities for all tokens.
+        vocabulary: number of logits.
     """
 
     graph: str
@@ -40,6 +41,7 @@ class TokenCosts:
     agreed: list[Array] = field(default_factory=list)
     losses: list[tuple[Array, Array]] = field(default_factory=list)
     uniform: list[Array] = field(default_factory=list)
+    vocabulary: int = 0
 
     def add(self, wanted: Array, found: Array, ids: Array) -> None:
         """Adds a piece.
@@ -48,6 +50,7 @@ class TokenCosts:
             wanted, found: log-probabilities of the model and of the graph, float64 `[tokens, vocabulary]`.
             ids: the tokens, int64 `[1, tokens]`.
         """
+        self.vocabulary = wanted.shape[-1]
         self.nats.append(divergence_of(wanted, found))
         self.uniform.append(divergence_of(wanted, np.full_like(wanted, -np.log(wanted.shape[-1]))))
         self.agreed.append(wanted.argmax(axis=-1) == found.argmax(axis=-1))
@@ -73,6 +76,7 @@ class TokenCosts:
             agreement=float(np.concatenate(self.agreed).mean()),
             perplexities=self._perplexities() if is_text else None,
             uniform=float(np.concatenate(self.uniform).mean()),
+            vocabulary=self.vocabulary,
         )
 
     def _perplexities(self) -> Perplexities:
