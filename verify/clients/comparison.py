@@ -18,6 +18,7 @@ from llmconv.verify.clients.client import Client, ClientError, Generation
 from llmconv.verify.clients.client_files import ClientFiles
 from llmconv.verify.clients.expected_tokens import LogitsSource
 from llmconv.verify.clients.padded_batch import PaddedBatch
+from llmconv.verify.clients.padding_token import padding_checks
 from llmconv.verify.results.report import Check, Checks
 from llmconv.verify.results.sigma import ExpectedOutput
 
@@ -83,6 +84,7 @@ class ClientChecks:
             yield Check("generation", client.name, "tokens", verdict="fail", detail=f"the client failed: {error}")
             return
         yield self._ends(client, found)
+        yield from padding_checks(self.folder, self.model) if client.name == "genai" else []
         for prompts, rows in zip(self.batches, found.rows, strict=True):
             yield self._batch(client, prompts, rows, found.ends)
 
