@@ -144,6 +144,12 @@ def test_another_graph_for_transformersjs_fails(copied: Path, change: Callable[[
     assert check(copied, "genai").verdict == "pass"
 
 
+def test_a_recorded_graph_of_an_earlier_export_fails(copied: Path) -> None:
+    with_other_graph(copied / "model.onnx")  # what `export` wrote since, or `--allow-changed` verified
+    assert check(copied, "genai").verdict == "pass"
+    assert check(copied, "transformersjs").verdict == "fail"
+
+
 @pytest.mark.parametrize("change", [as_it_is, without_manifest])
 def test_other_weights_for_transformersjs_fail(copied: Path, change: Callable[[Path], None]) -> None:
     with_other_weights(copied / "onnx/model.onnx_data")
