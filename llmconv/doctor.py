@@ -8,7 +8,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
@@ -72,10 +72,28 @@ class Finding:
         """Whether llmconv cannot work as it is; a package for one feature alone is none."""
         return self.status in (MISSING, WRONG) and self.group != "optional"
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a package is installed in a supported version, and does not load."""
+        return self.status == MISSING and bool(self.found)
+
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which they are printed."""
     return [*_platform(), *_required(), *_compiled(), *_devices(), *_optional(), *_room()]
+
+
+def install_command(problems: Sequence[Finding]) -> str:
+    """The command that installs all packages among the problems; empty if there are none.
+
+    Args:
+        problems: findings of `diagnose` that are problems.
+    """
+    wanted = {requirement.name: requirement.specifier for requirement in _requirements("")}
+    packages = [one for one in problems if one.group == "required"]
+    again = "--force-reinstall " * any(one.is_broken for one in packages)
+    words = " ".join(f"'{one.name}{wanted.get(one.name, '')}'" for one in packages)
+    return f"pip install {again}{words}" if words else ""
 
 
 def _platform() -> Iterator[Finding]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
+import traceback
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 
 from llmconv.errors import UnsupportedInput, first_line
 from llmconv.progress import warn
@@ -49,23 +50,53 @@ def require_transformers() -> None:
 
 
 def unusable_package(error: ImportError) -> UnsupportedInput | None:
-    """The refusal to run without a package that llmconv requires, or with one that does not load.
+    """The refusal to run without a package that llmconv requires, or with a package that does not load.
 
     Args:
         error: of an import.
 
     Returns:
-        None for a module of any other package.
+        None for an error that llmconv raised itself about any other package, or that a model's own code raised.
     """
-    module = (error.name or "").partition(".")[0]
-    package = {"yaml": "pyyaml"}.get(module, module)
+    cause = _first_cause(error)
+    module, raising = (cause.name or "").partition(".")[0], _raising_package(cause)
+    if _is_required(module) and module != raising and isinstance(cause, ModuleNotFoundError):
+        if not sys.modules.get(module):
+            return _unusable(f"needs {_distribution(module)}, which is not installed")
+        raising = raising or module
+    broken = raising or (module if _is_required(module) else "")
+    return _unusable(f"cannot use the installed {_distribution(broken)}: {first_line(cause)}") if broken else None
+
+
+def _first_cause(error: ImportError) -> ImportError:
+    """The error that an error of an import stands for: transformers hides it behind the name of one of its modules."""
+    seen = {id(error)}
+    while isinstance(error.__cause__, ImportError) and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def _raising_package(error: ImportError) -> str:
+    """The top module of the installed package whose code raised an error; empty for llmconv and code of no package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    module = next((name for name in reversed(modules) if name != "importlib"), "")
+    return module if module != "llmconv" and module in packages_distributions() else ""
+
+
+def _is_required(module: str) -> bool:
+    """Whether a module is of a package that pyproject.toml requires."""
     required = [line for line in requires("llmconv") or () if "extra ==" not in line]
     needed = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in required}
-    if not package or package.lower() not in needed:
-        return None
-    problem = f"needs {package}, which is not installed"
-    if not isinstance(error, ModuleNotFoundError) or sys.modules.get(module):
-        problem = f"cannot use the installed {package}: {first_line(error)}"
+    return bool(module) and _distribution(module).lower() in needed
+
+
+def _distribution(module: str) -> str:
+    return {"yaml": "pyyaml"}.get(module, module)
+
+
+def _unusable(problem: str) -> UnsupportedInput:
     return UnsupportedInput(f"llmconv {problem}", hint="`llmconv doctor` shows what is missing")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from packaging.requirements import Requirement
 
 from llmconv import doctor
 from llmconv.cli import main
@@ -74,6 +76,10 @@ def test_a_required_package_that_does_not_load_is_a_problem(tmp_path: Path) -> N
     assert done.returncode == 3, done.stdout + done.stderr
     assert "(does not load: broken)" in done.stdout
     assert "pyyaml" in done.stderr.splitlines()[0]
+    (hint,) = (line for line in done.stderr.splitlines() if line.startswith("hint: "))
+    pip, install, again, *requirements = shlex.split(hint.removeprefix("hint: ").strip("`"))
+    assert (pip, install, again) == ("pip", "install", "--force-reinstall")
+    assert "pyyaml" in {Requirement(one).name for one in requirements}
 
 
 def test_an_optional_package_out_of_its_range_is_no_problem() -> None:

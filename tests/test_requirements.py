@@ -67,6 +67,59 @@ def test_a_package_without_what_llmconv_uses_is_named_and_is_no_bug(tmp_path: Pa
     assert done.returncode == 3
 
 
+def broken(module: str, code: str, folder: Path, command: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command where a package is another one, with this code."""
+    (folder / module).mkdir()
+    (folder / module / "__init__.py").write_text(code)
+    words = command.split() or ["export", str(TINY), "-o", str(folder / "out")]
+    return python(f"from llmconv.__main__ import main; import sys; sys.argv[1:] = {words!r}; main()", folder)
+
+
+@pytest.mark.parametrize("module", ["onnxruntime", "onnx", "onnx_ir", "safetensors", "transformers", "tokenizers"])
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open')", "libcudart.so.13: cannot open"),
+        ("import _of_its_own", "No module named '_of_its_own'"),
+    ],
+)
+def test_a_package_that_does_not_load_is_named_and_is_no_bug(
+    tmp_path: Path, module: str, code: str, problem: str
+) -> None:
+    done = broken(module, code, tmp_path)
+    assert done.stderr.splitlines()[0] == f"error: llmconv cannot use the installed {module}: {problem}"
+    assert done.stderr.splitlines()[-1] == "hint: `llmconv doctor` shows what is missing"
+    assert done.returncode == 3
+
+
+def test_a_package_that_does_not_load_is_named_by_its_distribution(tmp_path: Path) -> None:
+    (tmp_path / "steps.yaml").write_text("steps: []")
+    done = broken("yaml", "import yaml._of_its_own", tmp_path, "run steps.yaml")
+    assert done.stderr.splitlines()[0].startswith("error: llmconv cannot use the installed pyyaml: No module named")
+    assert done.returncode == 3
+
+
+def raised(module: str, code: str) -> ImportError:
+    """The error of code that runs as a module."""
+    with pytest.raises(ImportError) as caught:
+        exec(compile(code, module, "exec"), {"__name__": module})
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next if caught.value.__traceback__ else None
+    return caught.value
+
+
+def test_what_transformers_hides_behind_one_of_its_modules_is_shown() -> None:
+    hidden = raised("transformers.inner", "import _tokens_of_none")
+    error = ImportError("Could not import module 'modeling_pixtral'")
+    error.__cause__ = hidden
+    unusable = requirements.unusable_package(error)
+    assert unusable and unusable.message.endswith("the installed transformers: No module named '_tokens_of_none'")
+
+
+@pytest.mark.parametrize("module", ["llmconv.convert", "__main__", "transformers_modules.own"])
+def test_an_import_error_of_no_installed_package_stays_what_it_is(module: str) -> None:
+    assert requirements.unusable_package(raised(module, "import _of_nobody")) is None
+
+
 BROKEN = {
     "raise ImportError('no such symbol')": (3, "error: llmconv cannot start: no such symbol"),
     "": (3, "error: llmconv cannot start: No module named `click.shell_completion`"),

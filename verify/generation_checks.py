@@ -7,6 +7,7 @@ from functools import partial
 
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.verify.clients.client import Client
+from llmconv.verify.clients.client_files import ClientFiles
 from llmconv.verify.clients.comparison import ClientChecks
 from llmconv.verify.clients.expected_tokens import EagerLogits, LogitsSource, OwnLogits
 from llmconv.verify.float_folder import FloatFolder
@@ -29,5 +30,6 @@ def then_generation(checks: Checking, folder: FloatFolder, clients: Sequence[Cli
         half = half_precision(next(iter(folder.verified.models.values())))
         model = folder.rounded_model() if half else folder.reference
         source = partial(EagerLogits, model, half or "float32", folder.code)
-    yield from ClientChecks(clients, folder.verified.path, folder.reference, source).checks()
+    files = ClientFiles(folder.verified, folder.reference)
+    yield from ClientChecks(clients, folder.verified.path, folder.reference, source, files).checks()
     return found

@@ -65,7 +65,7 @@ def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
         "type": IMAGE_TYPE if model.images else "decoder-pipeline" if is_pipeline else "decoder",
         "vocab_size": int(model.config.vocab_size),
         "context_length": context_length(model.config),
-        **_tokens(model),
+        **special_tokens(model.config, model.generation),
         "decoder": _decoder(model, graphs, is_pipeline),
         **(SECTIONS if model.images else {}),
     }
@@ -137,15 +137,19 @@ def context_length(config: Any) -> int:
     return UNBOUNDED
 
 
-def _tokens(model: ClientModel) -> dict[str, Any]:
+def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[str, Any]:
     """Special tokens, from `generation_config.json` first, like transformers' `generate`.
 
     The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
-    its vocabulary, which is most likely unused.
+    its vocabulary, which is most likely unused. A model without a padding token gets its first end token.
+
+    Args:
+        config: the transformers config of the decoder.
+        generation: the content of `generation_config.json`, None if the file is missing.
     """
-    ends = _ids(model, "eos_token_id") or [int(model.config.vocab_size) - 1]
-    pads = _ids(model, "pad_token_id") or ends
-    starts = _ids(model, "bos_token_id")
+    ends = _ids(config, generation, "eos_token_id") or [int(config.vocab_size) - 1]
+    pads = _ids(config, generation, "pad_token_id") or ends
+    starts = _ids(config, generation, "bos_token_id")
     return {
         "eos_token_id": ends,
         "pad_token_id": pads[0],
@@ -153,8 +157,8 @@ def _tokens(model: ClientModel) -> dict[str, Any]:
     }
 
 
-def _ids(model: ClientModel, name: str) -> list[int]:
-    for given in ((model.generation or {}).get(name), getattr(model.config, name, None)):
+def _ids(config: Any, generation: Mapping[str, Any] | None, name: str) -> list[int]:
+    for given in ((generation or {}).get(name), getattr(config, name, None)):
         if given is not None:
             return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
     return []

@@ -30,7 +30,7 @@ def command(as_json: bool) -> None:
 
     Exit code 3: a required package is missing, does not load, or is out of range.
     """
-    from llmconv.doctor import diagnose
+    from llmconv.doctor import diagnose, install_command
 
     findings = diagnose()
     problems = [one for one in findings if one.is_problem]
@@ -39,9 +39,8 @@ def command(as_json: bool) -> None:
     else:
         _print(findings)
     if problems:
-        packages = [one for one in problems if one.group == "required"]
-        words = " ".join(f"'{one.name}{one.note}'" for one in packages)
-        hint = f"`pip install {words}`" if words else "its line says why"
+        command = install_command(problems)
+        hint = f"`{command}`" if command else "its line says why"
         names = listing(list(dict.fromkeys(one.name for one in problems)))
         raise UnsupportedInput(f"this installation does not work: {names}", hint=hint)
 

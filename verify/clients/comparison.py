@@ -15,8 +15,10 @@ from llmconv.errors import MalformedInput
 from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.random_prompts import random_prompts, usable_tokens
 from llmconv.verify.clients.client import Client, ClientError, Generation
+from llmconv.verify.clients.client_files import ClientFiles
 from llmconv.verify.clients.expected_tokens import LogitsSource
 from llmconv.verify.clients.padded_batch import PaddedBatch
+from llmconv.verify.clients.padding_token import padding_checks
 from llmconv.verify.results.report import Check, Checks
 from llmconv.verify.results.sigma import ExpectedOutput
 
@@ -38,12 +40,14 @@ class ClientChecks:
         folder: with the graphs and the files of the clients.
         model: folder of the model.
         source: opens what the tokens are judged by; called once.
+        files: compares the files that a client opens with the verified ones; None to compare none.
     """
 
     clients: Sequence[Client]
     folder: Path
     model: Path
     source: Callable[[], LogitsSource]
+    files: ClientFiles | None = None
 
     @cached_property
     def judge(self) -> LogitsSource:
@@ -64,11 +68,12 @@ class ClientChecks:
         return int(language_config(self.model)["vocab_size"])
 
     def checks(self) -> Checks:
-        """A check of the end tokens and one of each batch, for each client."""
+        """Checks of the files, of the special tokens and of each batch, for each client."""
         for client in self.clients:
             yield list(self._checks_of(client))
 
     def _checks_of(self, client: Client) -> Iterator[Check]:
+        yield from self.files.checks(client.name) if self.files else []
         if not self.batches:
             detail = f"the context has no room for {NEW} new tokens"
             yield Check("generation", client.name, "", verdict="skip", detail=detail)
@@ -79,6 +84,7 @@ class ClientChecks:
             yield Check("generation", client.name, "tokens", verdict="fail", detail=f"the client failed: {error}")
             return
         yield self._ends(client, found)
+        yield from padding_checks(self.folder, self.model) if client.name == "genai" else []
         for prompts, rows in zip(self.batches, found.rows, strict=True):
             yield self._batch(client, prompts, rows, found.ends)
 

@@ -31,6 +31,12 @@ SESSION_OPTIONS = {
 GRAPHS = (".onnx", ".graph")
 """Ends of the names of graphs."""
 
+PROCESSOR = "config_filename"
+"""Field with the name of a file that is not a graph."""
+
+SHARED = "data_file"
+"""Field of `shared_initializers` with the name of a weight file."""
+
 LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
 """Refused in names and values of provider options."""
 
@@ -46,12 +52,24 @@ def read_genai_config(folder: Path) -> dict[str, Any]:
     for name, value in _fields(content):
         if name == "session_options":
             _check_session(value)
-        elif name.endswith("filename"):
+        elif name.endswith(("filename", SHARED)):
             _check_file(folder, name, value)
     model = content.get("model")
     if not isinstance(model, dict):
         _refuse("missing object `model`")
     return model
+
+
+def named_files(folder: Path) -> list[str]:
+    """The names of all graphs, adapters and weight files in `genai_config.json`, each once.
+
+    Raises:
+        MalformedInput: as `read_genai_config`.
+    """
+    read_genai_config(folder)
+    fields = _fields(read_json(own_file(folder, CONFIG)))
+    wanted = ((name, value) for name, value in fields if name.endswith(("filename", SHARED)) and name != PROCESSOR)
+    return list(dict.fromkeys(str(value) for _, value in wanted))
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a graph that is a number": {"filename": 3},
     "a graph of a stage elsewhere": {"pipeline": [{"prefill": {"filename": "/etc/passwd"}}]},
     "an adapter elsewhere": {"adapter_filename": "../../x"},
+    "weights elsewhere": {"shared_initializers": [{"name": "x", "data_file": "../../x"}]},
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from benchmarks import environments
 from llmconv.cli import main
@@ -101,6 +102,41 @@ def test_a_client_that_opens_another_graph_fails(folders: dict[str, Path], tmp_p
     report = checked(folder, "genai")
     assert report.verdict == "fail"
     assert "whose logit in the eager model is larger by" in "".join(report.lines())
+
+
+def test_slightly_other_weights_of_a_client_fail(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    path = folder / "onnx/model.onnx_data"
+    tensors = load_file(path)
+    save_file({name: array * 1.0001 for name, array in tensors.items()}, path, metadata={"format": "pt"})
+    report = checked(folder, "transformersjs")
+    assert report.verdict == "fail"
+    (failed,) = (check for check in report.checks if check.verdict == "fail")
+    assert failed.detail == "transformersjs: the weights in `onnx/model.onnx_data` are not those in `model.safetensors`"
+
+
+def without(folder: Path, copied: Path, field: str) -> Path:
+    """A copy of a folder whose `genai_config.json` lacks a field of `model`."""
+    shutil.copytree(folder, copied)
+    config = json.loads((copied / "genai_config.json").read_text())
+    del config["model"][field]
+    (copied / "genai_config.json").write_text(json.dumps(config))
+    return copied
+
+
+def test_genai_pads_with_0_where_its_configuration_has_no_padding_token(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    report = checked(without(folders["llama"], tmp_path / "model", "pad_token_id"), "genai")
+    assert report.verdict == "pass", report.lines()
+
+
+def test_genai_ends_at_its_padding_token_where_its_configuration_has_no_end_token(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    report = checked(without(folders["llama"], tmp_path / "model", "eos_token_id"), "genai")
+    (failed,) = (check for check in report.checks if check.verdict == "fail")
+    assert failed.detail == "genai ends at [0], the model at [2]"
 
 
 def test_a_folder_that_a_client_cannot_open_fails_in_its_words(folders: dict[str, Path], tmp_path: Path) -> None:

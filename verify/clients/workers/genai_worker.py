@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+DEFAULT_PAD = 0
+"""The client's padding token where its configuration has none (0.18, `src/config.h`)."""
+
 
 def main() -> None:
     """Answers the request on stdin; stdout is only for the answer, output of libraries goes to stderr."""
@@ -29,9 +32,9 @@ def main() -> None:
     if request["folder"]:
         model = library.Model(request["folder"])
         section = json.loads((Path(request["folder"]) / "genai_config.json").read_text(encoding="utf-8"))["model"]
-        ends = section["eos_token_id"]
-        answer["ends"] = ends if isinstance(ends, list) else [ends]
-        pad = section["pad_token_id"]
+        pad = section.get("pad_token_id", DEFAULT_PAD)
+        ends = section.get("eos_token_id", [])
+        answer["ends"] = (ends if isinstance(ends, list) else [ends]) or [pad]  # as the client itself
         answer["rows"] = [batch(library, numpy, model, prompts, pad, request["new"]) for prompts in request["batches"]]
     answers.write(json.dumps(answer))
 
