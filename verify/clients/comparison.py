@@ -13,6 +13,7 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput
 from llmconv.runtime.context_length import context_length, language_config
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.runtime.random_prompts import random_prompts, usable_tokens
 from llmconv.verify.clients.client import Client, ClientError, Generation
 from llmconv.verify.clients.client_files import ClientFiles
@@ -74,8 +75,7 @@ class ClientChecks:
 
     def _checks_of(self, client: Client) -> Iterator[Check]:
         yield from self.files.checks(client.name) if self.files else []
-        if not self.batches:
-            detail = f"the context has no room for {NEW} new tokens"
+        if detail := self._obstacle(client):
             yield Check("generation", client.name, "", verdict="skip", detail=detail)
             return
         try:
@@ -87,6 +87,12 @@ class ClientChecks:
         yield from padding_checks(self.folder, self.model) if client.name == "genai" else []
         for prompts, rows in zip(self.batches, found.rows, strict=True):
             yield self._batch(client, prompts, rows, found.ends)
+
+    def _obstacle(self, client: Client) -> str:
+        """Why a client cannot generate here; empty if it can."""
+        if self.files and VISION in self.files.verified.models and client.program.is_node:
+            return "models with images do not run in its text generation"
+        return "" if self.batches else f"the context has no room for {NEW} new tokens"
 
     def _ends(self, client: Client, found: Generation) -> Check:
         known = end_tokens(self.model)

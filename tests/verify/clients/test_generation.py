@@ -15,6 +15,7 @@ from benchmarks import environments
 from llmconv.cli import main
 from llmconv.export import export
 from llmconv.verify import Report, verify
+from tests.builders.seeing import save_seeing
 from tests.conftest import save_tiny
 
 pytestmark = pytest.mark.slow
@@ -147,3 +148,11 @@ def test_a_folder_that_a_client_cannot_open_fails_in_its_words(folders: dict[str
     assert result.exit_code == 1
     assert "the client failed: " in result.stdout
     assert "genai_config.json" in result.stdout
+
+
+def test_a_model_with_images_is_not_run_in_transformersjs(tmp_path: Path) -> None:
+    folder = export(save_seeing(tmp_path / "seeing"), tmp_path / "images", layout="transformersjs").folder
+    report = checked(folder, "transformersjs")
+    assert report.verdict == "pass", report.lines()
+    ours = [(check.name, check.verdict) for check in report.checks if check.graph == "transformersjs"]
+    assert ours == [("client files", "pass"), ("generation", "skip")]
