@@ -25,6 +25,10 @@ class Estimate:
         return " ± ".join(np.format_float_positional(number, trim="-") for number in (value, error))
 
 
+UNSUITED = 2
+"""A text whose perplexity is so many times that of equal probabilities is not of the kind that a model knows."""
+
+
 @dataclass(frozen=True)
 class Perplexities:
     """Perplexity of a text for the model and for a graph, and their ratio, whose error is that of paired tokens."""
@@ -71,7 +75,7 @@ class AccuracyCost:
             return f"{kl}; {same}; no perplexity for random tokens (give `--text FILE`)"
         found = self.perplexities
         text = f"{kl}; {same}; perplexity {found.model} before, {found.graph} after (x {found.ratio})"
-        if 0 < self.vocabulary < found.model.value:
+        if 0 < UNSUITED * self.vocabulary < found.model.value:
             text += (
                 f"; equal probabilities have {self.vocabulary}: the text does not suit the model, give `--text FILE`"
             )
