@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -73,3 +75,40 @@ def plain(name: str) -> str:
 def test_the_wheel_made_from_the_sdist_holds_the_tree_and_works_alone() -> None:
     done = subprocess.run([sys.executable, "-m", "tools.wheel"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+REMOTES = {
+    "https://example.org/org/llmconv.git": "https://example.org/org/llmconv",
+    "https://user:token@example.org/org/llmconv": "https://example.org/org/llmconv",
+    "git@example.org:org/llmconv.git": "https://example.org/org/llmconv",
+    "/srv/llmconv": None,
+    "": None,
+}
+
+
+def urls(folder: Path) -> dict[str, str]:
+    """The addresses that setup.py gives to setuptools in a folder."""
+    code = (
+        "import json, runpy, setuptools; setuptools.setup = lambda **given: print(json.dumps(given['project_urls'])); "
+    )
+    line = [sys.executable, "-c", f"{code}runpy.run_path('setup.py')"]
+    shutil.copy(ROOT / "setup.py", folder)
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("remote", REMOTES)
+def test_the_address_of_the_package_is_the_one_that_it_was_cloned_from(remote: str, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    if remote:
+        subprocess.run(["git", "remote", "add", "origin", remote], cwd=tmp_path, check=True)
+    assert urls(tmp_path).get("Source") == REMOTES[remote]
+
+
+def test_an_sdist_keeps_its_address(tmp_path: Path) -> None:
+    (tmp_path / "PKG-INFO").write_text(
+        "Name: llmconv\nProject-URL: Source, https://example.org/org/llmconv\n\nProject-URL: No, this is the readme\n"
+    )
+    assert urls(tmp_path) == {"Source": "https://example.org/org/llmconv"}
