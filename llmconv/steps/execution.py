@@ -145,8 +145,7 @@ class Execution:
         is_own = self._record.is_own(step, there)
         resumes = self._record.is_begun(step)
         is_known = is_own or resumes or not there or not step.outputs
-        if is_known:
-            before = self._record.begin(step, before)
+        first = self._record.begin(step, before) if is_known else before
         code = self._call(step, overwrite=is_own, resume=resumes)
         seconds = time.monotonic() - start
         if code:
@@ -154,7 +153,7 @@ class Execution:
                 self._record.forget(step)
             return Outcome(step, FAILED, reason, seconds, code, verdict_of(step, code))
         changed = self._written(step.changes)
-        self._record.end(step, before, self._read(step) | changed, changed)
+        self._record.end(step, first, before, self._read(step) | changed, changed)
         return Outcome(step, DONE, reason, seconds, 0, verdict_of(step, 0))
 
     def _call(self, step: Step, *, overwrite: bool, resume: bool) -> int:

@@ -104,7 +104,7 @@ class Record:
             before: stamps of its inputs and outputs.
 
         Returns:
-            Those at its first begin: a step that was interrupted is continued.
+            Those at its first begin: a step that was interrupted is continued, and wrote what differs from them.
         """
         if self.is_begun(step):
             return self.steps[step.name].read
@@ -123,18 +123,19 @@ class Record:
         self.steps.pop(step.name, None)
         self.save()
 
-    def end(self, step: Step, before: Stamps, after: Stamps, changed: Stamps) -> None:
+    def end(self, step: Step, first: Stamps, before: Stamps, after: Stamps, changed: Stamps) -> None:
         """Records that a step is done.
 
         Args:
             step: the step.
+            first: what `begin` returned.
             before: stamps of its inputs and outputs before. An input that changed meanwhile keeps that stamp, so the
                 step is done again.
             after: the same, afterwards.
             changed: those of the places that it writes into, afterwards.
         """
         own = changed if step.outputs else {name: stamp for name, stamp in changed.items() if not _is_weights(name)}
-        written = {name: stamp for name, stamp in own.items() if step.outputs or before.get(name) != stamp}
+        written = {name: stamp for name, stamp in own.items() if step.outputs or first.get(name) != stamp}
         read = {name: before.get(name, UNKNOWN) for name in {**before, **after} if name not in written}
         home = self.path.parent
         kept = {name: stamp for name, stamp in self._all_written(step).items() if name not in written}

@@ -366,3 +366,14 @@ def test_an_input_that_is_reached_by_a_link_is_planned_as_it_is_done(again: Path
     again.write_text(FILE.replace("base: build/base", "base: link/base"))
     found = planned(again, "--set", "to-hf.dtype=float16")
     assert found == {"to-hf": "options changed", "merge-lora": "reads `link/base`, which is new"}
+
+
+def test_a_step_that_failed_is_done_once_more_and_not_twice(tmp_path: Path) -> None:
+    file = prepared(tmp_path)
+    weights = tmp_path / "adapter/adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    assert statuses(file, code=3)["merge-lora"] == "failed"
+    weights.write_bytes(whole)
+    assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
+    assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
