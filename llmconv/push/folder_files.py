@@ -15,8 +15,8 @@ from llmconv.output.hub_contents import PAGES
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.progress import bytes_bar, warn
 
-REPORT = {"report.json", "junit.xml", "summary.md", "report.html"}
-"""Files that `llmconv verify --report` writes, into this folder or one in it."""
+REPORT = {"report.json", "junit.xml", "summary.md", "report.html", "run.json", "run.md"}
+"""Files that `verify --report` and `run --report` write, into this folder or one in it."""
 
 
 @dataclass(frozen=True)
