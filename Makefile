@@ -65,7 +65,7 @@ families: $(READY) ## export and verify a tiny model of every family, also quant
 	for bits in int4 int8; do $(BIN)/python -m tools.families --suite quick --quant $$bits; done
 	$(BIN)/python -m tools.families --suite full --write docs/families.md
 
-versions: $(READY) ## the demo and quick tests with other versions of the dependencies and of Python, an hour; kept in docs/versions.md
+versions: $(READY) ## the demo and quick tests with other versions of the dependencies and of Python; kept in docs/versions.md
 	$(BIN)/python -m tools.versions
 
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md

@@ -64,13 +64,13 @@ def test_the_page_of_the_command_line_is_up_to_date() -> None:
 
 
 def test_the_table_of_formats_is_up_to_date() -> None:
-    text = (ROOT / formats_page.PAGE).read_text()
-    assert formats_page.with_table(text) == text
+    text = (ROOT / formats_page.PAGE.page).read_text()
+    assert formats_page.PAGE.with_part(text, formats_page.table()) == text
 
 
 def test_the_table_of_the_inputs_of_the_action_is_up_to_date() -> None:
-    text = (ROOT / action_page.PAGE).read_text()
-    assert action_page.with_tables(text) == text
+    text = (ROOT / action_page.PAGE.page).read_text()
+    assert action_page.PAGE.with_part(text, action_page.tables()) == text
     assert all(f"| `{name}` |" in text for name in ("source", "verify-options", "verdict"))
 
 

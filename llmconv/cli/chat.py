@@ -6,20 +6,13 @@ from typing import Any
 
 import click
 
-from llmconv.cli import completions, generation_options, options
+from llmconv.cli import generation_options, options
 
 
 @click.command("chat")
 @click.argument("model", metavar="FOLDER")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of the chat.")
-@click.option(
-    "--template",
-    default="tokenizer",
-    show_default=True,
-    metavar="NAME",
-    shell_complete=completions.templates,
-    help=generation_options.TEMPLATE,
-)
+@generation_options.template
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code

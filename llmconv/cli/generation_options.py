@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from llmconv.cli import completions
 from llmconv.cli.options import ElementType
 from llmconv.errors import UsageProblem
 
@@ -20,7 +21,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 BACKENDS = ["onnx", "torch", "genai"]
 
-TEMPLATE = "Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file."
+template = click.option(
+    "--template",
+    default="tokenizer",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=completions.templates,
+    help="Chat template: tokenizer (its own), alpaca, v1_2, vicuna, or a Jinja file.",
+)
 
 PICKING = (
     click.option(

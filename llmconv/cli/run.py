@@ -80,11 +80,8 @@ def command(
     run_file = read_run_file(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
     require_inputs(run_file)
-    if dry_run:
-        outcomes = [*Execution(run_file, force=force).plan()]
-    else:
-        stdout = STDERR if as_json else None
-        outcomes = _run(run_file, report, force=force, quiet=quiet, github=github, stdout=stdout)
+    choices = {"force": force, "quiet": quiet, "github": github, "stdout": STDERR if as_json else None}
+    outcomes = [*Execution(run_file, force=force).plan()] if dry_run else _run(run_file, report, **choices)
     if as_json:
         options.print_json(summary.as_dict(file.name, outcomes))
     else:

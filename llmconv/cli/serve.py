@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import completions, generation_options, options
+from llmconv.cli import generation_options, options
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
@@ -27,14 +27,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
     help="Maximum number of new tokens if the request sets none. Default: generation_config.json, else 2048.",
 )
 @click.option("--system", default="", metavar="TEXT", help="System message for chats that have none.")
-@click.option(
-    "--template",
-    default="tokenizer",
-    show_default=True,
-    metavar="NAME",
-    shell_complete=completions.templates,
-    help=generation_options.TEMPLATE,
-)
+@generation_options.template
 @click.option(
     "--api-key",
     envvar=API_KEY,

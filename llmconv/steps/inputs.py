@@ -14,7 +14,7 @@ from llmconv.steps.run_file import RunFile
 from llmconv.steps.step import Step
 
 DEFAULT = "default"
-"""Value of `calibrate` that is no path."""
+"""Value of `calibrate` that selects the built-in text, not a file."""
 
 
 def require_inputs(file: RunFile) -> None:
@@ -28,7 +28,7 @@ def require_inputs(file: RunFile) -> None:
         for name in step.inputs:
             if is_absent(name, file.home) and not is_hub_id(name) and not _is_written(name, written, file.home):
                 raise InputRefused(
-                    f"step `{step.name}`: there is no `{name}`, and no step before it writes it",
+                    f"step `{step.name}`: input `{name}` does not exist, and no earlier step writes it",
                     hint=f"relative paths begin at the run file's folder, `{file.home}`",
                 )
         written += step.changes

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmconv.errors import OutputFailed
 
 SUFFIX = ".llmconv-run.lock"
-"""The run file itself is no lock: editors and version control put a new one in its place."""
+"""Suffix of the lock file. The run file cannot be locked itself: editors and git replace it by a new file."""
 
 
 @contextmanager

@@ -246,7 +246,7 @@ def test_an_input_that_is_nowhere_is_found_before_anything_runs(tmp_path: Path) 
     for options in ([], ["--dry-run"]):
         result = CliRunner().invoke(main, ["run", str(file), *options])
         assert (result.exit_code, (tmp_path / "build").exists()) == (3, False)
-        assert "step `to-hf`: there is no `run.pt`, and no step before it writes it" in result.output
+        assert "step `to-hf`: input `run.pt` does not exist, and no earlier step writes it" in result.output
 
 
 def test_a_plan_says_which_input_is_a_model_of_the_hub(tmp_path: Path) -> None:
@@ -273,10 +273,15 @@ def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
         + "  - export: {model: build/merged, incremental: true}\n"
         + "  - verify: {folder: build/merged, suite: quick, scenario: one-token prompt, report: build/report}\n"
     )
-    first = run(again)["steps"]
+    report = again.parent / "build/report"
+    first = run(again, "--report", str(report))["steps"]
+    assert (report / "summary.md").read_text().startswith("# PASS") and (report / "run.md").is_file()
     assert [step["status"] for step in first] == ["unchanged", "unchanged", "done", "done"]
     assert first[-1]["verdict"] == "pass"
     assert planned(again) == {"to-hf": "", "merge-lora": "", "export": "", "verify": ""}
+    assert statuses(again, "--set", "verify.repeat=2", "--report", str(report))["verify"] == "done"
+    assert planned(again, "--set", "verify.repeat=2")["verify"] == ""
+    assert statuses(again)["verify"] == "done"
     manifest = again.parent / "build/merged/llmconv.json"
     passed = manifest.read_text()
     manifest.write_text(passed.replace('"verdict": "pass"', '"verdict": "fail"'))
@@ -343,12 +348,6 @@ def test_a_run_file_that_is_saved_during_its_run_stays_locked(tmp_path: Path) ->
         file.with_name("new").replace(file)
         assert CliRunner().invoke(main, ["run", str(file)]).exit_code == 4
     assert not list(tmp_path.glob(".*.lock"))
-
-
-def test_the_report_of_a_run_leaves_that_of_a_step_in_its_folder(tmp_path: Path) -> None:
-    file = prepared(tmp_path, FILE.replace("output: build/merged", "output: report"))
-    assert statuses(file, "--report", str(tmp_path / "report"))["merge-lora"] == "done"
-    assert statuses(file, "--report", str(tmp_path / "report"))["merge-lora"] == "unchanged"
 
 
 def test_a_failed_verification_is_no_pass_of_an_earlier_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
     """The graph with the cache inputs that optimum may need in `model.onnx`, where other clients have it without.
 
     Args:
-        graph: a graph; if it has no cache of fixed heads, there is no variant.
+        graph: a decoder; nothing is yielded if its cache has no fixed number and size of heads.
     """
     from llmconv.export.clients import EncodedGraphs  # noqa: PLC0415 - only for `--client`
     from llmconv.export.clients.optimum import accept_any_empty_past  # noqa: PLC0415

@@ -26,7 +26,7 @@ class Estimate:
 
 
 UNSUITED = 2
-"""A text whose perplexity is so many times that of equal probabilities is not of the kind that a model knows."""
+"""Perplexity of the full model, relative to equal probabilities, above which the text is reported as unsuitable."""
 
 
 @dataclass(frozen=True)
