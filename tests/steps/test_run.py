@@ -282,6 +282,7 @@ def test_verification_is_a_step_with_a_verdict(again: Path) -> None:
     assert statuses(again, "--set", "verify.repeat=2", "--report", str(report))["verify"] == "done"
     assert planned(again, "--set", "verify.repeat=2")["verify"] == ""
     assert statuses(again)["verify"] == "done"
+    assert statuses(again, "--report", str(report))["verify"] == "unchanged"  # though it replaces run.json
     manifest = again.parent / "build/merged/llmconv.json"
     passed = manifest.read_text()
     manifest.write_text(passed.replace('"verdict": "pass"', '"verdict": "fail"'))
