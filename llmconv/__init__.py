@@ -1,6 +1,7 @@
 """llmconv: training checkpoint -> Hugging Face folder -> merged adapter -> verified ONNX graphs."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from llmconv.version import __version__
@@ -8,6 +9,8 @@ from llmconv.version import __version__
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
     from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
     from llmconv.generation.pipeline import pipeline
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
 __all__ = [
     "__version__",

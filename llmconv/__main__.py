@@ -11,6 +11,9 @@ REFUSED, BUG = 3, 70
 def main() -> None:
     """Loads the command line and runs it; what it needs for that is checked without any package."""
     try:
+        from llmconv.interpreters import leave_current_folder  # noqa: PLC0415 - as below
+
+        leave_current_folder()
         from llmconv.cli import main as command  # noqa: PLC0415 - its errors are reported here
     except Exception as error:
         line = " ".join(str(error).replace("'", "`").split()) or type(error).__name__

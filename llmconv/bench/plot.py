@@ -38,6 +38,13 @@ def write_plot(result: BenchResult, path: Written) -> None:
     """Plots tokens per second over prompt length, one row per batch size; bars show minimum and maximum."""
     path = Path(path)
     require_plotting(path)
+    matplotlib = importlib.import_module("matplotlib")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # it has read a `matplotlibrc` of the current folder, which may start TeX
+        _write(result, path)
+
+
+def _write(result: BenchResult, path: Path) -> None:
     figure_module = importlib.import_module("matplotlib.figure")
     batches = sorted({cell.batch for cell in result.cells})
     figure = figure_module.Figure(figsize=(11, 4 * len(batches)), layout="constrained")

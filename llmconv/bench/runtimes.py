@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.hub import snapshot_home, source_name
 from llmconv.files.paths import path_of
 from llmconv.files.sources import is_remote, local_path
-from llmconv.interpreters import script_command
+from llmconv.interpreters import child_environment, script_command
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import short_provider
 
@@ -107,7 +106,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env=child_environment(OMP_NUM_THREADS=str(threads)),
             )
         except OSError as error:
             raise InputRefused(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from llmconv.errors import LlmconvError
+from llmconv.interpreters import child_environment
 from llmconv.output.manifest import read_manifest
 from llmconv.steps.inputs import taken_for_hub_models
 from llmconv.steps.places import overlap
@@ -157,10 +158,7 @@ class Execution:
         return Outcome(step, DONE, reason, seconds, 0, verdict_of(step, 0))
 
     def _call(self, step: Step, *, overwrite: bool, resume: bool) -> int:
-        """Runs the process of a step, and ends it if this one is interrupted; returns its exit code.
-
-        Python gets `-P`: no file next to the run file is imported.
-        """
+        """Runs the process of a step, and ends it if this one is interrupted; returns its exit code."""
         own = ["--overwrite"] * (overwrite and step.can_overwrite) + ["--resume"] * (resume and step.can_resume)
         given = [option for option in own if option not in step.arguments]
         given += ["--quiet"] * self._quiet + ["--github"] * (self._github and step.command == "verify")
@@ -168,6 +166,7 @@ class Execution:
         with subprocess.Popen(
             [sys.executable, "-P", "-m", "llmconv", *words],
             cwd=self._file.home,
+            env=child_environment(),
             stdout=self._stdout,
             pass_fds=self._inherited,
         ) as done:

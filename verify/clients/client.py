@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.interpreters import parse_interpreters, script_command
+from llmconv.interpreters import child_environment, parse_interpreters, script_command
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 
 WORKERS = Path(__file__).with_name("workers")
@@ -78,7 +77,8 @@ class Client:
 
     Attributes:
         name: one of `CLIENTS`.
-        interpreter: path of the Python that has it; of a client of Node, the folder that has `node_modules`.
+        interpreter: path of the Python that has it; of a client of Node, the folder that has `node_modules`, empty for
+            the packages that are installed for all (`npm install --global`).
     """
 
     name: str
@@ -130,16 +130,16 @@ class Client:
     def _answer(self, request: str) -> dict[str, Any]:
         worker = WORKERS / self.program.worker
         is_node = self.program.is_node
-        command = ["node", str(worker)] if is_node else script_command(self.interpreter, worker)
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        command = ["node", str(worker), *([self.interpreter] * bool(self.interpreter))]
+        if not is_node:
+            command = script_command(self.interpreter, worker)
         try:
             done = subprocess.run(
                 command,
-                cwd=self.interpreter if is_node else None,
                 input=request,
                 capture_output=True,
                 text=True,
-                env=environment,
+                env=child_environment(HF_HUB_OFFLINE="1"),
                 timeout=TIME_LIMIT,
                 check=False,
             )
@@ -151,8 +151,9 @@ class Client:
 
     def _hint(self) -> str:
         program = self.program
-        where = "the folder with its node_modules" if program.is_node else "a Python that has it"
-        return f"`{program.installer} {program.package}` there, or give `--python {self.name}=PATH` of {where}"
+        if program.is_node:
+            return f"`{program.installer} {program.package}` in a folder, and give `--python {self.name}=FOLDER`"
+        return f"`{program.installer} {program.package}`, or give `--python {self.name}=PATH` of a Python that has it"
 
 
 def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> list[Client]:
@@ -160,7 +161,7 @@ def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> 
 
     Args:
         names: of `CLIENTS`.
-        pythons: `CLIENT=PATH`; by default this Python, and the current folder for a client of Node.
+        pythons: `CLIENT=PATH`; by default this Python, and Node's global packages for a client of Node.
 
     Raises:
         UsageProblem: an unknown client, or an interpreter for one that is not chosen.
@@ -173,7 +174,7 @@ def chosen_clients(names: str | Sequence[str], pythons: str | Sequence[str]) -> 
     for name in paths:
         if name not in wanted:
             raise UsageProblem(f"`--python {name}=…` without `--client {name}`", hint=f"add `--client {name}`")
-    return [Client(name, paths.get(name, os.curdir if CLIENTS[name].is_node else sys.executable)) for name in wanted]
+    return [Client(name, paths.get(name, "" if CLIENTS[name].is_node else sys.executable)) for name in wanted]
 
 
 def _parsed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ def test_every_client_has_a_worker_and_no_worker_is_left_over() -> None:
     assert files == {one.worker for one in CLIENTS.values()}
 
 
-def test_a_client_runs_in_this_python_or_folder_unless_another_is_given() -> None:
+def test_a_client_runs_in_this_python_or_with_global_packages_unless_another_is_given() -> None:
     assert chosen_clients("genai", ()) == [Client("genai", sys.executable)]
-    assert chosen_clients("transformersjs", ()) == [Client("transformersjs", ".")]
+    assert chosen_clients("transformersjs", ()) == [Client("transformersjs", "")]
     assert chosen_clients(["genai", "genai"], "genai=/py") == [Client("genai", "/py")]
 
 
@@ -69,3 +69,16 @@ def test_a_configuration_that_loads_a_library_never_reaches_the_client(tmp_path:
     (tmp_path / "genai_config.json").write_text(f'{{"model": {{"decoder": {{"session_options": {options}}}}}}}')
     with pytest.raises(MalformedInput, match="custom_ops_library"):
         Client("genai", sys.executable).generate(tmp_path, [[[1]]], 1)
+
+
+def test_node_takes_no_package_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "node_modules/@huggingface/transformers"
+    home.mkdir(parents=True)
+    (home / "package.json").write_text('{"name": "@huggingface/transformers", "main": "index.js"}')
+    (home / "index.js").write_text("module.exports = { env: { version: 'of the folder' } };")
+    monkeypatch.chdir(tmp_path)
+    (given,) = chosen_clients("transformersjs", "transformersjs=.")
+    assert given.require() == {"@huggingface/transformers": "of the folder"}
+    (found,) = chosen_clients("transformersjs", ())
+    with pytest.raises(InputRefused, match="is not installed"):
+        found.require()

@@ -1,7 +1,9 @@
 // Runs in Node with transformers.js; see `client.Client.generate` for what it reads and writes.
-// Prompts are padded on the left, with their own mask. The package is that of the working folder.
+// Prompts are padded on the left, with their own mask. The package is that of the folder that is given, or a global one;
+// never that of the current folder, which may be a downloaded model.
 import { readFileSync } from 'node:fs';
 import { createRequire } from 'node:module';
+import { dirname, resolve } from 'node:path';
 
 const int64 = (Tensor, rows) =>
   new Tensor('int64', BigInt64Array.from(rows.flat().map(BigInt)), [rows.length, rows[0].length]);
@@ -27,7 +29,8 @@ async function generate({ AutoModelForCausalLM, Tensor }, { folder, batches, new
 const request = JSON.parse(readFileSync(0, 'utf8'));
 let library;
 try {
-  library = createRequire(`${process.cwd()}/`)('@huggingface/transformers');
+  const place = process.argv[2] ?? resolve(dirname(process.execPath), '../lib');
+  library = createRequire(`${resolve(place)}/`)('@huggingface/transformers');
 } catch (error) {
   if (error.code !== 'MODULE_NOT_FOUND') throw error;
   console.log(JSON.stringify({ missing: error.message.split('\n')[0] }));
