@@ -15,6 +15,7 @@ from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.clients.genai_images import IMAGE_FILES, IMAGE_MODELS, IMAGE_TYPE, SECTIONS, image_graphs
 from llmconv.export.input_map import Port
 from llmconv.output.plan import json_bytes
+from llmconv.runtime.context_length import length_of
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 
 FILE = "genai_config.json"
@@ -130,11 +131,7 @@ def _past(model: ClientModel) -> list[Port]:
 
 def context_length(config: Any) -> int:
     """Context length of the model in tokens."""
-    for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return UNBOUNDED
+    return length_of(config.to_dict()) or UNBOUNDED
 
 
 def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[str, Any]:

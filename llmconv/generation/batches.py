@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,14 @@ class TimedDecoder:
 
     Args:
         decode: tokens to text.
+
+    Attributes:
+        special_texts: see `TokenDecoder`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode, self.seconds = decode, 0.0
+        self.special_texts: Mapping[int, str] = getattr(decode, "special_texts", {})
 
     def __call__(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.generation.chat.reused_cache import PrefixCache
@@ -51,6 +51,12 @@ class LoopEngine:
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
         """
+        longest = max((len(start.prompt) + start.limit for start in starts), default=0)
+        if len(starts) > 1 and not self.runner.reads_in_parts(longest):  # a longer one would change the others
+            for index, start in enumerate(starts):
+                for piece in self.grow([start], settings, decode, None, most):
+                    yield replace(piece, index=index)
+            return
         rows = [self._row(index, start, settings, decode) for index, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)

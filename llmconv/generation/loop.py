@@ -65,6 +65,7 @@ class Batch:
         in_parts = (
             most
             and not any(map(self._reads_whole, self.rows))
+            and self._runner.reads_in_parts(self._ids.shape[1])
             and self._runner.continues_in_one_run(len(mask), done + most, most)
         )
         self._most = most if in_parts else self._ids.shape[1]
@@ -93,12 +94,23 @@ class Batch:
         assert self.past
         if self._may_shrink:
             self._shrink()
+        if len(self.rows) == 1 and self._runner.reads_again(self.past.tokens):
+            return self._read_again(self.rows[0])
         ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
         columns = self.past.tokens + 1
         mask = self._mask[:, :columns]
         call = ModelCall(ids, mask, self._position_ids(mask, 1))
         step = self._runner.decode(*call.arrays, self.past.cache, self._extras(call))
         self.past = Past(step.present, columns)
+        return step
+
+    def _read_again(self, row: Row) -> Step:
+        """Runs a whole row that outgrows the original context, as transformers does, see `LengthSwitch`."""
+        ids = row.all_ids[None]
+        mask = self._mask[:, : ids.shape[1]]
+        call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
+        step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
+        self.past = Past(step.present, ids.shape[1])
         return step
 
     def _extras(self, call: ModelCall) -> dict[str, Array]:

@@ -177,7 +177,9 @@ class TextGeneration:
             return {"generated_text": content + text}
         messages = [dict(message) for message in content]
         if messages[-1]["role"] == "assistant":
-            return {"generated_text": [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]}
+            given = messages[-1]["content"]
+            longer = given + text if isinstance(given, str) else [*given, {"type": "text", "text": text}]
+            return {"generated_text": [*messages[:-1], {**messages[-1], "content": longer}]}
         return {"generated_text": [*messages, {"role": "assistant", "content": text}]}
 
 

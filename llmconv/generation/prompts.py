@@ -143,7 +143,12 @@ def with_prefix(content: PromptContent, prefix: str) -> PromptContent:
         return prefix + content if isinstance(content, str) else content
     require_contents(content)
     first = next((at for at, message in enumerate(content) if message["role"] != "system"), 0)
-    changed = {**content[first], "content": prefix + str(content[first]["content"])}
+    given = content[first]["content"]
+    in_parts = isinstance(given, list | tuple)
+    changed = {
+        **content[first],
+        "content": [{"type": "text", "text": prefix}, *given] if in_parts else prefix + (given or ""),
+    }
     return [*content[:first], changed, *content[first + 1 :]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -121,6 +121,8 @@ class Row:
         self._before = self.embeddings.before if self.embeddings else 0
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
+        # texts of special tokens, which are not in the text, but may be part of a stop string
+        self._special = _named(getattr(decode, "special_texts", {}), settings.stop_strings)
         self.inputs = start.inputs or GivenInputs(len(self.prompt))
         if self.embeddings and self.embeddings.inputs:
             self.inputs = replace(self.inputs, values={**self.embeddings.inputs, **self.inputs.values})
@@ -133,6 +135,11 @@ class Row:
     def ids(self) -> Array:
         """Tokens of the prompt and new tokens, int64 [length], without embeddings that stand for no token."""
         return self._ids[self._before : self.length]
+
+    @property
+    def all_ids(self) -> Array:
+        """As `ids`, with those that stand for embeddings."""
+        return self._ids[: self.length]
 
     @property
     def last(self) -> int:
@@ -152,6 +159,9 @@ class Row:
         self.room -= 1
         ended = token in self.settings.eos_token_id
         text = "" if ended else self._stops.push(self._text.push(token))
+        if token in self._special:
+            text += self._stops.push(self._text.close()) if ended else ""
+            text += self._stops.push(self._special[token], shown=False)
         self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room and not is_last else "length"
         return TextPiece(self.index, text + self.rest(), token, self.finish)
 
@@ -178,6 +188,11 @@ class Row:
         if self._processor:
             return pick_scored(self._processor(self.ids, logits), settings, generator)
         return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)
+
+
+def _named(special: Mapping[int, str], stops: Sequence[str]) -> dict[int, str]:
+    """The special tokens whose whole text is part of a stop string."""
+    return {token: text for token, text in special.items() if any(text in stop for stop in stops)} if stops else {}
 
 
 def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:

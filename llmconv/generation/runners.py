@@ -14,7 +14,7 @@ from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.images import ImageEncoder, ImageFeatures
 from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import context_length
+from llmconv.runtime.context_length import context_length, language_config, length_switch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.images.family import ImageFamily
@@ -57,7 +57,19 @@ def load_runner(
         StageFailed: no stage answers at an address, or it serves another model.
         UsageProblem: an unknown backend, device or dtype, or what only `torch` takes for the graphs.
     """
-    options = options or TorchOptions()
+    runner = _loaded(files, backend, settings, options or TorchOptions(), stages, trust_remote_code)
+    runner.length_switch = length_switch(language_config(files.folder))
+    return runner
+
+
+def _loaded(
+    files: ModelFiles,
+    backend: str,
+    settings: SessionSettings | None,
+    options: TorchOptions,
+    stages: StageAddresses | None,
+    trust_remote_code: bool,
+) -> Runner:
     if backend == "onnx":
         (options if stages else replace(options, adapter=None)).refuse()
         if stages:

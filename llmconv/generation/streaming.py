@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -44,32 +45,41 @@ class StopStrings:
 
     Args:
         stops: the stop strings; empty ones are ignored.
-        included: also pass the stop string on.
     """
 
-    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
-        self._stops, self._included = [stop for stop in stops if stop], included
-        self._held = ""
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held, self._shown = "", b""  # the text, and for each of its characters whether it is passed on
         self.found = False
 
-    def push(self, piece: str) -> str:
-        """The text that cannot be part of a stop string; nothing after a stop string."""
+    def push(self, piece: str, shown: bool = True) -> str:
+        """The text that cannot be part of a stop string; nothing after a stop string.
+
+        Args:
+            piece: the new text.
+            shown: whether it is passed on; that of a special token is only looked at.
+        """
         if self.found or not self._stops:
-            return "" if self.found else piece
-        text = self._held + piece
-        places = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if places:
-            start, _, stop = min(places)
-            self.found, self._held = True, ""
-            return text[: start + len(stop) * self._included]
-        kept = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+            return piece if shown and not self.found else ""
+        text, flags = self._held + piece, self._shown + bytes([shown]) * len(piece)
+        start = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        if start is not None:
+            self.found, self._held, self._shown = True, "", b""
+            return _shown(text[:start], flags)
+        final = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        self._held, self._shown = text[final:], flags[final:]
+        return _shown(text[:final], flags)
 
     def close(self) -> str:
         """The text that was held back as a possible start of a stop string."""
-        held, self._held = self._held, ""
-        return held
+        held, flags = self._held, self._shown
+        self._held, self._shown = "", b""
+        return _shown(held, flags)
+
+
+def _shown(text: str, flags: bytes) -> str:
+    """The characters whose flag is set."""
+    return "".join(compress(text, flags))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,16 +1,35 @@
-"""The context length of a model, and whether its attention has a window."""
+"""The context length of a model, where its rotary frequencies change, and whether its attention has a window.
+
+Sources: transformers modeling_rope_utils.py; for what a scaled model reaches, the model cards of Qwen2.5 (`yarn`),
+Vicuna 16k (`linear`) and Gemma 3, and vLLM's `_get_and_verify_max_len`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
 
-LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
-"""Fields of `config.json`, the last two of MPT and of Whisper's decoder; most models with ALiBi or states have none."""
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_target_positions",
+    "max_sequence_length",
+    "seq_length",
+)
+"""Fields of `config.json`: the fourth of MPT, then of Whisper's decoder and of models with code of their own; most
+models with ALiBi or states have none."""
+
+ORIGINAL = "original_max_position_embeddings"
+
+LIKE_PHI3 = ("phi3", "phi4_multimodal", "phimoe")
+"""Families that transformers' `generate` reads again from the start when a text outgrows the original context."""
 
 LONGEST = 1 << 40
 """Maximum in tokens; larger numbers are not context lengths."""
@@ -34,9 +53,82 @@ def context_length(folder: Path) -> int | None:
 
 
 def length_of(config: Mapping[str, Any]) -> int | None:
-    """Maximum number of tokens that the config of a language model declares; None if it declares none."""
+    """Maximum number of tokens that the config of a language model declares; None if it declares none.
+
+    Where rotary scaling reaches further than the declared length, it is what the scaling reaches.
+    """
+    declared = _declared(config)
+    if declared is None:
+        return None
+    reached = [_reach(one, declared, is_flat) for one, is_flat in _rotary(config)]
+    return int(min(max(declared, *reached, 0), LONGEST))
+
+
+@dataclass(frozen=True)
+class LengthSwitch:
+    """Where the rotary frequencies of all tokens of a call change with the length of the sequence.
+
+    Attributes:
+        tokens: length of the longest sequence with the original frequencies.
+        reads_again: a text that outgrows it while it is generated is read again from the start.
+    """
+
+    tokens: int
+    reads_again: bool = False
+
+
+def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
+    """Where a language model with `longrope` or `dynamic` rotary embeddings changes its frequencies; None for others.
+
+    Args:
+        config: the fields of `config.json`, see `language_config`.
+    """
+    declared, found = _declared(config), []
+    for one, _ in _rotary(config):
+        if "dynamic" in (kind := _kind(one)):
+            found.append(declared)
+        elif kind in ("longrope", "su") or (kind == "yarn" and config.get("model_type") in LIKE_PHI3):
+            found.append(_size(config.get(ORIGINAL)) or _size(one.get(ORIGINAL)) or declared)
+    lengths = [length for length in found if length is not None]
+    return LengthSwitch(min(lengths), config.get("model_type") in LIKE_PHI3) if lengths else None
+
+
+def _declared(config: Mapping[str, Any]) -> int | None:
+    """The length that a config declares, without scaling."""
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
-    return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
+    return length if length and 0 < length <= LONGEST else None
+
+
+def _rotary(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:
+    """The parameters of the rotary embedding, and whether they are those of all layers, or one entry per layer type."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict):
+        return []
+    nested = [one for one in rope.values() if isinstance(one, dict)]
+    is_flat = not nested and "rope_local_base_freq" not in config  # Gemma 3, where it is that of some layers
+    return [(one, is_flat) for one in nested or [rope]]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type"))
+
+
+def _reach(rope: Mapping[str, Any], declared: int, is_flat: bool) -> float:
+    """Tokens that a rotary embedding reaches; `llama3` and `longrope` declare the length that they reach."""
+    kind, factor = _kind(rope), rope.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor <= LONGEST:
+        return declared
+    if kind == "dynamic":  # by definition a multiple of the declared length
+        return declared * factor
+    # Gemma 3 declares the length that `linear` reaches in some of its layers
+    if kind == "yarn" or (kind in ("linear", "proportional") and is_flat):
+        return (_size(rope.get(ORIGINAL)) or declared) * factor
+    return declared
+
+
+def _size(value: Any) -> int | None:
+    """A length in a config; None if it is none."""
+    return value if isinstance(value, int) and 0 < value <= LONGEST else None
 
 
 def has_window(folder: Path) -> bool:
@@ -46,12 +138,3 @@ def has_window(folder: Path) -> bool:
         config.pop("sliding_window", None)
     sizes = [value for name, value in config.items() if WINDOW.fullmatch(name) and not isinstance(value, bool)]
     return any(sizes)
-
-
-def _stretch(config: Mapping[str, Any]) -> float:
-    """Factor of the length: with dynamic rotary frequencies the config declares the original length."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
-        return 1.0
-    factor = rope.get("factor", 1.0)
-    return float(factor) if isinstance(factor, int | float) and 1 < factor <= LONGEST else 1.0

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from llmconv.errors import UsageProblem
+from llmconv.runtime.context_length import LengthSwitch
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.tensors import Array
@@ -63,7 +64,13 @@ class Step:
 
 
 class Runner(Protocol):
-    """A model that continues a cache by any number of tokens; subclass it to inherit the defaults of the properties."""
+    """A model that continues a cache by any number of tokens; subclass it to inherit the defaults of the properties.
+
+    Attributes:
+        length_switch: where its rotary frequencies change with the length; None for a model whose frequencies do not.
+    """
+
+    length_switch: LengthSwitch | None = None
 
     @property
     def max_batch_size(self) -> int | None:
@@ -99,6 +106,19 @@ class Runner(Protocol):
             new: new tokens per sequence.
         """
         return True
+
+    def reads_in_parts(self, tokens: int) -> bool:
+        """Whether a sequence gives the same if it runs in parts, after others in one cache, or with others in a batch.
+
+        Args:
+            tokens: length of the longest sequence of the call, virtual tokens not counted.
+        """
+        return self.length_switch is None or tokens + self.virtual_tokens <= self.length_switch.tokens
+
+    def reads_again(self, past: int) -> bool:
+        """Whether the step after `past` tokens of a single sequence runs all of them again, see `LengthSwitch`."""
+        switch = self.length_switch
+        return switch is not None and switch.reads_again and past == switch.tokens and not self.virtual_tokens
 
     def prefill(
         self,

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ class TokenDecoder:
     """Decodes tokens to text without special tokens; spaces are kept, so that pieces of a text can be joined."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         fast = _backend(tokenizer)
         self._decode = fast.decode if fast else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
@@ -163,6 +164,14 @@ class TokenDecoder:
         """The text of token ids."""
         text: str = self._decode(list(tokens), skip_special_tokens=True)
         return text
+
+    @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The texts of the tokens that are left out, by their ids."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        found = {int(at): str(token) for at, token in added.items() if getattr(token, "special", False)}
+        ids, texts = (getattr(self._tokenizer, f"all_special_{name}", ()) for name in ("ids", "tokens"))
+        return {**dict(zip(map(int, ids), map(str, texts), strict=True)), **found}
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -73,8 +73,8 @@ class CompletionRequest:
 
     Attributes:
         model: model name; None if the request has none.
-        messages: role and content of a chat; empty for a completion. Content is a text, or a list of parts if it has
-            images: `{"type": "image"}` stands for the next of `images`.
+        messages: role and content of a chat; empty for a completion. Content is a text, or a list of parts:
+            `{"type": "image"}` stands for the next of `images`.
         prompts: texts or token ids of a completion; empty for a chat.
         stream: send the answer in pieces.
         include_usage: end the stream with token counts.
@@ -232,9 +232,7 @@ def _content(content: Any, where: str, images: list[bytes]) -> str | list[dict[s
         return _text(content, where)
     if not isinstance(content, list) or not content:
         raise ApiError(f"`{where}` must be a text or a list of parts of text", parameter=where)
-    before = len(images)
-    parts = [_part(part, f"{where}[{at}]", images) for at, part in enumerate(content)]
-    return parts if len(images) > before else "".join(part["text"] for part in parts)
+    return [_part(part, f"{where}[{at}]", images) for at, part in enumerate(content)]
 
 
 def _part(part: Any, where: str, images: list[bytes]) -> dict[str, str]:

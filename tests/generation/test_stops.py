@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from llmconv.generation import generate
+from llmconv.generation import GenerationSettings, TextModel, generate
+from llmconv.generation.row import Row, RowStart, pieces_of
 from llmconv.generation.streaming import StopStrings
+from llmconv.runtime.tokenizer import TokenDecoder
+from tests.builders.talking import save_letters
 
 LETTERS = st.text(alphabet="ab#\n", max_size=12)
 
@@ -43,3 +47,39 @@ def test_generation_ends_at_a_stop_string_across_tokens(talking: Path, backend: 
     found = generate(talking, ["Once"], backend=backend, max_new_tokens=12, stop_strings=[stop]).completions[0]
     assert (found.text, found.finish) == (whole[: whole.index(stop)], "stop")
     assert len(found.tokens) == whole.index(stop) + 2
+
+
+@given(
+    pieces=st.lists(st.tuples(st.sampled_from(["a", "b", "ab", "<>"]), st.booleans()), max_size=8),
+    stops=st.lists(st.sampled_from(["<>", "a<>", "<>b", "b<>a", "ab"]), max_size=3),
+)
+def test_hidden_text_is_looked_at_but_never_shown(pieces: list[tuple[str, bool]], stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    found = "".join(stream.push(piece, shown) for piece, shown in pieces) + stream.close()
+    whole, shown = "".join(piece for piece, _ in pieces), [flag for piece, flag in pieces for _ in piece]
+    end = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
+    assert found == "".join(letter for letter, flag in zip(whole[:end], shown, strict=False) if flag)
+    assert stream.found is any(stop in whole for stop in stops)
+
+
+@pytest.mark.parametrize("stop", ["#", "c#", "bc#", "#d", "c#d", "#de", "c#!"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_stop_string_may_contain_a_special_token(tmp_path: Path, stop: str, ends: bool) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_letters(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})
+    tokens = tokenizer("abc#def")["input_ids"]
+    settings = GenerationSettings(stop_strings=(stop,), eos_token_id=frozenset({tokens[3]} if ends else ()))
+    pieces = list(pieces_of(Row(0, RowStart([1], 9), settings, TokenDecoder(tokenizer)), tokens))
+    written = "abc#" if ends else "abc#def"
+    text = written[: written.index(stop)] if stop in written else written.replace("#", "")
+    assert "".join(piece.text for piece in pieces) == text
+    assert pieces[-1].finish == ("eos" if ends else "stop" if stop in written else "length")
+
+
+def test_a_special_token_is_a_stop_string_of_a_model(talking: Path) -> None:
+    model = TextModel.open(talking, backend="torch")
+    tokens = generate(model, ["Once"], max_new_tokens=12, eos_token_id=[]).completions[0].tokens
+    special = model.decode(tokens[3:4])
+    model.tokenizer.add_special_tokens({"additional_special_tokens": [special]})
+    found = generate(model, ["Once"], max_new_tokens=12, eos_token_id=[], stop_strings=[special]).completions[0]
+    assert (found.finish, found.tokens) == ("stop", tokens[: tokens.index(tokens[3]) + 1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import encode_chat, render_chat
+from llmconv.generation.prompts import with_prefix
 from tests.builders.talking import save_letters
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -129,3 +131,70 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
 def test_an_unknown_template_is_a_usage_problem(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UsageProblem, match="`zephyr`"):
         render_chat(tokenizer, HI, "zephyr")
+
+
+SMOLVLM = """\
+<|im_start|>
+{%- for message in messages -%}
+  {{- message['role'] | capitalize }}{{ ':' if message['content'][0]['type'] == 'image' else ': ' }}
+  {%- for line in message['content'] -%}
+    {%- if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}
+  {%- endfor -%}
+  <end_of_utterance>
+{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+"""Reads parts only, as those of Idefics, LLaVA and others."""
+LLAMA_VISION = """\
+{%- for m in messages -%}
+  [{{ m.role }}]
+  {%- if m.role == 'system' %}{{ m.content | trim }}
+  {%- elif m.content is string %}{{ m.content }}
+  {%- else %}{% for c in m.content %}{{ c.text | default('<image>') }}+{% endfor %}
+  {%- endif %}
+{%- endfor %}"""
+"""Reads both forms, but of a system message a text only."""
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a part for each content."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+@pytest.mark.parametrize("messages", [CHAT[1:2], CHAT, CHAT[:3]])
+def test_a_template_that_reads_parts_gets_parts(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]
+) -> None:
+    tokenizer.chat_template = SMOLVLM
+    goes_on = messages[-1]["role"] == "assistant"
+    options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    wanted = tokenizer.apply_chat_template(in_parts(messages), tokenize=False, **options)
+    assert all(message["content"] in wanted for message in messages)
+    assert render_chat(tokenizer, messages) == render_chat(tokenizer, in_parts(messages)) == wanted
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, OWN])
+def test_a_template_that_reads_texts_gets_texts(tokenizer: PreTrainedTokenizerFast, name: str, tmp_path: Path) -> None:
+    if name == OWN:
+        tokenizer.chat_template, name = OWN, "tokenizer"
+    assert render_chat(tokenizer, in_parts(CHAT), name) == render_chat(tokenizer, CHAT, name)
+
+
+def test_each_message_gets_a_form_that_the_template_reads_in_its_role(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = LLAMA_VISION
+    parts = in_parts(CHAT)
+    parts[1]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render_chat(tokenizer, parts) == "[system]Be brief.[user]a+b+[assistant]Hello+[user]Bye+"
+    parts[1]["content"][0] = {"type": "image"}
+    assert render_chat(tokenizer, parts).startswith("[system]Be brief.[user]<image>+b+")
+
+
+def test_a_prefix_goes_before_the_parts(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = SMOLVLM
+    messages = with_prefix(in_parts(CHAT[1:2]), "Please: ")
+    assert isinstance(messages, list) and "User: Please: Hi there<" in render_chat(tokenizer, messages)

@@ -38,6 +38,8 @@ class Conversation:
         """The cache, cut to the tokens that the one prompt begins with; None if the cache cannot be cut there."""
         if self.cache is None or len(prompts) != 1 or is_lost(self.cache):
             return None
+        if not runner.reads_in_parts(max(len(self.ids), len(prompts[0]))):
+            return None  # other frequencies than those of the whole prompt
         same = common_length([self.ids, prompts[0]], most=len(prompts[0]) - 1)
         if same == 0 or not runner.continues_in_one_run(1, same, len(prompts[0]) - same):
             return None
@@ -66,7 +68,8 @@ class SharedPrefix:
         """The cache, with one row per prompt, each after the padding of that row."""
         longest = max(map(len, prompts))
         same = common_length([self._ids, *prompts], most=min(map(len, prompts)) - 1)
-        if same == 0 or not runner.continues_in_one_run(len(prompts), same, longest - same):
+        in_parts = same > 0 and runner.reads_in_parts(longest)
+        if not in_parts or not runner.continues_in_one_run(len(prompts), same, longest - same):
             return None
         cache = self._run(runner)
         shifts = [longest - len(prompt) for prompt in prompts]

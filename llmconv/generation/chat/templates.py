@@ -19,6 +19,7 @@ from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.chat.bounded_render import RenderLimitExceeded, bounded_text
+from llmconv.generation.chat.content_forms import ContentForms
 from llmconv.generation.chat.messages import require_contents
 from llmconv.runtime.tokenizer import require_text, token_ids
 
@@ -146,7 +147,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
 
     Args:
         tokenizer: a tokenizer of transformers.
-        messages: `role` and `content` each, in order.
+        messages: `role` and `content` each, in order; a text reaches a template that reads parts as a part, and the
+            reverse.
         template: a name in `TEMPLATES`, or the path of a Jinja file.
 
     Raises:
@@ -158,18 +160,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     require_contents(messages)
     _require_input(messages, found.text or tokenizer.chat_template)
-    goes_on = messages[-1]["role"] == "assistant"
-    render = partial(
-        tokenizer.apply_chat_template,
-        [dict(message) for message in messages],
-        chat_template=found.text,
-        tokenize=False,
-        add_generation_prompt=not goes_on,
-        continue_final_message=goes_on,
-    )
     try:
-        trusted = template in TEMPLATES and template != TOKENIZER
-        return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
+        fitted = ContentForms(str(found.text or tokenizer.chat_template), partial(_text, tokenizer, template))
+        return _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
     except RenderLimitExceeded as error:
         raise InputRefused(
             "the chat template takes too much time or memory", hint="give another `--template`"
@@ -178,6 +171,26 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused(
             f"the chat template {error}", hint="check the roles of the messages and their order, or the template"
         ) from error
+
+
+def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
+    """The text of messages, in a child process if the template comes with a model.
+
+    Raises:
+        RenderLimitExceeded: it takes too much time or memory.
+        ValueError: the template fails.
+    """
+    goes_on = for_answer and messages[-1]["role"] == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template,
+        [dict(message) for message in messages],
+        chat_template=find_template(template).text,
+        tokenize=False,
+        add_generation_prompt=for_answer and not goes_on,
+        continue_final_message=goes_on,
+    )
+    trusted = template in TEMPLATES and template != TOKENIZER
+    return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
 
 
 def _require_input(messages: Sequence[Mapping[str, Any]], template: Any) -> None:

@@ -94,7 +94,8 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
 
     def _continued(self, ids: Array) -> Past | None:
         """The cache of all columns but the last, its rows in the order of `ids`."""
-        if self._past is None or ids.shape[1] != self._past.tokens + 1:
+        assert self._runner
+        if self._past is None or ids.shape[1] != self._past.tokens + 1 or self._runner.reads_again(self._past.tokens):
             return None
         known = {tokens.tobytes(): row for row, tokens in enumerate(self._ids)}
         rows = [known.get(tokens.tobytes(), -1) for tokens in ids[:, :-1]]

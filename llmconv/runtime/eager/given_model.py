@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.runtime.context_length import length_of
+from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.torch_runner import TorchRunner
 
@@ -37,6 +37,7 @@ class GivenModel(TorchRunner):
         self._set_interface(model)
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._fixed = {"logits_to_keep": 1}
+        self.length_switch = length_switch(self.config.to_dict())
 
     def release(self) -> None:
         """Nothing: the model belongs to the caller."""

@@ -89,7 +89,9 @@ class OrtRunner(Runner):
         require_factors(factors, self.lora_inputs)
         prefill = self._prefill.with_factors(factors)
         is_one = self._decode is self._prefill
-        return OrtRunner(prefill, prefill if is_one else self._decode.with_factors(factors))
+        made = OrtRunner(prefill, prefill if is_one else self._decode.with_factors(factors))
+        made.length_switch = self.length_switch
+        return made
 
     @property
     def virtual_tokens(self) -> int:
@@ -143,7 +145,12 @@ class OrtRunner(Runner):
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
     ) -> Step:
-        """Runs the prompt on the prefill graph."""
+        """Runs the prompt on the prefill graph.
+
+        Raises:
+            InputRefused: the sizes of the graph do not allow it.
+        """
+        self._require_whole(len(input_ids), attention_mask.shape[1], input_ids.shape[1])
         tokens = input_ids, *self._after_prefix(attention_mask, position_ids, past)
         return self._prefill.run(*tokens, past, extras, placed)
 
@@ -160,6 +167,18 @@ class OrtRunner(Runner):
             self._prefill if self._prefix and past is None else self._decode
         )  # only the prefill graph has the prefix
         return graph.run(input_ids, *self._after_prefix(attention_mask, position_ids, past), past, extras)
+
+    def _require_whole(self, rows: int, tokens: int, new: int) -> None:
+        """Refuses to read a prompt in pieces of a fixed size where each piece would have other rotary frequencies."""
+        sizes = self._prefill.sizes
+        if sizes is None or self.reads_in_parts(tokens) or sizes.width(rows, tokens - new, new) >= new:
+            return
+        most = self.length_switch.tokens if self.length_switch else 0
+        raise InputRefused(
+            f"the prompt has {tokens} tokens, which this graph would read in pieces: beyond {most} tokens the rotary "
+            "frequencies of this model depend on the length, so that each piece would have its own",
+            hint="shorten the prompt, or export with `--shapes dynamic`",
+        )
 
     def _after_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
         """Mask and positions, extended by the prefix if the cache begins with it."""

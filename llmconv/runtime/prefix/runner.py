@@ -33,6 +33,7 @@ class PrefixedRunner(Runner):
     def __init__(self, runner: Runner, content: Mapping[str, Array], first_position: int) -> None:
         self._runner, self._content, self._first_position = runner, content, first_position
         self._length: int = next(iter(content.values())).shape[TOKEN_AXIS]
+        self.length_switch = runner.length_switch
 
     @property
     def virtual_tokens(self) -> int:
