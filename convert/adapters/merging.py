@@ -10,8 +10,10 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.task_vectors import TaskVectors
 from llmconv.convert.adapters.merge_options import Recipe, plain_sum
+from llmconv.convert.adapters.placement.base_in_memory import base_in_memory
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.layer_replication import replicated
+from llmconv.convert.adapters.placement.naming import AS_STORED
 from llmconv.convert.adapters.placement.vocabulary import (
     fit_vocabulary,
     follow_tokens,
@@ -38,12 +40,12 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     """
     recipe = recipe or plain_sum(adapters)
     _check_types(base, adapters)
-    base = replicated(base, adapters)
+    memory = base_in_memory(base, _with_head(base), adapters)
+    stored, base = base, replicated(memory.checkpoint() if memory else base, adapters)
     embedding = find_embedding(base)
     head = find_head(base, embedding)
-    edits = Edits(dict(base.tensors), base.config)
-    if embedding and head not in base and is_tied(base.config):
-        edits.tensors[head] = base[embedding]
+    edits = Edits(dict(_with_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
+    if embedding and head not in base and head in edits.tensors:
         edits.tied = (embedding, head)
     vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
     for number in vectors.order:
@@ -57,9 +59,19 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     tensors = {name: _result(edits, vectors, name, recipe.dtype) for name in edits.tensors}
     if recipe.dtype != "keep":
         config = with_dtype(config, tensors)
-    side_files, notes = side_files_of(base, adapters, recipe.tokenizer, resized=resized)
+    if memory:
+        tensors, edits = memory.restored(tensors, edits)
+    side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, resized=resized)
     edits.warnings.extend(notes)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
+
+
+def _with_head(base: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors, with a tied head that only the embedding stands for."""
+    embedding = find_embedding(base)
+    head = find_head(base, embedding)
+    tied = embedding and head not in base and is_tied(base.config)
+    return {**base.tensors, head: base[embedding]} if embedding and tied else dict(base.tensors)
 
 
 def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:

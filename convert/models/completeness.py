@@ -188,6 +188,16 @@ def _may_build(name: str, value: Any) -> bool:
     return not (is_part and name.endswith(("_size", "_dim"))) and (is_part or value is None or name != "text_config")
 
 
+def may_be_built(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
+    """Whether transformers may build the model of a configuration: it is of the size of its tensors.
+
+    Args:
+        tensors: by any names.
+        config: content of `config.json`.
+    """
+    return _depth_is_possible(tensors, config) and all(_may_build(name, value) for name, value in config.items())
+
+
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
     """The reason for which `check_complete` refuses these tensors; empty where they are the whole model.
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.modules import module as torch_module
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import meta_device_safe_creation_ops
@@ -58,8 +59,8 @@ def meta_model(config: Mapping[str, Any]) -> Any:
     Raises:
         NotBuildable: transformers refuses the configuration, or the model has far more modules than any real one.
     """
-    fields = _without_fetching(constructor_fields(config))
-    with _building():
+    fields = without_fetching(constructor_fields(config))
+    with building():
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
         return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32)
 
@@ -74,8 +75,8 @@ def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -
     Raises:
         NotBuildable: the code fails, or the model has far more modules than any real one.
     """
-    fields = {name: value for name, value in _without_fetching(dict(config)).items() if name != "model_type"}
-    with _building(), meta_device_safe_creation_ops():
+    fields = {name: value for name, value in without_fetching(dict(config)).items() if name != "model_type"}
+    with building(), meta_device_safe_creation_ops():
         return model_class._from_config(config_class(**fields), attn_implementation="eager", dtype=torch.float32)
 
 
@@ -105,7 +106,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     try:
-        with _quiet():
+        with quiet():
             stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             report, _ = convert_and_load_state_dict_in_model(model, stored, options)
             if report.conversion_errors:
@@ -121,19 +122,43 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched)
 
 
-def _without_fetching(value: Any) -> Any:
+def model_of_class(config: Mapping[str, Any], name: str) -> Any:
+    """A model of one of transformers' own classes, on the meta device.
+
+    Args:
+        config: content of `config.json`; of a model with several towers, a class of its language model takes that part.
+        name: of the class.
+
+    Raises:
+        NotBuildable: there is no such class, it is not for this configuration, or transformers refuses that.
+    """
+    fields = without_fetching(constructor_fields(config))
+    with building():
+        kind: Any = getattr(transformers, name, None)
+        is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+        if not is_model:
+            raise NotBuildable(f"transformers has no model `{name}`")
+        settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
+        if kind.config_class and not isinstance(settings, kind.config_class):
+            settings = settings.get_text_config()
+        if kind.config_class and not isinstance(settings, kind.config_class):
+            raise NotBuildable(f"`{name}` is not for a {config.get('model_type')}")
+        return kind._from_config(settings, attn_implementation="eager", dtype=torch.float32)
+
+
+def without_fetching(value: Any) -> Any:
     """A value without `FETCHING`; transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {name: _without_fetching(item) for name, item in value.items() if not FETCHING.search(name)}
-    return [_without_fetching(item) for item in value] if isinstance(value, list) else value
+        return {name: without_fetching(item) for name, item in value.items() if not FETCHING.search(name)}
+    return [without_fetching(item) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager
-def _building() -> Iterator[None]:
+def building() -> Iterator[None]:
     """On the meta device, quietly, and with a bound; any exception is a `NotBuildable`."""
-    with _quiet(), _bounded_building(), torch.device("meta"):
+    with quiet(), _bounded_building(), torch.device("meta"):
         try:
             yield
         except NotBuildable:
@@ -143,7 +168,7 @@ def _building() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' bars and advice on stderr, which are about loading a model for use."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -70,7 +70,7 @@ class TaskVectors:
 
 
 def _placed(base: Edits, adapter: Adapter) -> Edits:
-    edits = Edits(dict(base.tensors), base.config, base.tied)
+    edits = Edits(dict(base.tensors), base.config, base.tied, naming=base.naming)
     edits.place(adapter, 1.0)
     return edits
 

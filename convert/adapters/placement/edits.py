@@ -14,6 +14,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.saved_modules import changed_originals, is_saved, same_values
 from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, is_mirrored
+from llmconv.convert.adapters.placement.naming import AS_STORED, Naming
 from llmconv.convert.adapters.placement.targets import AdapterTargets, other_base
 from llmconv.convert.adapters.placement.tensor_names import match_saved
 from llmconv.convert.adapters.placement.tuned_weight import updates_of
@@ -43,6 +44,7 @@ class Edits:
         tokens: rows that are replaced, after whole tensors.
         changes: updates that are added after replacing.
         warnings: one line each.
+        naming: how the tensors are called.
     """
 
     tensors: dict[str, LazyTensor]
@@ -52,6 +54,7 @@ class Edits:
     tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
     changes: dict[str, list[WeightChange]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    naming: Naming = AS_STORED
 
     def touches(self, name: str | None) -> bool:
         """Whether any adapter changes the tensor."""
@@ -100,9 +103,9 @@ class Edits:
         """
         modules = adapter.config.modules_to_save
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
-        targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config)
+        targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config, self.naming)
         homes = targets.homes(adapter.whole.keys() - new)
-        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name)
+        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name, self.naming.spelled)
         self._replace_all(adapter, homes)
         for module, tokens in adapter.tokens.items():
             self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)

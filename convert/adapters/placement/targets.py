@@ -20,6 +20,7 @@ from llmconv.convert.adapters.lora.experts import (
 )
 from llmconv.convert.adapters.lora.target_parameters import ExpertLayout, MatrixShape, is_transposed, parameter_names
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
+from llmconv.convert.adapters.placement.naming import AS_STORED, Naming
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.adapters.placement.weight_updates import WeightChange
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -32,17 +33,25 @@ NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]
 class AdapterTargets:
     """Maps the factors of one adapter to tensors of the base."""
 
-    def __init__(self, adapter: Adapter, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        tensors: Mapping[str, LazyTensor],
+        config: Mapping[str, Any],
+        naming: Naming = AS_STORED,
+    ) -> None:
         """Prepares the mapping.
 
         Args:
             adapter: the adapter.
             tensors: those of the base, replaced ones included.
             config: the base's `config.json`.
+            naming: how the base's tensors are called.
         """
+        self._naming = naming
         self.adapter, self.tensors, self.config = adapter, tensors, config
         wide = any(".experts." in f"{module}." for module in adapter.pairs)
-        self.stacks: dict[str, ExpertTensors] = fused_tensors(tensors) if wide else {}
+        self.stacks: dict[str, ExpertTensors] = fused_tensors(tensors) | {**naming.stacks} if wide else {}
         self.parts: dict[str, ExpertRows] = separate_tensors(tensors) if wide else {}
         self._homes: dict[str, str] = {}
 
@@ -54,6 +63,20 @@ class AdapterTargets:
         named = parameter_names(modules, self.adapter.config, names) if self.adapter.config.parameters else {}
         return {module: named.get(module, f"{module}.weight") for module in modules}
 
+    @property
+    def known(self) -> Collection[str]:
+        """Names that factors may be for: of tensors, of stacks that the base has in parts, and of parts of stacks."""
+        return {**self.tensors, **self.stacks, **self.parts}.keys()
+
+    def names(self, others: Collection[str]) -> set[str]:
+        """All names that the adapter has for tensors of its model.
+
+        Args:
+            others: names of the adapter's whole tensors.
+        """
+        modules = (*self.adapter.tokens, *self.adapter.learned)
+        return {*others, *self.wanted.values(), *(f"{module}.weight" for module in modules)}
+
     def homes(self, others: Collection[str]) -> dict[str, str]:
         """Names in the adapter's model to names of the base's tensors.
 
@@ -64,16 +87,14 @@ class AdapterTargets:
             MalformedInput: a name without a match.
             UnsupportedInput: a layer of packed projections, or a bias for a layer without one.
         """
-        modules = (*self.adapter.tokens, *self.adapter.learned)
-        wanted = {*others, *self.wanted.values(), *(f"{module}.weight" for module in modules)}
+        wanted = self.names(others)
         for name in wanted - self.tensors.keys():
             if f"{name.removesuffix('.weight')}.in_proj_weight" in self.tensors:
                 raise UnsupportedInput(
                     f"`{self.adapter.name}` adapts `{name.removesuffix('.weight')}`, a `nn.MultiheadAttention`",
                     hint="PEFT adds the change of its `out_proj` twice; merge it with PEFT's `merge_and_unload`",
                 )
-        known = {**self.tensors, **self.stacks, **self.parts}
-        self._homes = match_names(wanted, known.keys(), self.adapter.name)
+        self._homes = match_names(wanted, self.known, self.adapter.name, self._naming.spelled)
         return self._homes | {
             f"{module}.bias": self._bias(module) for module, own in self.adapter.pairs.items() if own.bias
         }

@@ -1,28 +1,36 @@
-"""Matches tensor names of an adapter with those of the base: equal names, or one renaming that fits all others."""
+"""Matches tensor names of an adapter with those of the base: equal names, another spelling, or one prefix for all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
-from llmconv.convert.adapters.lora.version_renames import spellings
 from llmconv.errors import MalformedInput
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LISTED = 3
 """Number of unmatched names that an error lists."""
 
 
-def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -> dict[str, str]:
+def same_name(name: str) -> str:
+    """The spelling of names where nothing is known of other versions."""
+    return name
+
+
+def match_names(
+    wanted: Collection[str], names: Collection[str], adapter: str, spelled: Callable[[str], str] = same_name
+) -> dict[str, str]:
     """Each wanted name to the name of its tensor in the base.
 
-    Missing names may be those of another version of transformers (`version_renames.py`), which are tried first, or may
-    all differ by one prefix, such as `transformer.` in the model and nothing in the file. A renaming is accepted only
-    if it is the only one that maps every name to a tensor of its own.
+    Missing names may have another spelling, or may all differ by one prefix, such as `transformer.` in the model and
+    nothing in the file. A prefix is accepted only if it is the only one that maps every name to a tensor of its own.
 
     Args:
         wanted: tensor names in the model that the adapter was trained on.
         names: tensor names of the base.
         adapter: its name, for error messages.
+        spelled: returns how the base spells a name.
 
     Raises:
         MalformedInput: a name without a match, or with several; lists similar names.
@@ -31,9 +39,9 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
     missing = sorted(set(wanted) - set(found))
     if not missing:
         return found
-    known = set(names)
-    versions = [dict(zip(missing, spelled, strict=True)) for spelled in spellings(missing) if known.issuperset(spelled)]
-    fits = _distinct(versions, found) or _distinct(_exchanges(missing, known), found)
+    respelled = {name: spelled(name) for name in missing}
+    spellings = [respelled] if {*respelled.values()} <= {*names} else []
+    fits = _distinct(spellings, found) or prefix_fits(missing, names, found)
     if len(fits) == 1:
         return found | dict(next(iter(fits)))
     if fits:
@@ -44,12 +52,24 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
         )
     raise MalformedInput(
         f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
-        hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+        hint=f"{_own_names(names)}; give the base that the adapter names in its `base_model_name_or_path`, or rename "
+        "the adapter's tensors if it is this one",
     )
 
 
+def _own_names(names: Collection[str]) -> str:
+    """What the base has, in words: names without numbers of layers are enough to see another model or version."""
+    kinds = list(dict.fromkeys(NUMBER.sub("N", name) for name in names))
+    few = [kinds[index] for index in sorted({0, len(kinds) // 2, len(kinds) - 1})] if kinds else []
+    return f"the base has tensors such as {', '.join(f'`{name}`' for name in few)}"
+
+
 def match_saved(
-    saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str
+    saved: Collection[str],
+    homes: Mapping[str, str],
+    names: Collection[str],
+    adapter: str,
+    spelled: Callable[[str], str] = same_name,
 ) -> dict[str, str]:
     """The tensors of the base that `modules_to_save` replace under another name; new ones are left out.
 
@@ -58,6 +78,7 @@ def match_saved(
         homes: result of `match_names` for its other names.
         names: tensor names of the base.
         adapter: its name, for error messages.
+        spelled: returns how the base spells a name.
 
     Raises:
         MalformedInput: a name with an ambiguous match.
@@ -66,8 +87,8 @@ def match_saved(
     result: dict[str, str] = {}
     for name in sorted(saved):
         moved = {new + name[len(old) :] for old, new in exchanges if name.startswith(old)} & set(names)
-        fits = moved or {spelled for (spelled,) in spellings([name]) if spelled in names}
-        close = fits or {other for other in names if other.split(".")[-2:] == name.split(".")[-2:]}
+        fits = {spelled(name)} & set(names) or moved
+        close = fits or {other for other in names if has_same_end(name, other)}
         if len(fits) == 1 and not fits & {*homes.values(), *result.values()}:
             result[name] = next(iter(fits))
         elif close:
@@ -78,13 +99,31 @@ def match_saved(
     return result
 
 
+def has_same_end(name: str, other: str) -> bool:
+    """Whether module and parameter have the same names, whatever is before them."""
+    return name.split(".")[-2:] == other.split(".")[-2:]
+
+
+def prefix_fits(
+    missing: Sequence[str], names: Collection[str], found: Mapping[str, str]
+) -> set[frozenset[tuple[str, str]]]:
+    """The mappings of all missing names to tensors of the base by the exchange of one prefix.
+
+    Args:
+        missing: names that the base does not have, sorted.
+        names: tensor names of the base.
+        found: names that it has, which are taken.
+    """
+    return _distinct(_exchanges(missing, {*names}), found)
+
+
 def _distinct(fits: Iterable[dict[str, str]], found: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
     """The different mappings that give each name a tensor of its own."""
     own = (fit for fit in fits if len(set(fit.values())) == len(fit) and not set(fit.values()) & set(found))
     return {frozenset(fit.items()) for fit in own}
 
 
-def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
+def _exchanges(missing: Sequence[str], names: set[str]) -> Iterator[dict[str, str]]:
     """Every mapping of all missing names by replacing one prefix; layer numbers are never part of a prefix."""
     tried: set[tuple[str, str]] = set()
     for name in names:

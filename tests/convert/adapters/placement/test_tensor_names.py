@@ -107,14 +107,10 @@ def test_old_and_new_names_of_a_multimodal_model_meet(direction: str, tmp_path: 
     assert_equal(tmp_path / "out", exact)
 
 
-def test_text_and_vision_move_together() -> None:
-    names = ["model.language_model.layers.0.q.weight", "model.vision_tower.layers.0.q.weight", "lm_head.weight"]
-    wanted = [
-        "language_model.model.layers.0.q.weight",
-        "vision_tower.layers.0.q.weight",
-        "language_model.lm_head.weight",
-    ]
-    assert match_names(wanted, names, "adapter") == dict(zip(wanted, names, strict=True))
+def test_another_spelling_comes_before_an_exchange_of_prefixes() -> None:
+    names = {"text.layers.0.q.weight", "vision.layers.0.q.weight"}
+    found = match_names({"tower.layers.0.q.weight"}, names, "adapter", lambda name: name.replace("tower", "vision"))
+    assert found == {"tower.layers.0.q.weight": "vision.layers.0.q.weight"}
 
 
 def test_a_name_left_over_is_an_error_that_names_it() -> None:
@@ -138,8 +134,8 @@ def test_a_saved_module_moves_as_the_others_do() -> None:
 
 def test_a_saved_module_of_another_version_is_found_without_others() -> None:
     names = {"language_model.model.norm.weight", "language_model.model.embed_tokens.weight"}
-    found = match_saved({"model.language_model.norm.weight"}, {}, names, "adapter")
-    assert found == {"model.language_model.norm.weight": "language_model.model.norm.weight"}
+    swapped = {"model.language_model.norm.weight": "language_model.model.norm.weight"}
+    assert match_saved({*swapped}, {}, names, "adapter", lambda name: swapped[name]) == swapped
 
 
 def test_a_saved_module_that_the_base_lacks_is_new() -> None:

@@ -1,0 +1,223 @@
+"""BaseInMemory: the base under the names of the model in memory, and the way back of a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.lora.experts import fused_tensors, separate_tensors
+from llmconv.convert.adapters.lora.saved_modules import is_saved
+from llmconv.convert.adapters.placement.edits import Edits
+from llmconv.convert.adapters.placement.naming import Naming
+from llmconv.convert.adapters.placement.targets import AdapterTargets
+from llmconv.convert.adapters.placement.tensor_names import has_same_end, prefix_fits
+from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.algebra.lines import Lines, Origin, gathered
+from llmconv.convert.models.completeness import may_be_built
+from llmconv.convert.models.tied_head import find_embedding, find_head
+from llmconv.tensors import BY_NAME, Array, LazyTensor
+
+if TYPE_CHECKING:
+    from llmconv.convert.models.names_in_memory import Joint, NamesInMemory
+
+FLOAT32 = BY_NAME["float32"]
+Tensors = Mapping[str, LazyTensor]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The update of a stored tensor whose lines lie in tensors in memory: the merged tensor minus the base's.
+
+    Attributes:
+        merged: the result, float64.
+    """
+
+    merged: LazyTensor
+
+    def update(self, base: LazyTensor, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the update, float64, two-dimensional; see `WeightUpdate`."""
+        made: Array = self.merged.rows(start, stop) - base.rows(start, stop).astype("float64")
+        return made.reshape(stop - start, -1)
+
+
+@dataclass(frozen=True)
+class BaseInMemory:
+    """The base under the names of the model in memory.
+
+    Attributes:
+        stored: the base.
+        tensors: name in memory to tensor; joined, split or rearranged ones are lazy.
+        renamed: stored name to name in memory, where the tensor is the same.
+        origins: name of any other stored tensor to where its lines lie in tensors in memory.
+        layouts: of the tensors in memory that those name.
+        naming: for placing adapters.
+        stored_name: returns the name for a tensor that the base does not have.
+    """
+
+    stored: Checkpoint
+    tensors: dict[str, LazyTensor]
+    renamed: Mapping[str, str]
+    origins: Mapping[str, Origin]
+    layouts: Mapping[str, Lines]
+    naming: Naming
+    stored_name: Callable[[str], str]
+
+    def checkpoint(self) -> Checkpoint:
+        """The base to place adapters on."""
+        return replace(self.stored, tensors=self.tensors)
+
+    def restored(self, merged: dict[str, LazyTensor], edits: Edits) -> tuple[dict[str, LazyTensor], Edits]:
+        """The result of a merge and its edits, by stored names.
+
+        Args:
+            merged: all tensors after the merge, by name in memory.
+            edits: of the tensors in memory.
+        """
+        names = {new: old for old, new in self.renamed.items()}
+        joined = {source for origin in self.origins.values() for source in origin.sources}
+        added = [name for name in merged if name not in names and name not in joined]
+        names |= {name: self.stored_name(name) for name in added}
+        tensors: dict[str, LazyTensor] = {}
+        for name in self.stored:
+            if name in self.origins:
+                tensors[name] = self._gathered(name, merged)
+            elif self.renamed[name] in merged:
+                tensors[name] = merged[self.renamed[name]]
+        tensors |= {names[name]: merged[name] for name in added}
+        return tensors, self._edits(edits, names, tensors)
+
+    def _gathered(self, name: str, tensors: Tensors) -> LazyTensor:
+        origin = self.origins[name]
+        there = [tensors[source] for source in origin.sources]
+        if all(tensor is self.tensors[source] for tensor, source in zip(there, origin.sources, strict=True)):
+            return self.stored[name]
+        return gathered(origin, there, [self.layouts[source] for source in origin.sources], there[0].dtype)
+
+    def _edits(self, edits: Edits, names: Mapping[str, str], tensors: Tensors) -> Edits:
+        """Edits by stored names; the whole tensor counts as changed where a part of it is."""
+        changes: dict[str, list[WeightChange]] = {names[n]: c for n, c in edits.changes.items() if n in names}
+        whole = {names[name]: tensor for name, tensor in edits.whole.items() if name in names}
+        for name, origin in self.origins.items():
+            if any(source in edits.changes for source in origin.sources):
+                exact = {source: edits.result(source, BY_NAME["float64"]) for source in origin.sources}
+                changes[name] = [Recovered(self._gathered(name, exact))]
+            elif any(edits.touches(source) for source in origin.sources):
+                whole[name] = tensors[name]
+        return Edits(
+            {**self.stored.tensors, **tensors},
+            edits.config,
+            tuple(names.get(name) or self.stored_name(name) for name in edits.tied),
+            whole,
+            {names[name]: rows for name, rows in edits.tokens.items() if name in names},
+            changes,
+            edits.warnings,
+        )
+
+
+def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapter]) -> BaseInMemory | None:
+    """The base under the names of the model in memory; None if the adapters have the names of the files.
+
+    Args:
+        base: the base.
+        tensors: those of the base, with a tied head.
+        adapters: all adapters.
+    """
+    if not any(_lacks(adapter, tensors, base.config) for adapter in adapters):
+        return None
+    if not may_be_built(base.tensors, base.config):
+        return None
+    from llmconv.convert.models.meta_model import NotBuildable  # noqa: PLC0415 - torch
+    from llmconv.convert.models.names_in_memory import NamesInMemory, classes  # noqa: PLC0415
+
+    shapes = {name: tensor.shape for name, tensor in base.items()}
+    for class_name in classes(base.config, [adapter.config.base_class for adapter in adapters]):
+        try:
+            names = NamesInMemory(shapes, base.config, class_name)
+            found = _under(base, names, [*_wanted(names, adapters, base.config)])
+        except NotBuildable:
+            continue
+        if found:
+            return found
+    return None
+
+
+def _expected(adapter: Adapter, targets: AdapterTargets) -> set[str]:
+    """Names of tensors that the base must have; a saved module whose name resembles none may be a new one."""
+    new = {
+        name
+        for name in adapter.whole
+        if is_saved(name, adapter.config.modules_to_save)
+        and not any(has_same_end(name, other) for other in targets.tensors)
+    }
+    return targets.names(adapter.whole.keys() - new)
+
+
+def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> bool:
+    """Whether the base has no tensors of the adapter's names, and no exchange of one prefix explains that.
+
+    Parts of a model with several towers may resemble each other too much to be told by their names.
+    """
+    targets = AdapterTargets(adapter, tensors, config)
+    expected, known = _expected(adapter, targets), {*targets.known}
+    missing = sorted(expected - known)
+    has_towers = any(isinstance(part, dict) and "model_type" in part for part in config.values())
+    found = dict.fromkeys(expected & known, "")
+    return bool(missing) and (has_towers or len(prefix_fits(missing, known, found)) != 1)
+
+
+def _wanted(names: NamesInMemory, adapters: Sequence[Adapter], config: Mapping[str, Any]) -> set[str]:
+    """Names in memory of all tensors that adapters change or may need, biases among them."""
+    model = {name: LazyTensor(FLOAT32, shape, _unread) for name, shape in names.shapes.items()}
+    found = {
+        names.spelled(name)
+        for adapter in adapters
+        for name in _expected(adapter, AdapterTargets(adapter, model, config))
+    }
+    biases = {f"{name.removesuffix('.weight')}.bias" for name in found if name.endswith(".weight")}
+    return found | (biases & names.shapes.keys())
+
+
+def _unread(start: int, stop: int) -> Array:
+    raise AssertionError("a tensor of the model in memory has no values")
+
+
+def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> BaseInMemory | None:
+    """The base in the names of one class; None if tensors that adapters have names for are not there.
+
+    Raises:
+        NotBuildable: transformers' conversion does more than to move whole lines.
+    """
+    renamed = {name: names.renamed.get(name) or names.parts.get(name) or name for name in base}
+    if len({*renamed.values()}) < len(renamed):
+        return None
+    stacks: dict[str, tuple[tuple[str, ...], ...]] = {}
+    joints: list[Joint] = []
+    for name in sorted({*wanted} - {*renamed.values()}):
+        if stack := names.stack(name):
+            stacks[name] = tuple(tuple(renamed[part] for part in parts) for parts in stack)
+        elif (joint := names.joint(name)) and joint not in joints:
+            joints.append(joint)
+    origins = {name: origin for joint in joints for name, origin in joint.stored.items()}
+    if any(len({base[name].dtype for name in joint.stored}) > 1 for joint in joints):
+        return None
+    tensors = {renamed[name]: tensor for name, tensor in base.items() if name not in origins}
+    for joint in joints:
+        layouts = [origin.lines for origin in joint.stored.values()]
+        there = [base[name] for name in joint.stored]
+        tensors |= {name: gathered(each, there, layouts, there[0].dtype) for name, each in joint.origins.items()}
+    known = {*tensors, *stacks, *separate_tensors(tensors), *fused_tensors(tensors)}
+    head = find_head(tensors, find_embedding(tensors))
+    if {*wanted} - known - {head}:
+        return None
+    return BaseInMemory(
+        base,
+        tensors,
+        {name: new for name, new in renamed.items() if name not in origins},
+        origins,
+        {name: each.lines for joint in joints for name, each in joint.origins.items()},
+        Naming(names.spelled, stacks),
+        names.stored_name,
+    )
