@@ -17,7 +17,7 @@ from llmconv.runtime.context_length import context_length, language_config
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
-from llmconv.runtime.tokenizer import encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer
 from llmconv.tensors import Array
 
 OUTPUTS = {"embed": "sentence_embedding", "classify": "logits", "rerank": "scores"}
@@ -88,7 +88,13 @@ class Embedder:
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of every text, cut to the maximum; the special tokens at the end are kept."""
-        made = [encode_prompt(self._tokenizer, text) for text in texts]
+        made, texts = [], list(texts)
+        for at, text in enumerate(texts):
+            try:
+                made.append(encode_prompt(self._tokenizer, text, most=self._most))
+            except TooManyTokens as error:
+                made.append(error.ids)
+                texts[at] = error.beginning
         long = [at for at, ids in enumerate(made) if len(ids) > self._most]
         if long:
             warn(f"{len(long)} of {len(texts)} texts are longer than {self._most} tokens and were cut at their end")

@@ -17,6 +17,7 @@ from llmconv.generation.image_file import MOST_PIXELS, open_image
 from llmconv.runtime.images.family import Features, Given, ImageFamily
 from llmconv.runtime.images.processor import PROCESSOR_FILES
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.tokenizer import token_ids
 from llmconv.tensors import Array
 
 TEXT_INPUTS = ("input_ids", "attention_mask")
@@ -112,16 +113,18 @@ class ImageEncoder:
         except AttributeError as error:
             raise InputRefused(f"the processor of images does not fit the model: {error}", hint=OTHER_MODEL) from error
 
-    def encode(self, text: str, images: Sequence[Any], *, starts: bool) -> EncodedPrompt:
+    def encode(self, text: str, images: Sequence[Any], *, starts: bool, most: int | None = None) -> EncodedPrompt:
         """A prompt with images as the model takes it.
 
         Args:
             text: has a placeholder for each image, in their order; they precede a text that has none.
             images: paths, bytes, or images of Pillow.
             starts: add the special tokens that begin a text.
+            most: see `token_ids`.
 
         Raises:
             InputRefused: an image is refused, or its placeholder is missing.
+            TooManyTokens: the text has more than twice as many tokens as it may have.
         """
         if len(images) > MOST_IMAGES:
             raise InputRefused(f"the prompt has {len(images)} images", hint=f"give at most {MOST_IMAGES}")
@@ -133,7 +136,7 @@ class ImageEncoder:
             )
         if not found:
             text = self.family.text_of_image(self.marker, self.processor) * len(images) + text
-        self.refuse_videos(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        self.refuse_videos(token_ids(self.processor.tokenizer, text, most, add_special_tokens=False))
         ids = self._prepared(text, images, starts)["input_ids"][0]
         return EncodedPrompt([int(token) for token in ids], lambda: self._embeddings(text, images, starts))
 

@@ -171,15 +171,17 @@ class TextModel:
         context = f", context {self.context_length:,}" if self.context_length else ""
         return f"<{type(self).__name__} {self.folder}: {self.backend}{context}>"
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Tokens of a text, with the special tokens that the tokenizer adds; an empty text becomes the start token.
 
         Args:
             text: a text.
             add_special_tokens: add the special tokens.
+            most: number of tokens that the caller can use; a text of more than twice as many is refused before all of
+                it becomes tokens. None for any number.
 
         Raises:
-            InputRefused: the text has no tokens.
+            InputRefused: the text has no tokens, or more than twice as many as `most`.
             UsageProblem: it is not a string.
         """
         if not isinstance(text, str):
@@ -187,10 +189,15 @@ class TextModel:
                 f"`text` is {kind_of(text)}, not a string", hint="give one `str`; for a chat use `encode_chat`"
             )
         start = self.defaults.bos_token_id
-        return encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens)
+        return encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens, most=most)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER, *, add_special_tokens: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str = TOKENIZER,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """Tokens of a chat, up to where the answer begins; if the last message is the assistant's, it is continued.
 
@@ -198,12 +205,13 @@ class TextModel:
             messages: `role` and `content` each, in order.
             template: `tokenizer` for the tokenizer's own, or one of `templates.TEMPLATES`.
             add_special_tokens: add a start token if the template does not write it.
+            most: see `encode`.
 
         Raises:
-            InputRefused: the tokenizer has no chat template, or the template fails on the messages.
+            InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
             UsageProblem: an unknown template.
         """
-        return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens)
+        return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens, most=most)
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
         """The tokens of a prompt without images, see `ImageEncoder.without_images`."""
@@ -249,7 +257,7 @@ class TextModel:
             text = render_chat(self.tokenizer, messages, template)
         require_text(text)
         starts = add_special_tokens and not has_start(self.tokenizer, text, template)
-        return encoder.encode(text, images, starts=starts)
+        return encoder.encode(text, images, starts=starts, most=self.context_length)
 
     def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
         self,

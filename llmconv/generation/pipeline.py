@@ -137,11 +137,13 @@ class TextGeneration:
         return settings.but(stop_strings=stops) if stops else settings
 
     def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
+        most = self.model.context_length
         if _is_chat(content):
-            return self.model.without_images(self.model.encode_chat(content, shape.get("template", TOKENIZER)))
+            template = shape.get("template", TOKENIZER)
+            return self.model.without_images(self.model.encode_chat(content, template, most=most))
         text = (shape.get("prefix") or "") + content
         special = shape.get("add_special_tokens") is not False
-        return self.model.without_images(self.model.encode(text, add_special_tokens=special))
+        return self.model.without_images(self.model.encode(text, add_special_tokens=special, most=most))
 
     def _continued(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]

@@ -15,7 +15,10 @@ from llmconv.generation.own_embeddings import token_of
 from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.tokenizer import token_ids
+from llmconv.runtime.tokenizer import TooManyTokens, token_ids
+
+MOST_CUT = 64
+"""A prompt that `src_length` cuts may be so many times as long as the context."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,22 @@ class Wording:
             raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
         content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
         if isinstance(content, str) and not self._chat_template:
-            return encoder.encode(content, prompt.images, starts=self.add_special_tokens)
+            return encoder.encode(content, prompt.images, starts=self.add_special_tokens, most=model.context_length)
         messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
         return model.encode_images(messages, prompt.images, template, add_special_tokens=self.add_special_tokens)
 
     def _tokens(self, model: TextModel, content: PromptContent) -> list[int]:
         content = with_prefix(content, self.prompt_prefix)
-        special = self.add_special_tokens
+        special, most = self.add_special_tokens, self._most(model)
         if isinstance(content, str) and not self._chat_template:
-            return model.encode(content, add_special_tokens=special)
-        template = self._chat_template or TOKENIZER
-        return model.encode_chat(as_chat(content, self.system), template, add_special_tokens=special)
+            return model.encode(content, add_special_tokens=special, most=most)
+        messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
+        return model.encode_chat(messages, template, add_special_tokens=special, most=most)
+
+    def _most(self, model: TextModel) -> int | None:
+        """Number of tokens that a prompt can have, see `TextModel.encode`; more if it is cut."""
+        cut = 1 if self.src_length is None else MOST_CUT
+        return None if model.context_length is None else cut * model.context_length
 
     def cut(self, model: TextModel, tokens: list[int]) -> list[int]:
         """The tokens without those that are too many for `src_length`, after the special tokens at the start.
@@ -182,7 +190,13 @@ def encode_all(
         UsageProblem: see `Wording.cut`.
     """
     numbers = range(1, len(prompts) + 1)
-    whole = [wording.encode(model, one, f"prompt {number}") for number, one in zip(numbers, prompts, strict=True)]
+    whole, refused = [], dict[int, InputRefused]()
+    for number, one in zip(numbers, prompts, strict=True):
+        try:
+            whole.append(wording.encode(model, one, f"prompt {number}"))
+        except TooManyTokens as error:
+            refused[number - 1] = error
+            whole.append(EncodedPrompt(error.ids))
     cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
     found = several(
         cut, count, settings, [f"{prompt.images}{prompt.embeddings}{prompt.inputs or ''}" for prompt in prompts]
@@ -195,9 +209,10 @@ def encode_all(
             embeddings=whole[number].embeddings,
             inputs=prompts[number].inputs,
             cut_tokens=len(whole[number].ids) - len(text.tokens),
-            problem=_length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
+            problem=refused.get(number)
+            or _length_problem(model, number + 1 if len(prompts) > 1 else 0, text.tokens, settings),
         )
-    model.given_inputs(cut, [prompt.inputs for prompt in prompts])
+    model.given_inputs(cut, [{} if at in refused else prompt.inputs for at, prompt in enumerate(prompts)])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
         raise problems[0]

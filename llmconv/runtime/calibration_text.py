@@ -10,7 +10,7 @@ import numpy as np
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused
-from llmconv.runtime.tokenizer import load_tokenizer
+from llmconv.runtime.tokenizer import first_ids, load_tokenizer
 from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array
 
@@ -81,7 +81,7 @@ class CalibrationText:
         tokenizer = load_tokenizer(folder, trust_remote_code)
         if not self.content.strip():
             raise InputRefused(f"`{self.name}` is empty", hint=HINT)
-        ids = np.array(tokenizer(self.content, verbose=False)["input_ids"][:most], dtype=np.int64)
+        ids = np.array(first_ids(tokenizer, self.content, most), dtype=np.int64)
         if len(ids) < LEAST:
             raise InputRefused(
                 f"`{self.name}` is too short to measure anything: {len(ids)} tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,18 @@ from llmconv.files.paths import kind_of
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.sources import local_path
 from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference
+from llmconv.runtime.tokenizer_template import require_small_template
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 
 HEAD = 64
 """Number of first bytes that identify a Git LFS pointer."""
+
+CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
+"""Characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many."""
+
+SLACK = 256
+"""Tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends."""
 
 PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Classes defined by tokenizer.json alone; opened directly, because `AutoTokenizer` imports torch."""
@@ -34,6 +41,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
     Raises:
         InputRefused: the folder has no tokenizer, or transformers cannot read it.
+        MalformedInput: it adds thousands of special tokens to every text.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InputRefused(
@@ -44,6 +52,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
                 refuse_git_lfs(file.read(HEAD), name)
+    require_small_template(folder)
     own = custom_tokenizer_class(folder, trust_remote_code)
     try:
         with custom_code_errors(folder if own else None):
@@ -99,8 +108,24 @@ def _class_of(folder: Path) -> Any:
     return transformers.AutoTokenizer
 
 
+class TooManyTokens(InputRefused):
+    """A text has far more tokens than it may have, so only its beginning became tokens.
+
+    Attributes:
+        beginning: of the text, with more tokens than it may have.
+        ids: its tokens.
+    """
+
+    def __init__(self, most: int, beginning: str, ids: list[int]) -> None:
+        super().__init__(
+            f"the prompt has more than {2 * most} tokens, but the model's context is {most}",
+            hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
+        )
+        self.beginning, self.ids = beginning, ids
+
+
 def encode_prompt(
-    tokenizer: Any, prompt: str, start: int | None = None, *, add_special_tokens: bool = True
+    tokenizer: Any, prompt: str, start: int | None = None, *, add_special_tokens: bool = True, most: int | None = None
 ) -> list[int]:
     """Token ids of a prompt, with the special tokens that the tokenizer adds; the start token for an empty prompt.
 
@@ -109,12 +134,14 @@ def encode_prompt(
         prompt: a text.
         start: start token if the tokenizer declares no `bos_token`.
         add_special_tokens: add the special tokens.
+        most: see `token_ids`.
 
     Raises:
         InputRefused: the prompt has no tokens, or is not valid text.
+        TooManyTokens: it has more than twice as many tokens as it may have.
     """
     require_text(prompt)
-    ids = token_ids(tokenizer, prompt, add_special_tokens=add_special_tokens)
+    ids = token_ids(tokenizer, prompt, most, add_special_tokens=add_special_tokens)
     if ids:
         return ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start
@@ -123,12 +150,33 @@ def encode_prompt(
     return [int(first)]
 
 
-def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Token ids of a text; `options` are passed to the tokenizer.
+def token_ids(tokenizer: Any, text: str, most: int | None = None, **options: Any) -> list[int]:
+    """Token ids of a text.
+
+    A text that is far too long is not tokenized as a whole, which takes a second and 200 MB per MB: beginnings of it
+    are, each twice as long as the one before. A bound on its bytes would also refuse what a normalizer shortens.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text: the text.
+        most: maximum number of tokens that the caller can use; None for no maximum. Texts of up to twice as many are
+            tokenized, so that the caller can name their number.
+        options: are passed to the tokenizer.
 
     Raises:
         InputRefused: the tokenizer fails.
+        TooManyTokens: the text has more than twice as many tokens as it may have.
     """
+    size = len(text) if most is None else max(most * CHARACTERS, LEAST_CHARACTERS)
+    while most is not None and size < len(text):
+        ids = _token_ids(tokenizer, text[:size], options)
+        if len(ids) > 2 * most + SLACK:
+            raise TooManyTokens(most, text[:size], ids)
+        size *= 2
+    return _token_ids(tokenizer, text, options)
+
+
+def _token_ids(tokenizer: Any, text: str, options: Mapping[str, Any]) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, **options)["input_ids"]
     except BaseException as error:  # a panic in Rust code is not an Exception
@@ -138,6 +186,20 @@ def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
             f"the tokenizer fails on this text: {first_line(error)}", hint="is a pattern in tokenizer.json too costly?"
         ) from error
     return ids
+
+
+def first_ids(tokenizer: Any, text: str, most: int) -> list[int]:
+    """The first tokens of a text, of which only as much becomes tokens as is needed.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text: any text.
+        most: number of tokens.
+    """
+    try:
+        return token_ids(tokenizer, text, most, verbose=False)[:most]
+    except TooManyTokens as error:
+        return error.ids[:most]
 
 
 def require_text(text: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,8 +31,12 @@ from llmconv.serve.served_model import ChoiceDelta, ServedModel
 
 log = logging.getLogger("llmconv.serve")
 
+Result = TypeVar("Result")
+
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a request: about a million tokens of text."""
+SMALL_BODY = 1 << 16
+"""Larger requests are parsed in a thread, so that others do not wait."""
 BODY_SECONDS = 30
 """Maximum time to receive a request."""
 KEEP_ALIVE_SECONDS = 15
@@ -87,8 +91,9 @@ class Endpoints:
         }
 
     async def _answer(self, http: HttpRequest, parse: Callable[[Any], CompletionRequest]) -> Response:
-        request = parse(parse_json(await read_body(http)))
-        choices = await self.scheduler.call(lambda: self.served.choices(request))
+        body = await read_body(http)
+        request = await asyncio.to_thread(_parsed, parse, body) if len(body) > SMALL_BODY else _parsed(parse, body)
+        choices = await while_connected(http, self.scheduler.call(lambda: self.served.choices(request)))
         reply = ResponseBuilder(request, self.served.name, choices)
         job = self.scheduler.submit(self.served.steps(choices))
         if request.stream:
@@ -96,6 +101,10 @@ class Endpoints:
             return StreamingResponse(events(job, reply), media_type="text/event-stream", headers=headers)
         await collect(http, job, reply)
         return JSONResponse(reply.whole())
+
+
+def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
+    return parse(parse_json(body))
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -135,15 +144,30 @@ async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuild
             if delta is not None:
                 reply.add(delta)
 
-    answer, disconnected = asyncio.create_task(gather()), asyncio.create_task(_wait_for_disconnect(http))
     try:
-        await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        answer.result()
+        await while_connected(http, gather())
     finally:
         job.cancel()
-        answer.cancel()
+
+
+async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is canceled when the client disconnects.
+
+    Args:
+        http: its body has been read.
+        work: any coroutine.
+
+    Raises:
+        ClientDisconnect: the client disconnected first.
+    """
+    working, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(http))
+    try:
+        await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
         disconnected.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Scheduler: one thread that owns the model and runs the active answers in turn, one step each."""
+"""Scheduler: one thread that owns the model and runs the active answers in turn, one step each; another for prompts."""
 
 from __future__ import annotations
 
@@ -75,28 +75,45 @@ class Job(Generic[Item]):
             yield item
 
 
+class _Call:
+    """A call in the thread of prompts.
+
+    Args:
+        run: calls the function and delivers its result.
+        refuse: delivers an error in its place.
+    """
+
+    def __init__(self, run: Callable[[], None], refuse: Callable[[ApiError], None]) -> None:
+        self.run, self.refuse, self.canceled = run, refuse, False
+
+
 class Scheduler:
-    """Runs a limited number of jobs in turn, and lets a limited number wait.
+    """Runs a limited number of jobs in turn, and lets a limited number wait; calls that prepare them wait, too.
 
     Args:
         active: maximum number of jobs that take turns; each has its own cache.
-        waiting: maximum number of jobs in the queue; further ones are refused.
+        waiting: maximum number of jobs and calls in the queue; further ones are refused.
     """
 
     def __init__(self, active: int, waiting: int) -> None:
         self._most_active, self._most_waiting = active, waiting
         self._active: deque[Job[Any]] = deque()
         self._waiting: deque[Job[Any]] = deque()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[_Call] = deque()
+        self._call: _Call | None = None  # that runs
         self._change = threading.Condition()
         self._deadline: float | None = None
         self._ended = False
         self._mean_seconds = 1.0
-        self._thread = threading.Thread(target=self._work, name="llmconv-model", daemon=True)
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._work, "llmconv-model"), (self._prepare, "llmconv-prompts"))
+        ]
 
     def start(self) -> None:
-        """Starts the worker thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, steps: Iterator[Item]) -> Job[Item]:
         """Adds a job; called in the event loop.
@@ -106,21 +123,19 @@ class Scheduler:
         """
         job = Job(steps)
         with self._change:
-            if self._deadline is not None:
-                raise ShuttingDown
-            self._forget_canceled()
-            if len(self._active) + len(self._waiting) >= self._most_active + self._most_waiting:
-                raise self._full()
+            self._require_room()
             self._waiting.append(job)
             self._admit()
-            self._change.notify()
+            self._change.notify_all()
         return job
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Calls `function` in the worker thread between two steps, since the tokenizer is not thread-safe.
+        """Calls `function` in the thread of prompts, one call at a time, since the tokenizer is not thread-safe.
+
+        A call that is canceled while it waits is not made.
 
         Raises:
-            ApiError: 503 if the server is shutting down.
+            ApiError: 429 if the queue is full; 503 if the server is shutting down.
             BaseException: the error that the function raised.
         """
         loop = asyncio.get_running_loop()
@@ -134,27 +149,30 @@ class Scheduler:
             else:
                 future.set_exception(error)
 
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = function()
-            except Exception as caught:
-                error = caught
-            with suppress(RuntimeError):
+        def deliver(result: Result | None, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(settle, result, error)
 
+        def run() -> None:
+            try:
+                deliver(function(), None)
+            except Exception as caught:
+                deliver(None, caught)
+
+        call = _Call(run, lambda error: deliver(None, error))
         with self._change:
-            if self._ended:
-                raise ShuttingDown
-            self._calls.append(run)
-            self._change.notify()
-        return await future
+            self._require_room()
+            self._calls.append(call)
+            self._change.notify_all()
+        try:
+            return await future
+        finally:
+            call.canceled = True
 
     def load(self) -> dict[str, int]:
-        """The number of active and of waiting jobs."""
+        """The number of active and of waiting requests."""
         with self._change:
-            self._forget_canceled()
-            return {"active": len(self._active), "waiting": len(self._waiting)}
+            return {"active": len(self._active), "waiting": self._count_waiting()}
 
     def drain(self, grace: float) -> None:
         """Refuses new and waiting jobs, and ends active ones after `grace` seconds.
@@ -166,32 +184,46 @@ class Scheduler:
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker thread runs."""
-        return self._thread.is_alive()
+        """Whether a thread runs."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
         """Ends all jobs now and waits for the current step."""
         self.drain(0)
         with self._change:
             self._ended = True
-            self._change.notify()
-        self._thread.join(timeout=LAST_STEP_SECONDS)
+            self._change.notify_all()
+        end = time.monotonic() + LAST_STEP_SECONDS
+        for thread in self._threads:
+            thread.join(timeout=max(end - time.monotonic(), 0))
 
     def _wake(self) -> None:
         with self._change:
-            self._change.notify()
+            self._change.notify_all()
+
+    def _prepare(self) -> None:
+        """The thread of prompts."""
+        while True:
+            with self._change:
+                self._call = None
+                while not (self._calls or self._ended):
+                    self._change.wait()
+                if self._ended:
+                    break
+                self._call = call = self._calls.popleft()
+            if not call.canceled:
+                call.run()
+        for call in self._calls:
+            call.refuse(ShuttingDown())
 
     def _work(self) -> None:
         while True:
             with self._change:
-                while not (self._calls or self._active or self._waiting or self._ended):
+                while not (self._active or self._waiting or self._ended):
                     self._change.wait()
-                if self._ended and not self._calls:
+                if self._ended:
                     break
-                calls, job = list(self._calls), self._next_job()
-                self._calls.clear()
-            for call in calls:
-                call()
+                job = self._next_job()
             if job:
                 self._turn(job)
         for job in (*self._active, *self._waiting):
@@ -241,13 +273,21 @@ class Scheduler:
             else:
                 self._mean_seconds += (time.monotonic() - job.started - self._mean_seconds) / 4
 
-    def _forget_canceled(self) -> None:
-        """Removes waiting jobs whose clients disconnected; with the lock held."""
-        for job in [job for job in self._waiting if job.canceled]:
-            self._waiting.remove(job)
+    def _require_room(self) -> None:
+        """Refuses a further request if the queue is full, or the server is shutting down; with the lock held."""
+        if self._deadline is not None:
+            raise ShuttingDown
+        if len(self._active) + self._count_waiting() >= self._most_active + self._most_waiting:
+            raise self._full()
+
+    def _count_waiting(self) -> int:
+        """Number of jobs and calls that wait or are prepared, without those whose clients left; with the lock held."""
+        self._waiting = deque(job for job in self._waiting if not job.canceled)
+        self._calls = deque(call for call in self._calls if not call.canceled)
+        return len(self._waiting) + len(self._calls) + (self._call is not None)
 
     def _full(self) -> ApiError:
-        seconds = self._mean_seconds * (len(self._waiting) + 1) / self._most_active
+        seconds = self._mean_seconds * (self._count_waiting() + 1) / self._most_active
         return ApiError(
             f"the server is busy ({self._most_active} active, queue of {self._most_waiting} is full): try again later",
             status=429,

@@ -12,6 +12,7 @@ from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.cache_pool import ConversationPool
 from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions
@@ -89,6 +90,7 @@ class ServedModel:
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
         self._conversations = ConversationPool(kept, model.runner)
         self._stops = find_template(template).stops
+        token_ids(model.tokenizer, "a")  # the first call changes a tokenizer; later ones run while others decode
 
     @property
     def chats(self) -> bool:
@@ -114,7 +116,11 @@ class ServedModel:
                 parameter="model",
                 code="model_not_found",
             )
-        prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+        parameter = "messages" if request.is_chat else "prompt"
+        try:
+            prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+        except TooManyTokens as error:
+            raise _too_long(error.message, parameter) from None
         return [
             CompletionChoice(
                 tuple(prompt.ids),
@@ -149,16 +155,20 @@ class ServedModel:
     def _chat(self, request: CompletionRequest) -> EncodedPrompt:
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
-        messages = [*system, *request.messages]
+        messages, most = [*system, *request.messages], self.model.context_length
+        if most is not None and len(messages) > most:  # each has a token at least
+            raise _too_long(
+                f"the chat has {len(messages)} messages, but the model's context is {most} tokens", "messages"
+            )
         if not request.images:
-            return EncodedPrompt(self.model.without_images(self.model.encode_chat(messages, self._template)))
+            return EncodedPrompt(self.model.without_images(self.model.encode_chat(messages, self._template, most=most)))
         if not self.sees:
             raise ApiError("this server takes no images", parameter="messages")
         return self.model.encode_images(messages, request.images, self._template)
 
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(self.model.without_images(self.model.encode(prompt)))
+            return EncodedPrompt(self.model.without_images(self.model.encode(prompt, most=self.model.context_length)))
         most = len(self.model.tokenizer)
         if any(not 0 <= token < most for token in prompt):
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
@@ -194,12 +204,15 @@ class ServedModel:
         room = context - prompt_tokens
         if room < (wanted or 1):
             requested = f" and the request asks for {wanted} more" if wanted else ""
-            raise ApiError(
+            raise _too_long(
                 f"the prompt has {prompt_tokens} tokens{requested}, but the model's context is {context} tokens",
-                parameter=parameter,
-                code="context_length_exceeded",
+                parameter,
             )
         return min(room, self._max_new_tokens) if wanted is None else wanted
+
+
+def _too_long(message: str, parameter: str) -> ApiError:
+    return ApiError(message, parameter=parameter, code="context_length_exceeded")
 
 
 def _seed(wanted: SamplingOptions, number: int) -> int:

@@ -81,3 +81,12 @@ def test_if_all_prompts_are_too_long_nothing_runs(talking: Path) -> None:
 def test_a_text_left_out_is_empty_on_stdout(talking: Path, way: tuple[str, ...]) -> None:
     result = run(talking, "much too long", "b", "--max-length", 5, "--null", *way)
     assert result.stdout.split("\0") == ["", generate(talking, "b", max_length=5).completions[0].text, ""]
+
+
+@pytest.mark.parametrize("cut", [None, 4])
+def test_a_prompt_that_is_far_too_long_is_left_out_like_any_other(talking: Path, cut: int | None) -> None:
+    model = TextModel.open(talking, backend="torch")
+    found = generate(model, ["a", "b" * 200_000, "c"], max_new_tokens=3, src_length=cut).completions
+    assert [one.finish == "too_long" for one in found] == [False, True, False]
+    with pytest.raises(InputRefused, match="more than 256 tokens"):
+        generate(model, ["b" * 200_000], max_new_tokens=3)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import encode_chat, render_chat
 from llmconv.generation.prompts import with_prefix
+from llmconv.runtime.tokenizer import TooManyTokens
 from tests.builders.talking import save_letters
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -198,3 +199,12 @@ def test_a_prefix_goes_before_the_parts(tokenizer: PreTrainedTokenizerFast) -> N
     tokenizer.chat_template = SMOLVLM
     messages = with_prefix(in_parts(CHAT[1:2]), "Please: ")
     assert isinstance(messages, list) and "User: Please: Hi there<" in render_chat(tokenizer, messages)
+
+
+def test_a_template_that_writes_a_long_text_is_refused_before_all_of_it_becomes_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = "{{ 'ab ' * 400000 }}"
+    with pytest.raises(TooManyTokens) as caught:
+        encode_chat(tokenizer, HI, most=50)
+    assert len(caught.value.beginning) < 40_000

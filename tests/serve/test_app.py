@@ -177,3 +177,28 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
 
 def test_the_model_may_be_omitted(client: TestClient) -> None:
     assert ask(client)["choices"] == ask(client, model="tiny-chat")["choices"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_of_a_text_that_can_never_fit_only_the_beginning_becomes_tokens(
+    client: TestClient, model: TextModel, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    seen: list[int] = []
+    plain = type(model.tokenizer).__call__
+
+    def counted(self: Any, text: str, **options: Any) -> Any:
+        seen.append(len(text))
+        return plain(self, text, **options)
+
+    monkeypatch.setattr(type(model.tokenizer), "__call__", counted)
+    path, text = "/v1/chat/completions" if chat else "/v1/completions", "a" * 3_000_000
+    body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    error = client.post(path, json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "more than 4096 tokens" in error["message"]
+    assert sum(seen) < 20 * CONTEXT
+
+
+def test_a_chat_of_more_messages_than_tokens_is_refused(client: TestClient) -> None:
+    messages = [{"role": "user", "content": ""}] * (CONTEXT + 1)
+    error = client.post("/v1/chat/completions", json={"messages": messages}).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "2049 messages" in error["message"]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -120,11 +121,49 @@ def test_a_call_gives_its_result_or_its_error_between_steps() -> None:
     async def call() -> None:
         async with running() as scheduler:
             scheduler.submit(Endless())
-            assert await scheduler.call(lambda: threading.current_thread().name) == "llmconv-model"
+            assert await scheduler.call(lambda: threading.current_thread().name) == "llmconv-prompts"
             with pytest.raises(ZeroDivisionError):
                 await scheduler.call(lambda: 1 // 0)
 
     asyncio.run(call())
+
+
+def test_calls_wait_in_the_queue_and_those_of_clients_that_left_are_not_made() -> None:
+    made: list[str] = []
+    gate = threading.Event()
+
+    async def crowd() -> None:
+        async with running(active=1, waiting=2) as scheduler:
+            first = asyncio.create_task(scheduler.call(lambda: gate.wait(10)))
+            others = [asyncio.create_task(scheduler.call(partial(made.append, name))) for name in "ab"]
+            await asyncio.sleep(0)
+            assert scheduler.load() == {"active": 0, "waiting": 3}
+            with pytest.raises(ApiError) as caught:
+                await scheduler.call(lambda: made.append("c"))
+            assert caught.value.status == 429
+            others[0].cancel()
+            await asyncio.sleep(0)
+            assert scheduler.load()["waiting"] == 2
+            gate.set()
+            await asyncio.gather(first, others[1])
+            assert scheduler.load()["waiting"] == 0
+
+    asyncio.run(crowd())
+    assert made == ["b"]
+
+
+def test_answers_go_on_while_a_prompt_is_prepared() -> None:
+    gate = threading.Event()
+
+    async def both() -> None:
+        async with running() as scheduler:
+            call = asyncio.create_task(scheduler.call(lambda: gate.wait(30)))
+            await asyncio.sleep(0)
+            assert await drained(scheduler.submit(iter(range(3)))) == [0, 1, 2]
+            gate.set()
+            assert await call
+
+    asyncio.run(both())
 
 
 def test_none_is_yielded_when_nothing_arrives() -> None:

@@ -230,7 +230,12 @@ def has_start(tokenizer: Any, text: str, template: str) -> bool:
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER, *, add_special_tokens: bool = True
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str = TOKENIZER,
+    *,
+    add_special_tokens: bool = True,
+    most: int | None = None,
 ) -> list[int]:
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
@@ -239,15 +244,17 @@ def encode_chat(
         messages: objects with `role` and `content`.
         template: name of a chat template.
         add_special_tokens: add a start token if the template does not write it.
+        most: see `token_ids`.
 
     Raises:
         InputRefused: see `render_chat`; or the chat has no tokens.
+        TooManyTokens: it has more than twice as many tokens as it may have.
         UsageProblem: an unknown template.
     """
     text = render_chat(tokenizer, messages, template)
     require_text(text)
     starts = add_special_tokens and not has_start(tokenizer, text, template)
-    ids = token_ids(tokenizer, text, add_special_tokens=starts)
+    ids = token_ids(tokenizer, text, most, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids

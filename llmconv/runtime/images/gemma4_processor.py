@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, Gemma4ImageProcessorPil
 
+from llmconv.runtime.tokenizer_template import require_small_template
 from llmconv.tensors import Array
 
 COUNTS = "num_soft_tokens_per_image"
@@ -34,6 +35,7 @@ class PatchProcessor:
         Args:
             folder: has the processor's files.
         """
+        require_small_template(folder)
         options = {"local_files_only": True, "trust_remote_code": False}
         images = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
         return cls(images, AutoTokenizer.from_pretrained(folder, **options))

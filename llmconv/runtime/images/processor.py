@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
+from llmconv.runtime.tokenizer_template import require_small_template
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files that name the class of a processor."""
@@ -26,6 +27,7 @@ def load_processor(folder: Path, config: Any) -> Any:
     from transformers import PROCESSOR_MAPPING, AutoProcessor  # noqa: PLC0415 - imports torch
     from transformers.utils import is_torchvision_available  # noqa: PLC0415
 
+    require_small_template(folder)
     kind: Any = AutoProcessor
     known = _named_class(folder) or PROCESSOR_MAPPING.get(type(config), None)
     if not is_torchvision_available() and known and "video_processor" in known.get_attributes():

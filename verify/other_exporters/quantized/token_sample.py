@@ -10,7 +10,7 @@ import numpy as np
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused, LlmconvError
-from llmconv.runtime.tokenizer import load_tokenizer
+from llmconv.runtime.tokenizer import first_ids, load_tokenizer
 from llmconv.sample_texts import evaluation_text
 from llmconv.tensors import Array
 from llmconv.verify.results.quantization import OWN_TEXT, RANDOM, TEXT
@@ -63,7 +63,7 @@ def token_sample(
     length = min(PIECE[suite], facts.max_positions or PIECE[suite])
     if text is None:
         return _own_sample(folder, facts, length, TOKENS[suite], trust_remote_code)
-    pieces = _pieces(_encoded(_content(text), folder, trust_remote_code)[: TOKENS[suite]], length)
+    pieces = _pieces(_encoded(_content(text), folder, trust_remote_code, TOKENS[suite]), length)
     if not pieces:
         raise InputRefused(f"`{text}` has less than two tokens", hint="give a text of some pages")
     if int(max(piece.max() for piece in pieces)) >= facts.vocab_size:
@@ -75,7 +75,7 @@ def token_sample(
 
 def _own_sample(folder: Path, facts: ModelFacts, length: int, count: int, trusted: bool) -> TokenSample:
     try:
-        ids = _encoded(evaluation_text(), folder, trusted)[:count]
+        ids = _encoded(evaluation_text(), folder, trusted, count)
     except LlmconvError:
         ids = []
     if len(set(ids)) >= DISTINCT and max(ids) < facts.vocab_size:
@@ -98,7 +98,5 @@ def _content(text: Path) -> str:
         raise InputRefused(f"`{text}` is not UTF-8 text", hint="`--text` takes a plain text file") from error
 
 
-def _encoded(content: str, folder: Path, trust_remote_code: bool) -> list[int]:
-    tokenizer = load_tokenizer(folder, trust_remote_code)
-    ids: list[int] = tokenizer(content, verbose=False)["input_ids"]
-    return ids
+def _encoded(content: str, folder: Path, trust_remote_code: bool, most: int) -> list[int]:
+    return first_ids(load_tokenizer(folder, trust_remote_code), content, most)

@@ -1,0 +1,107 @@
+"""Texts that are far too long, and templates that add too much, are refused before they cost anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from llmconv.errors import MalformedInput
+from llmconv.runtime.tokenizer import TooManyTokens, first_ids, load_tokenizer, token_ids
+
+MOST = 50
+LETTERS = {chr(code): code - 0x20 for code in range(0x20, 0x7F)}
+
+
+def characters() -> Tokenizer:
+    """A token per character."""
+    made = Tokenizer(models.WordLevel({"?": 95, **LETTERS}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return made
+
+
+def shrinking() -> Tokenizer:
+    """Drops accents, and spaces but one."""
+    made = characters()
+    drops = [normalizers.NFD(), normalizers.StripAccents(), normalizers.Replace(Regex(" +"), " "), normalizers.Strip()]
+    made.normalizer = normalizers.Sequence(drops)
+    return made
+
+
+def merging() -> Tokenizer:
+    """One word of merges, as of sentencepiece."""
+    vocabulary = {"a": 0, "b": 1, "aa": 2, "aaaa": 3, "aaaaaaaa": 4, "?": 5}
+    merges = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa")]
+    return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="?", fuse_unk=True))
+
+
+def words() -> Tokenizer:
+    """A word of more than 100 characters is one unknown token."""
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+TEXTS = {
+    "short": "ab" * 10,
+    "fits": "a b " * 12,
+    "a little too long": "ab" * 40,
+    "far too long": "ab " * 300_000,
+    "one letter": "a" * 900_000,
+    "spaces": "a" + " " * 200_000 + "b",
+    "accents": "a" + "\u0301" * 200_000,
+    "unknown": "\u4e2d" * 200_000,
+}
+
+
+@pytest.mark.parametrize("make", [characters, shrinking, merging, words])
+@pytest.mark.parametrize("name", TEXTS)
+def test_only_a_text_that_is_far_too_long_is_refused(make: Callable[[], Tokenizer], name: str) -> None:
+    tokenizer, text = PreTrainedTokenizerFast(tokenizer_object=make()), TEXTS[name]
+    whole = tokenizer(text)["input_ids"]
+    assert first_ids(tokenizer, text, MOST) == whole[:MOST]
+    if len(whole) <= 2 * MOST:
+        assert token_ids(tokenizer, text, MOST) == whole
+        return
+    with pytest.raises(TooManyTokens, match="more than 100 tokens, but the model's context is 50") as caught:
+        token_ids(tokenizer, text, MOST)
+    assert len(caught.value.beginning) < 40_000
+
+
+def test_a_small_template_is_accepted_and_a_large_one_is_not_even_opened(tmp_path: Path) -> None:
+    raw = characters()
+    raw.post_processor = processors.TemplateProcessing(single="! $A", pair="! $A ! $B", special_tokens=[("!", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)("a")["input_ids"] == [1, LETTERS["a"]]
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for change in (_many_pieces, _many_ids, _many_texts, _many_processors):
+        for name in ("post_processor", "post\\u005fprocessor"):
+            large = json.loads(json.dumps(content))
+            change(large)
+            text = json.dumps(large).replace('"post_processor"', f'"{name}"')
+            (tmp_path / "tokenizer.json").write_text(text)
+            with pytest.raises(MalformedInput, match="to every text"):
+                load_tokenizer(tmp_path)
+
+
+def _many_pieces(content: dict[str, Any]) -> None:
+    content["post_processor"]["single"] = [{"SpecialToken": {"id": "!", "type_id": 0}}] * 2000
+
+
+def _many_ids(content: dict[str, Any]) -> None:
+    content["post_processor"]["special_tokens"]["!"].update(ids=[1] * 2000, tokens=["!"] * 2000)
+
+
+def _many_texts(content: dict[str, Any]) -> None:
+    content["post_processor"]["pair"] = [{"Sequence": {"id": "A", "type_id": 0}}] * 9
+
+
+def _many_processors(content: dict[str, Any]) -> None:
+    one = content["post_processor"]
+    one["single"] = [{"SpecialToken": {"id": "!", "type_id": 0}}] * 600
+    content["post_processor"] = {"type": "Sequence", "processors": [one, one]}
