@@ -59,7 +59,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
-        adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
+        adapter: what becomes of a LoRA adapter in a training checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
         strategy: file or folder of a MindFormers run's strategy, where it is not next to the rank folders.
         code: a local folder with the model's own Python files and its `config.json`, if they are not next to the

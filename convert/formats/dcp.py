@@ -19,6 +19,7 @@ from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION, own_fields
+from llmconv.convert.peft_runs.outputs import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.state_dicts.distributed.folder import (
     PARTS,
     DistributedFolder,
@@ -65,26 +66,37 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
     own = own_fields(stored, given, path.name) is not None
     root, state = _model(folder, config.get("root"), own_names=own)
-    settings = causal_lm_config(stored, given, path.name, warnings)
-    left_out: list[str] = []
-    if AUTO_MAP in settings:
-        tensors = select(_leaves(folder, state), lambda _, tensor: tensor, path.name, warnings, buffers=True)
-    else:
-        tensors, left_out = _tensors(folder, state, warnings, drop=bool(config.get("drop")))
-        tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
-        settings = as_loaded(tensors, settings)
-    side_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
-    return Checkpoint(
-        path,
-        FORMAT.name,
-        tensors,
-        settings,
-        side_files,
-        tuple(warnings),
-        version=f"torch distributed checkpoint {folder.version}".rstrip(),
-        shards=folder.shards,
-        dropped=(*phrases(sizes_of(_without(folder.tree, root))), *left_out),
-    )
+
+    def open_model(leaves: Mapping[str, Any], base: Checkpoint | None) -> Checkpoint:
+        notes, left_out, settings = [*warnings], list[str](), dict[str, Any]()
+        tensors = dict[str, LazyTensor]()
+        if leaves:
+            settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, notes)
+            if AUTO_MAP in settings:
+                tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=True)
+            else:
+                tensors, left_out = _tensors(folder, leaves, notes, drop=bool(config.get("drop")))
+                tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
+                settings = as_loaded(tensors, settings)
+        own_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
+        return Checkpoint(
+            path,
+            FORMAT.name,
+            tensors,
+            settings,
+            {**(base.side_files if base else {}), **own_files},
+            tuple(notes),
+            version=f"torch distributed checkpoint {folder.version}".rstrip(),
+            shards=folder.shards,
+            dropped=(*phrases(sizes_of(_without(folder.tree, root))), *left_out),
+        )
+
+    leaves = _leaves(folder, state)
+    if not any("lora_" in name for name in leaves):
+        without_adapter(config, path.name)
+        return open_model(leaves, None)
+    tensors = select(leaves, lambda _, tensor: tensor, path.name, warnings)
+    return opened_with_adapter(tensors, shards, config, open_model)
 
 
 def _home(shards: Path) -> Path | None:
@@ -125,20 +137,13 @@ def _model(
 
 
 def _tensors(
-    folder: DistributedFolder, state: Mapping[Any, Any], warnings: list[str], *, drop: bool
+    folder: DistributedFolder, leaves: Mapping[str, Any], warnings: list[str], *, drop: bool
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The tensors without wrappers and prefix in their names, and a phrase about those outside the model."""
     source = folder.path.name
-    leaves = _leaves(folder, state)
-    lora = [name for name in leaves if "lora_" in name]
-    if lora:
-        raise UnsupportedInput(
-            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
-            hint="save the adapter with PEFT and use `llmconv merge-lora BASE ADAPTER -o OUT`",
-        )
     tensors = select(leaves, lambda _, tensor: tensor, source, warnings)
     prefix = prefix_of(tensors)
-    foreign = [] if is_meta_named(state) else outside(tensors, prefix)
+    foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
     if foreign and not drop:
         raise UnsupportedInput(
             f"`{source}` has {len(foreign)} unexpected keys outside the model: {listing(foreign)}",
@@ -200,7 +205,7 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
-    "torchtitan's Llama; give `config.json` with `--config` if there is none next to it",
-    options=("root", "drop", OPTION),
+    "torchtitan's Llama; LoRA runs, merged or kept apart; give `config.json` with `--config` if there is none with it",
+    options=("root", "drop", *OPTIONS, OPTION),
     peek=_peek,
 )

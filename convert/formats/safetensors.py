@@ -19,7 +19,8 @@ from llmconv.convert.formats.paddle.read import names_paddle
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.convert.state_dicts.checkpoint import assemble, stored_config
+from llmconv.convert.peft_runs.outputs import OPTIONS, assembled_run
+from llmconv.convert.state_dicts.checkpoint import stored_config
 from llmconv.convert.state_dicts.files import StateFile
 from llmconv.convert.state_dicts.recognition import ADAPTER_NAMES, has_hugging_face_names
 from llmconv.convert.state_dicts.safetensors_files import (
@@ -88,7 +89,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             f"`{path.name}` belongs to the Hugging Face folder `{path.parent}`",
             hint=f"give the folder: `{path.parent}`",
         )
-    opened = assemble(_read(path, config), FORMAT.name, config, tokenizer)
+    opened = assembled_run(_read(path, config), FORMAT.name, config, tokenizer)
     return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
 
 
@@ -102,8 +103,8 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; accelerate's `save_model` and `save_state`, merged FSDP "
-    "weights; shards with or without an index; shared tensors that are stored once; `--drop` leaves out what is not "
-    "part of the model",
-    options=("drop", OPTION),
+    "weights; shards with or without an index; shared tensors that are stored once; LoRA runs saved with their base, "
+    "merged or kept apart; `--drop` leaves out what is not part of the model",
+    options=("drop", *OPTIONS, OPTION),
     peek=_peek,
 )

@@ -13,7 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.convert.state_dicts.checkpoint import assemble
+from llmconv.convert.peft_runs.outputs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.files import StateFile, open_state, peek_state
 from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
 from llmconv.convert.state_dicts.recognition import has_hugging_face_names
@@ -53,7 +53,7 @@ def _read(path: Path) -> StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    return assemble(_read(path), FORMAT.name, config, tokenizer)
+    return assembled_run(_read(path), FORMAT.name, config, tokenizer)
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
@@ -66,7 +66,8 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
-    "from before torch 1.6; models saved without their head; `--drop` leaves out what is not part of the model",
-    options=("drop", OPTION),
+    "from before torch 1.6; models saved without their head; LoRA runs saved with their base, merged or kept apart; "
+    "`--drop` leaves out what is not part of the model",
+    options=("drop", *OPTIONS, OPTION),
     peek=_peek,
 )

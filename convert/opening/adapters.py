@@ -12,8 +12,8 @@ from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter, read_tenso
 from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.adapters.peft_tuner_file import is_tuned, open_tuned
 from llmconv.convert.adapters.placement.initial_weights import with_initial
-from llmconv.convert.formats import adapter_format
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.convert.formats import adapter_format, detect
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.files.sources import local_path, reading_safely
 
 PREFIX = "base_model.model."
@@ -72,7 +72,20 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
         path = local_path(adapter, in_parts=True)
         if not is_plainly_peft(path) and (kind := adapter_format(path)):
             return kind.open(path, base, alpha)
+        _refuse_whole_run(path, base)
         return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+
+
+def _refuse_whole_run(path: Path, base: Checkpoint) -> None:
+    """Refuses a checkpoint that has the adapter and its base together; `to-hf` merges the two."""
+    folder = path if path.is_dir() else path.parent
+    homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
+    if not homes or any((folder / name).is_file() for name in WEIGHTS) or not (found := detect(path)):
+        return
+    raise InputRefused(
+        f"`{path}` is of the format `{found.name}`, with the adapter and the model that it was trained on",
+        hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
+    )
 
 
 def is_plainly_peft(path: Path) -> bool:

@@ -132,8 +132,7 @@ def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> N
             f"the configuration of `{source}` declares it quantized",
             hint="give the weights from before quantization, and a configuration without `quantization_config`",
         )
-    lora = [name for name in file.state if "lora_" in name]
-    if lora:
+    if lora := [name for name in file.state if "lora_" in name]:
         raise UnsupportedInput(
             f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
             hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",

@@ -34,7 +34,7 @@ from llmconv.cli import options, plans
 @click.option(
     "--adapter",
     type=click.Choice(["merge", "split"]),
-    help="Merge the LoRA adapter in a Composer checkpoint into the weights, or write it separately. [default: merge]",
+    help="Merge the LoRA adapter of a training run into its weights, or write it separately. [default: merge]",
 )
 @click.option(
     "--strategy",

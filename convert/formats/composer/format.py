@@ -13,20 +13,20 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.composer.adapter_output import (
+from llmconv.convert.formats.composer.read import ComposerRun, branch, is_run, open_run
+from llmconv.convert.formats.composer.run_info import dropped, version
+from llmconv.convert.models.completeness import as_loaded, select
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.mpt_tensors import native_tensors
+from llmconv.convert.models.trusted_code import OPTION, own_fields
+from llmconv.convert.peft_runs.outputs import (
     OPTIONS,
     differences,
     generation_settings,
     with_adapter,
     without_adapter,
 )
-from llmconv.convert.formats.composer.peft_run import find_adapter
-from llmconv.convert.formats.composer.read import ComposerRun, is_run, open_run
-from llmconv.convert.formats.composer.run_info import dropped, version
-from llmconv.convert.models.completeness import as_loaded, select
-from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.mpt_tensors import native_tensors
-from llmconv.convert.models.trusted_code import OPTION, own_fields
+from llmconv.convert.peft_runs.split import find_adapter
 from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
@@ -52,7 +52,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     own = own_fields(_embedded(run, path.name), given, path.name) is not None
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
     open_model = partial(_open_model, path, run, given, tokenizer, warnings)
-    if adapted := find_adapter(run, tensors, path):
+    stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
+    if adapted := find_adapter(plain(stored, path.name), tensors, path):
         return with_adapter(adapted, config, open_model)
     without_adapter(config, path.name)
     return open_model(tensors)

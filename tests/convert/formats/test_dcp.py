@@ -188,9 +188,9 @@ def test_an_optimizers_folder_is_refused(tmp_path: Path, config: tuple[Path, ...
         opened(save(tmp_path / "x", OTHER), config)
 
 
-def test_unmerged_lora_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+def test_lora_without_its_config_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
     state = {**state_dict(), "model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 4)}
-    with pytest.raises(UnsupportedInput, match="LoRA"):
+    with pytest.raises(MalformedInput, match="LoRA"):
         opened(save(tmp_path / "x", {"model": state}), config)
 
 

@@ -290,10 +290,11 @@ def test_an_object_in_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
         open_training(save(tmp_path / "x.bin", state))
 
 
-def test_unmerged_lora_is_refused(tmp_path: Path) -> None:
+def test_lora_without_its_config_is_refused(tmp_path: Path) -> None:
     state = llama_state() | {"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 8)}
-    with pytest.raises(UnsupportedInput, match="not merged"):
+    with pytest.raises(MalformedInput, match="scale is unknown") as caught:
         open_training(save(tmp_path / "x.bin", state))
+    assert "adapter_config.json" in caught.value.hint
 
 
 def test_an_adapter_is_not_claimed(tmp_path: Path) -> None:

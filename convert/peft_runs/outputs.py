@@ -1,4 +1,4 @@
-"""Outputs of a PEFT run of Composer: the adapter merged into its base, written next to it, or alone."""
+"""Outputs of a checkpoint of a PEFT run: the adapter merged into its base, written next to it, or alone."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
-from llmconv.convert.models.completeness import check_complete
+from llmconv.convert.models.completeness import check_complete, select
 from llmconv.convert.models.tied_head import is_tied, settled
+from llmconv.convert.peft_runs.split import PREFIX, PeftRun, find_adapter
+from llmconv.convert.state_dicts.checkpoint import assemble, side_files_of
+from llmconv.convert.state_dicts.files import StateFile
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.tensors import LazyTensor
 
@@ -34,6 +36,64 @@ def without_adapter(options: Mapping[str, Any], source: str) -> None:
     """
     if given := [name for name in OPTIONS if options.get(name)]:
         raise UsageProblem(f"`--{given[0]}` is given, but `{source}` contains no adapter", hint="leave it out")
+
+
+def opened_with_adapter(
+    tensors: dict[str, LazyTensor],
+    path: Path,
+    options: Mapping[str, Any],
+    open_model: Callable[[dict[str, LazyTensor], Checkpoint | None], Checkpoint],
+) -> Checkpoint:
+    """The model of a checkpoint, whose adapter's config lies next to it or above if it has an adapter.
+
+    Args:
+        tensors: those of the checkpoint, without the trainers' wrappers in their names.
+        path: the checkpoint.
+        options: those of `with_adapter`.
+        open_model: see `with_adapter`.
+
+    Raises:
+        MalformedInput: there is no config; see also `find_adapter` and `with_adapter`.
+    """
+    if not any(".lora_" in name for name in tensors):
+        without_adapter(options, path.name)
+        return open_model(tensors, None)
+    homes = [path, *path.absolute().parents[:2]]
+    file = next((home / ADAPTER_CONFIG for home in homes if (home / ADAPTER_CONFIG).is_file()), None)
+    run = find_adapter(read_json(file) if file else {}, tensors, path)
+    assert run
+    return with_adapter(run, options, open_model)
+
+
+def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    """The model of a state dict, with its adapter if it is that of a PeftModel; see `assemble`.
+
+    Args:
+        file: the state dict.
+        format: name of the format.
+        options: fields that the user adds to the configuration, and options of the command.
+        tokenizer: the user's, instead of the files next to the checkpoint.
+
+    Raises:
+        InputRefused: see `assemble` and `opened_with_adapter`.
+    """
+    given = {name: value for name, value in options.items() if name not in OPTIONS}
+    if not any(".lora_" in name for name in file.state):
+        without_adapter(options, file.path.name)
+        return assemble(file, format, given, tokenizer)
+
+    def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
+        side_files = {**(base.side_files if base else {}), **side_files_of(file.path, tokenizer)}
+        if not tensors:
+            return Checkpoint(file.path, format, {}, {}, side_files, shards=file.shards)
+        part = replace(file, state=tensors, tensor=lambda name, leaf: leaf)
+        settings = {**(base.config if base else {}), **given}
+        return replace(assemble(part, format, settings, tokenizer), side_files=side_files)
+
+    warnings: list[str] = []
+    tensors = select(file.state, file.tensor, file.path.name, warnings)
+    opened = opened_with_adapter(tensors, file.path, options, open_model)
+    return replace(opened, warnings=(*warnings, *opened.warnings))
 
 
 def with_adapter(

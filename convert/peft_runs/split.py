@@ -1,9 +1,10 @@
-"""Separates the adapter and the base model of a PEFT (LoRA) run of Composer, by their names.
+"""Separates the adapter and the base model of a checkpoint of a PEFT (LoRA) run, by their names.
 
-Layout (mosaicml/composer `models/huggingface.py`): with `should_save_peft_only` (the default) only the tensors that
-`filter_state_dict_peft` keeps, else the whole PeftModel; `peft_config` holds `adapter_config.json`. Names are
-those of the running model (PEFT `tuners/lora/layer.py`, `utils/other.py`): `….q_proj.base_layer.weight`,
-`….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`, `lm_head.modules_to_save.default.weight`.
+Layout: the whole PeftModel, as trainers save it, with `adapter_config.json` next to it. Composer (mosaicml/composer
+`models/huggingface.py`) holds that file as `peft_config`, and with `should_save_peft_only` (the default) keeps only the
+tensors of `filter_state_dict_peft`. Names are those of the running model (PEFT `tuners/lora/layer.py`,
+`utils/other.py`): `….q_proj.base_layer.weight`, `….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`,
+`lm_head.modules_to_save.default.weight`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.adapters.lora.config import FORMULA
-from llmconv.convert.formats.composer.read import ComposerRun, branch
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.tokenizers.embedded_files import plain
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 
@@ -26,7 +25,7 @@ WHOLE = "modules_to_save"
 PARTS_OF_BASE = ("base_layer", "original_module", "token_adapter")
 """Components that PEFT inserts into the names of the base's own tensors."""
 
-SAVE_ALL = "Composer leaves them out of adapter-only checkpoints; save one with `should_save_peft_only=False`"
+SAVE_ALL = "give a checkpoint with the whole model; Composer saves one with `should_save_peft_only=False`"
 
 
 @dataclass(frozen=True)
@@ -52,22 +51,21 @@ class PeftRun:
         return {name.partition(".lora_")[0] for name in plain_names if ".lora_" in name}
 
 
-def find_adapter(run: ComposerRun, tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
+def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
     """Adapter and base model, or None if the run does not use PEFT.
 
     Args:
-        run: the opened run.
-        tensors: its tensors, without the trainers' wrappers in their names.
+        stored: content of `adapter_config.json`; empty if the run has none.
+        tensors: the run's tensors, without the trainers' wrappers in their names.
         path: the checkpoint, for messages.
 
     Raises:
         MalformedInput: `peft_config` and the tensors contradict each other, or a name belongs to neither model.
         UnsupportedInput: the method is not LoRA, there are several adapters, or trained parts were not saved.
     """
-    stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
     if not stored and not any(".lora_" in name for name in tensors):
         return None
-    config, _ = without_code(plain(stored, path.name))
+    config, _ = without_code(dict(stored))
     _require(path, config, tensors)
     base, adapter = _separate(tensors, path.name)
     if all(name.endswith(".bias") for name in base):
@@ -83,7 +81,7 @@ def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTe
     if not stored:
         raise MalformedInput(
             f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is unknown",
-            hint="give a checkpoint that was saved with its `integrations`",
+            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
         )
     if (kind := stored.get("peft_type")) != "LORA":
         raise UnsupportedInput(f"the adapter in `{path.name}` has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)

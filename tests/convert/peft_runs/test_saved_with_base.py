@@ -1,0 +1,92 @@
+"""LoRA runs whose checkpoint holds the whole PeftModel next to its config, against PEFT's merge in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.convert import merge_lora, to_hf
+from llmconv.errors import InputRefused
+from tests.builders.dcp_folders import save as save_dcp
+from tests.builders.lora_models import State, assert_equal, causal_lm, shake
+from tests.builders.zero_saves import save_zero_2
+
+FIELDS: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+def zero(state: State, folder: Path) -> Path:
+    save_zero_2(folder, [state], 2)
+    return folder
+
+
+def torch_file(state: State, folder: Path) -> Path:
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def safetensors_file(state: State, folder: Path) -> Path:
+    save_file(state, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def fsdp(state: State, folder: Path) -> Path:
+    return save_dcp(folder / "pytorch_model_fsdp_0", {"model": state})
+
+
+SAVES: dict[str, Callable[[State, Path], Path]] = {
+    "zero_to_fp32": torch_file,
+    "safetensors": safetensors_file,
+    "fsdp": fsdp,
+    "deepspeed": zero,
+}
+
+
+@pytest.fixture(params=SAVES)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint of a run next to `base` and `exact`; also the norms were trained."""
+    model = causal_lm("llama", **FIELDS)
+    model.save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"])
+        peft_model = get_peft_model(model, config)
+    shake(peft_model)
+    folder = tmp_path / "run/checkpoint-20"
+    folder.mkdir(parents=True)
+    saved = SAVES[request.param]({name: value.clone() for name, value in peft_model.state_dict().items()}, folder)
+    peft_model.peft_config["default"].save_pretrained(folder)
+    peft_model.double().merge_and_unload().save_pretrained(tmp_path / "exact")
+    return saved
+
+
+def test_the_adapter_is_merged_into_the_base_that_is_saved_with_it(run: Path, tmp_path: Path) -> None:
+    to_hf(run, tmp_path / "out", config=[tmp_path / "base/config.json"])
+    assert_equal(tmp_path / "out", load_file(tmp_path / "exact/model.safetensors"))
+
+
+def test_the_adapter_can_be_kept_apart(run: Path, tmp_path: Path) -> None:
+    to_hf(run, tmp_path / "out", config=[tmp_path / "base/config.json"], adapter="split")
+    merge_lora(tmp_path / "out", [tmp_path / "out/adapter"], tmp_path / "merged")
+    assert_equal(tmp_path / "merged", load_file(tmp_path / "exact/model.safetensors"))
+    stored, base = open_checkpoint(tmp_path / "out"), open_checkpoint(tmp_path / "base")
+    assert [name for name in base if (stored[name].read() != base[name].read()).any()] == []
+
+
+def test_as_an_adapter_it_is_refused_with_the_command_that_merges_it(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as caught:
+        merge_lora(tmp_path / "base", [run], tmp_path / "out")
+    assert f"llmconv to-hf {run} --config {tmp_path / 'base/config.json'}" in caught.value.hint
