@@ -225,3 +225,18 @@ def require_least(value: int, least: int, name: str) -> int:
     if value < least:
         raise UsageProblem(f"`{name}` is {value}", hint=f"give at least {least}")
     return value
+
+
+MOST_THREADS = 1024
+"""Of one computation; runtimes start any number, which takes hours and all memory."""
+
+
+def require_threads(threads: int) -> int:
+    """Checks a number of threads and returns it.
+
+    Raises:
+        UsageProblem: it is negative, or more than any machine has use for.
+    """
+    if not 0 <= threads <= MOST_THREADS:
+        raise UsageProblem(f"`threads` is {threads}", hint=f"give 0 for one per core, or up to {MOST_THREADS}")
+    return threads

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 
-from llmconv.argument_checks import checked, require_least
+from llmconv.argument_checks import checked, require_least, require_threads
 from llmconv.bench.measurement import BenchResult, Measurement, first_difference
 from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
 from llmconv.errors import Inconclusive, UsageProblem
@@ -62,7 +62,7 @@ def bench(  # noqa: PLR0913 - one parameter per option of the command
     """
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
-    threads = require_least(threads, 0, "threads") or cores()
+    threads = require_threads(threads) or cores()
     candidates = _candidates(model, against, provider)
     lengths = lengths_within(candidates[0].folder, lengths, new_tokens)
     tokens = usable_tokens(candidates[0].folder)

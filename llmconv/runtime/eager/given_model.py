@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from llmconv.argument_checks import require_threads
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.runtime.context_length import length_of, length_switch
@@ -30,7 +31,7 @@ class GivenModel(TorchRunner):
     def __init__(self, model: Any, *, threads: int = 0) -> None:  # the model is not loaded, so not super's
         model = require_causal_model(model)
         if threads:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(require_threads(threads))
         self._model: Any = model.eval()
         self._device, self._folder, self._fields = model.device, Path(), {}
         self._code, self.dtype, self.limit_margins = None, "auto", LimitMargins()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmconv.argument_checks import require_threads
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.computed_tensors import ComputedTensor
 from llmconv.runtime.eager.peft_adapter import without_adapter
@@ -84,7 +85,7 @@ class TorchRunner(EagerRunner):
         self._tensors = tensors
         super().__init__(folder, dtype, code=code, device=device, adapter=adapter, extra_inputs=extra_inputs)
         if threads:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(require_threads(threads))
         if "logits_to_keep" in inspect.signature(without_adapter(self.model).forward).parameters:
             self._fixed = {"logits_to_keep": 1}
 

@@ -12,21 +12,41 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmconv.argument_checks import MOST_THREADS
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import MalformedInput
 from llmconv.runtime.onnxruntime.guard import load_guarded
 
 CONFIG = "genai_config.json"
 
-SESSION_OPTIONS = {
-    *("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "log_id"),
-    *("log_severity_level", "log_verbosity_level", "graph_optimization_level", "use_env_allocators"),
-    *("disable_cpu_ep_fallback", "disable_quant_qdq", "enable_quant_qdq_cleanup", "provider_options"),
+ENTRIES = {
     *("session.disable_prepacking", "session.intra_op.allow_spinning", "session.inter_op.allow_spinning"),
     *("session.force_spinning_stop", "session.set_denormal_as_zero", "session.qdq_matmulnbits_accuracy_level"),
     *("session.use_device_allocator_for_initializers", "session.dynamic_block_base", "session.use_env_allocators"),
+    *("session.intra_op.spin_duration_us", "session.inter_op.spin_duration_us", "session.disable_cpu_ep_fallback"),
+    *("session.intra_op_thread_affinities", "session.disable_quant_qdq", "session.enable_quant_qdq_cleanup"),
+    *("session.disable_double_qdq_remover", "session.enable_dq_matmulnbits_fusion", "session.prepack.enable_parallel"),
+    *(
+        "session.disable_qdq_constant_folding",
+        "session.qdq_matmulnbits_block_size",
+        "session.strict_shape_type_inference",
+    ),
+    *("session.disable_aot_function_inlining", "session.graph_optimizations_loop_level"),
+    *("optimization.disable_specified_optimizers", "optimization.enable_gelu_approximation"),
+    *("optimization.enable_cast_chain_elimination", "mlas.disable_kleidiai", "mlas.use_lut_gemm"),
+    *("memory.enable_memory_arena_shrinkage", "ep.cuda.fpa_intb_gemm"),
+}
+"""Session configuration keys that neither load nor write files (onnxruntime 1.31, its `session_options_config_keys.h`)."""
+
+SESSION_OPTIONS = ENTRIES | {
+    *("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "log_id"),
+    *("log_severity_level", "log_verbosity_level", "graph_optimization_level", "use_env_allocators"),
+    *("disable_cpu_ep_fallback", "disable_quant_qdq", "enable_quant_qdq_cleanup", "provider_options"),
 }
 """Allowed fields of `session_options`, which neither load nor write files."""
+
+LARGEST = 1_000_000
+"""Of a number in options; threads have a bound of their own."""
 
 GRAPHS = (".onnx", ".graph")
 """Ends of the names of graphs."""
@@ -87,6 +107,10 @@ def _check_session(options: Any) -> None:
     unknown = sorted(options.keys() - SESSION_OPTIONS)
     if unknown:
         _refuse(f"unsupported session option `{unknown[0][:80]}`")
+    for name, value in options.items():
+        most = MOST_THREADS if name.endswith("num_threads") else LARGEST
+        if out_of_bounds(value, most):
+            _refuse(f"`{name}` is {str(value)[:40]}, above {most}")
     providers = options.get("provider_options", [])
     if not isinstance(providers, list) or not all(isinstance(provider, dict) for provider in providers):
         _refuse("`provider_options` is not a list of objects")
@@ -98,9 +122,22 @@ def _check_session(options: Any) -> None:
 def _check_provider(options: Any) -> None:
     if not isinstance(options, Mapping):
         _refuse("provider options are not an object")
-    for name, value in options.items():
-        if LEADS_TO_FILES.search(name) or LEADS_TO_FILES.search(str(value)):
-            _refuse(f"unsupported provider option `{name[:80]}`")
+    if name := leads_to_files(options):
+        _refuse(f"unsupported provider option `{name[:80]}`")
+
+
+def leads_to_files(options: Mapping[str, Any]) -> str:
+    """The first provider option that loads or writes a file, as far as its name or value shows; empty for none."""
+    found = (name for name, value in options.items() if LEADS_TO_FILES.search(f"{name} {value}"))
+    return next(found, "")
+
+
+def out_of_bounds(value: Any, most: int = LARGEST) -> bool:
+    """Whether a value is a number, or digits, outside of -`most` to `most`."""
+    if isinstance(value, str):
+        digits = value.strip().removeprefix("-")
+        return digits.isdecimal() and (len(digits) > len(str(most)) or int(digits) > most)
+    return isinstance(value, int | float) and not -most <= value <= most
 
 
 def _check_file(folder: Path, name: str, value: Any) -> None:

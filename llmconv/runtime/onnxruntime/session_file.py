@@ -13,6 +13,8 @@ batch_size = 1
 [stage 2]                   what differs for one stage of `export --stages`: a provider and its options, fields of
 provider = cuda             SessionOptions, and configuration keys (those with a dot)
 device_id = 1
+
+The file may come with a model: only options that neither write nor load other files are taken, and numbers have bounds.
 """
 
 from __future__ import annotations
@@ -26,14 +28,34 @@ from typing import Any, NoReturn
 
 import onnxruntime as ort
 
+from llmconv.argument_checks import MOST_THREADS
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.onnxruntime.session_settings import CPU, LEVELS, SessionSettings, StageOptions, short_provider
+from llmconv.runtime.onnxruntime.genai_guard import ENTRIES, LARGEST, leads_to_files, out_of_bounds
+from llmconv.runtime.onnxruntime.session_settings import (
+    CPU,
+    LEVELS,
+    SessionSettings,
+    StageOptions,
+    short_provider,
+)
 
 SECTIONS = ("session", "entries", "provider", "free_dimensions")
 STAGE = re.compile(r"stage\s+([1-9]\d{0,5})")
 """Name of the section of one stage."""
 TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+ATTRIBUTES = {
+    *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
+    *("graph_optimization_level", "inter_op_num_threads", "intra_op_num_threads", "log_severity_level"),
+    *("log_verbosity_level", "logid", "use_deterministic_compute", "use_per_session_threads"),
+}
+"""Fields of `onnxruntime.SessionOptions` that neither load nor write files."""
+
+LARGEST_SIZE = 2**31 - 1
+"""Of an axis."""
+
+IN_PYTHON = "options that write or load files are set in Python: `SessionSettings(attributes=…, provider_options=…)`"
 
 COUNTERPARTS = {
     "ascend_context": "[provider] has the name and the options of what runs the graph",
@@ -49,21 +71,23 @@ def read_session_file(path: Path, settings: SessionSettings | None = None) -> Se
     """`settings` (default: onnxruntime's) updated from a file.
 
     Raises:
-        InputRefused: the file cannot be read, or is written for another runtime.
+        InputRefused: the file cannot be read, is written for another runtime, or has an option that leads to files.
         MalformedInput: the file is neither .ini nor JSON, or has an unknown section or an invalid value.
     """
     content = _read(path)
     _refuse_unknown(path, content)
-    provider = {name: str(value) for name, value in content.get("provider", {}).items()}
+    provider = _provider_options(path, content.get("provider", {}))
     settings = settings or SessionSettings()
     name = provider.pop("name", settings.provider)
     general = replace(
         settings,
         provider=name,
         provider_options={**settings.provider_options, **provider},
-        entries={**settings.entries, **{key: str(value) for key, value in content.get("entries", {}).items()}},
+        entries={**settings.entries, **_entries(path, content.get("entries", {}))},
         attributes={**settings.attributes, **_attributes(path, content.get("session", {}))},
-        free_dimensions={name: _int(path, name, size) for name, size in content.get("free_dimensions", {}).items()},
+        free_dimensions={
+            name: _int(path, name, size, LARGEST_SIZE) for name, size in content.get("free_dimensions", {}).items()
+        },
     )
     stages = [(match, section) for name, section in content.items() if (match := STAGE.fullmatch(name))]
     return replace(general, stages={int(match[1]): _stage(path, fields, general) for match, fields in stages})
@@ -74,9 +98,9 @@ def _stage(path: Path, fields: Mapping[str, Any], general: SessionSettings) -> S
     own = {name: value for name, value in fields.items() if name != "provider"}
     provider = str(fields.get("provider", general.provider))
     same = short_provider(provider) == short_provider(general.provider)
-    keys = {name: str(value) for name, value in own.items() if "." in name}
+    keys = _entries(path, {name: value for name, value in own.items() if "." in name})
     known = {name: value for name, value in own.items() if hasattr(ort.SessionOptions, name)}
-    rest = {name: str(value) for name, value in own.items() if name not in keys.keys() | known.keys()}
+    rest = _provider_options(path, {name: own[name] for name in own.keys() - keys.keys() - known.keys()})
     if rest and short_provider(provider) == short_provider(CPU):  # the CPU has no options of its own
         _malformed(path, f"has the unknown session option `{next(iter(rest))}`")
     return StageOptions(
@@ -127,6 +151,9 @@ def _refuse_unknown(path: Path, content: Mapping[str, Any]) -> None:
 def _attributes(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `SessionOptions`, converted to the type of each."""
     defaults = ort.SessionOptions()
+    for name in fields:
+        if hasattr(defaults, name) and name not in ATTRIBUTES:
+            _refuse_file(path, name)
     return {name: _value(path, name, value, getattr(defaults, name, None)) for name, value in fields.items()}
 
 
@@ -141,7 +168,7 @@ def _value(path: Path, name: str, value: Any, default: Any) -> Any:
             _malformed(path, f"gives `{name}` the value `{value}`, which is neither true nor false")
         return TRUTHS[str(value).lower()]
     if isinstance(default, int):
-        return _int(path, name, value)
+        return _int(path, name, value, MOST_THREADS if name.endswith("num_threads") else LARGEST)
     if not isinstance(default, str):
         _malformed(path, f"has the unknown session option `{name}`")
     return value
@@ -154,11 +181,37 @@ def _member(path: Path, kind: Any, name: str) -> Any:
     return getattr(kind, name)
 
 
-def _int(path: Path, name: str, value: Any) -> int:
+def _int(path: Path, name: str, value: Any, most: int) -> int:
     try:
-        return int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         _malformed(path, f"gives `{name}` the value `{value}`, which is not an integer")
+    if not -1 <= number <= most:
+        _malformed(path, f"gives `{name}` the value `{str(value)[:40]}`, which is not from -1 to {most}")
+    return number
+
+
+def _entries(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
+    """Session configuration keys."""
+    for name, value in given.items():
+        if name not in ENTRIES:
+            _refuse_file(path, name)
+        if out_of_bounds(value):
+            _malformed(path, f"gives `{name}` the value `{str(value)[:40]}`, which is above {LARGEST}")
+    return {name: str(value) for name, value in given.items()}
+
+
+def _provider_options(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
+    if name := leads_to_files(given):
+        _refuse_file(path, name)
+    return {name: str(value) for name, value in given.items()}
+
+
+def _refuse_file(path: Path, name: str) -> NoReturn:
+    raise InputRefused(
+        f"`{path.name}` has the option `{name[:80]}`, which is not among those that write and load no files",
+        hint=IN_PYTHON,
+    )
 
 
 def _malformed(path: Path, problem: str) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
+from llmconv.argument_checks import require_threads
 from llmconv.errors import UsageProblem, first_line
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.onnxruntime.device import Device
@@ -122,6 +123,7 @@ class SessionSettings:
         Raises:
             UsageProblem: onnxruntime refuses a setting.
         """
+        require_threads(self.threads)
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -225,8 +227,7 @@ def with_options(
     Raises:
         UsageProblem: an invalid provider, number of threads or time limit.
     """
-    if threads is not None and threads < 0:
-        raise UsageProblem(f"`threads` is {threads}", hint="give 0 for one per core, or more")
+    require_threads(threads or 0)
     if timeout is not None and not 0 < timeout < inf:
         raise UsageProblem(f"`timeout` is {timeout}", hint="give a finite number of seconds above zero")
     given = {"provider": provider and provider_name(provider), "threads": threads, "timeout": timeout}

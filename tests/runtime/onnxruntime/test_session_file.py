@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.runtime.onnxruntime.genai_guard import ENTRIES
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageOptions, provider_name, with_options
 
@@ -131,7 +135,76 @@ def test_a_section_of_a_stage_that_does_not_exist_is_refused() -> None:
     assert "numbered from 1 to 2" in caught.value.hint
 
 
-@pytest.mark.parametrize("options", [{"threads": -1}, {"timeout": 0.0}, {"timeout": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"threads": -1}, {"threads": 1_000_000}, {"timeout": 0.0}, {"timeout": float("nan")}], ids=str
+)
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageProblem, match=next(iter(options))):
         with_options(None, **{"provider": None, "threads": None, "timeout": None, **options})  # type: ignore[arg-type]
+
+
+FIELDS = [
+    name for name in dir(ort.SessionOptions()) if isinstance(getattr(ort.SessionOptions(), name), str | bool | int)
+]
+"""Every field of the installed onnxruntime that a file could set."""
+
+
+@pytest.mark.parametrize("section", ["session", "stage 1"])
+@pytest.mark.parametrize("name", [name for name in FIELDS if re.search("file|path|profil|dir|librar", name)])
+def test_an_option_that_writes_a_file_is_refused_by_name(section: str, name: str, tmp_path: Path) -> None:
+    victim = tmp_path / "precious"
+    victim.write_text("mine")
+    with pytest.raises(InputRefused, match=f"option `{name}`") as caught:
+        settings(tmp_path, json.dumps({section: {name: str(victim)}}))
+    assert "SessionSettings" in (caught.value.hint or "")
+    assert victim.read_text() == "mine"
+
+
+def keys_of_the_library() -> set[str]:
+    """The session configuration keys that the installed onnxruntime knows, read from its binary."""
+    (library,) = Path(ort.__file__).parent.glob("capi/onnxruntime_pybind11_state*.so")
+    found = re.findall(rb"\0((?:session|ep|optimization|memory|mlas)\.[a-z][a-z0-9_.]{3,})\0", library.read_bytes())
+    return {name.decode() for name in found}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the library of Linux wheels")
+def test_no_key_that_names_a_file_is_allowed() -> None:
+    keys = keys_of_the_library()
+    files = {name for name in keys if re.search("file|path|folder|dir$|librar|profil|context|external", name)}
+    assert {"session.optimized_model_filepath", "ep.context_file_path"} <= files
+    assert not files & ENTRIES
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"entries": {"session.optimized_model_filepath": "x"}},
+        {"entries": {"session.collect_node_memory_stats_to_file": "x"}},
+        {"entries": {"ep.context_enable": "1"}},
+        {"stage 1": {"ep.context_file_path": "x"}},
+        {"provider": {"name": "cuda", "trt_engine_cache_path": "x"}},
+        {"provider": {"name": "qnn", "backend_path": "libQnnHtp.so"}},
+        {"stage 1": {"provider": "cuda", "profile_to": "x"}},
+    ],
+    ids=str,
+)
+def test_keys_and_provider_options_that_lead_to_files_are_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="which is not among those that write and load no files"):
+        settings(tmp_path, json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"session": {"intra_op_num_threads": 1_000_000}},
+        {"session": {"inter_op_num_threads": 1025}},
+        {"session": {"log_verbosity_level": 10**30}},
+        {"entries": {"session.intra_op.spin_duration_us": "99999999999"}},
+        {"free_dimensions": {"batch_size": 2**31}},
+        {"stage 1": {"intra_op_num_threads": 1_000_000}},
+    ],
+    ids=str,
+)
+def test_a_number_beyond_any_use_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(MalformedInput, match="which is (not from -1 to|above) "):
+        settings(tmp_path, json.dumps(content))
