@@ -36,7 +36,7 @@ ENTRIES = {
     *("optimization.enable_cast_chain_elimination", "mlas.disable_kleidiai", "mlas.use_lut_gemm"),
     *("memory.enable_memory_arena_shrinkage", "ep.cuda.fpa_intb_gemm"),
 }
-"""Session configuration keys that neither load nor write files (onnxruntime 1.31, its `session_options_config_keys.h`)."""
+"""Session configuration keys that neither load nor write files (1.31, `session_options_config_keys.h`)."""
 
 SESSION_OPTIONS = ENTRIES | {
     *("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "log_id"),
