@@ -16,6 +16,7 @@ import pytest
 
 from tests.hostile import (
     adapters,
+    advisories,
     configs,
     dcp,
     deepspeed,
@@ -69,6 +70,7 @@ KINDS: dict[str, Any] = {
     "foreign delta": foreign_deltas,
     "model": models,
     "code": own_code,
+    "advisory": advisories,
 }
 """Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""
 
