@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +254,42 @@ def parse_object(text: bytes, name: str, *, by_hand: bool = False) -> dict[str, 
     if not isinstance(content, dict):
         raise MalformedInput(f"`{name}` is not a JSON object", hint="repair or replace the file")
     require_shallow(content, name)
+    if name == "config.json":
+        require_bounds(content, name)
     return content
+
+
+MOST_LABELS, MOST_LAYERS, LARGEST_SIZE = 1_000_000, 1 << 14, 1 << 24
+LABELS, LAYERS = re.compile(r"(num|n)_(\w+_)?labels"), re.compile(r"(\w+_)?layers?|num_loops")
+SIZES = re.compile(
+    r"(\w+_)?(hidden|intermediate|vocab|ffn|embedding|state|conv|kernel|group|block|image|patch)_size|d_model|d_ff|d_kv"
+    r"|(\w+_)?(dim|rank|head_dim)|n_embd|n_inner|(\w+_)?(num|n)_(\w+_)?(heads?|experts?)"
+)
+"""Fields of `config.json` in whose proportion transformers makes objects, or tables of numbers that are no weights."""
+
+
+def require_bounds(config: Any, name: str) -> None:
+    """Refuses numbers of a configuration that would take all memory before any weight is read.
+
+    Args:
+        config: parsed JSON, at any depth.
+        name: of the file, for the message.
+
+    Raises:
+        MalformedInput: a number of labels, of layers or a size is larger than that of any model.
+    """
+    for field, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, dict | list):
+            require_bounds(value, name)
+        if not isinstance(field, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        rules = ((LABELS, MOST_LABELS), (LAYERS, MOST_LAYERS), (SIZES, LARGEST_SIZE))
+        most = next((most for names, most in rules if names.fullmatch(field)), inf)
+        if value > most:
+            raise MalformedInput(
+                f"`{name}` has `{field}` {str(value)[:40]}, more than any model has ({most:,})",
+                hint="correct it, or copy the model's own `config.json` into the folder",
+            )
 
 
 def require_shallow(content: Any, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmconv.checkpoint import INDEX, open_checkpoint, read_side_files
+from llmconv.checkpoint import INDEX, open_checkpoint, read_json, read_side_files, require_bounds
 from llmconv.errors import InputRefused, MalformedInput
 
 
@@ -103,3 +104,32 @@ def test_side_files_may_be_links_within_the_cache_of_the_hub_and_nowhere_else(tm
     (snapshot / "vocab.txt").symlink_to("/etc/hostname")
     with pytest.raises(MalformedInput, match="leads out of the folder, to `/etc/hostname`"):
         read_side_files(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"num_labels": 10**9}, "num_labels"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"head_dim": 10**9}, "head_dim"),
+        ({"text_config": {"n_layer": 10**6}}, "n_layer"),
+        ({"sub_configs": [{"num_local_experts": 1e12}]}, "num_local_experts"),
+    ],
+    ids=str,
+)
+def test_a_number_that_would_take_all_memory_is_refused(config: dict[str, Any], field: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MalformedInput, match=f"`config.json` has `{field}` .*more than any model has"):
+        read_json(tmp_path / "config.json")
+
+
+def test_the_defaults_of_every_configuration_are_within_the_bounds() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - slow to import
+
+    read = 0
+    for kind in CONFIG_MAPPING:
+        with suppress(Exception):  # some cannot be made without arguments
+            fields = CONFIG_MAPPING[kind]().to_dict()
+            read += 1
+            require_bounds(fields, kind)
+    assert read > 300
