@@ -278,16 +278,16 @@ def require_bounds(config: Any, name: str) -> None:
     Raises:
         MalformedInput: a number of labels, of layers or a size is larger than that of any model.
     """
-    for field, value in config.items() if isinstance(config, dict) else enumerate(config):
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, dict | list):
             require_bounds(value, name)
-        if not isinstance(field, str) or isinstance(value, bool) or not isinstance(value, int | float):
+        if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, int | float):
             continue
         rules = ((LABELS, MOST_LABELS), (LAYERS, MOST_LAYERS), (SIZES, LARGEST_SIZE))
-        most = next((most for names, most in rules if names.fullmatch(field)), inf)
+        most = next((most for names, most in rules if names.fullmatch(key)), inf)
         if value > most:
             raise MalformedInput(
-                f"`{name}` has `{field}` {str(value)[:40]}, more than any model has ({most:,})",
+                f"`{name}` has `{key}` {str(value)[:40]}, more than any model has ({most:,})",
                 hint="correct it, or copy the model's own `config.json` into the folder",
             )
 
