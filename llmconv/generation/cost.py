@@ -81,7 +81,7 @@ class GenerationCost:
 
     def summary(self, batches: int = 1) -> str:
         """One line for a person; `batches` is the number of batches in the sum."""
-        counts = f"{self.prompt_tokens} tokens in, {self.new_tokens} out"
+        counts = f"{self.prompt_tokens} token{'s' * (self.prompt_tokens != 1)} in, {self.new_tokens} out"
         first = f"{'first token after' if batches == 1 else 'prompts took'} {self.first_seconds:.3f} s"
         return f"{counts}; {first}, then {self.rate:.1f} tokens/s; peak memory {self.peak_bytes / 1e9:.2f} GB"
 

@@ -71,6 +71,11 @@ def _decoded(content: bytes, name: str, most: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
             image = pillow.open(io.BytesIO(content), formats=FORMATS)
+    except pillow.DecompressionBombError as error:
+        raise InputRefused(
+            f"{name} has too many pixels: the images of a prompt may have {MOST_PIXELS:,} together",
+            hint="give a smaller image",
+        ) from error
     except Exception as error:  # its decoders raise anything
         known = ", ".join(FORMATS)
         raise InputRefused(f"{name} is not an image of a known format", hint=f"give one of: {known}") from error

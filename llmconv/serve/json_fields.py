@@ -73,7 +73,7 @@ class Fields:
         if kind is int and isinstance(value, float) and not value.is_integer():
             raise self._wrong(name, words)
         if (least is not None and value < least) or (most is not None and value > most):
-            bounds = f" of at least {least:g}" if most is None else f" from {least:g} to {most:g}"
+            bounds = f" of at least {least:,}" if most is None else f" from {least:,} to {most:,}"
             raise self._wrong(name, words + bounds)
         try:
             return kind(value)

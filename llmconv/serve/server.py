@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from llmconv.argument_checks import checked
 from llmconv.errors import OutputFailed
@@ -21,12 +23,11 @@ from llmconv.generation import TextModel
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import make_app
+from llmconv.serve.connections import ConnectionLimit, LimitedProtocol
 from llmconv.serve.request_origin import AccessRules
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 
-MAX_CONNECTIONS = 900
-"""Below the default limit of 1024 open files per process."""
 SLACK = 5
 """Seconds after the grace period in which connections may still close by themselves."""
 
@@ -122,8 +123,11 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        hint = "give an address of this machine: `--host 127.0.0.1`, or 0.0.0.0 for all of them"
         raise OutputFailed(
-            f"cannot listen on {host} port {port}: {reason or error}", hint="give another `--port` (0 for any free one)"
+            f"cannot listen on {host} port {port}: {reason or error}",
+            hint=hint if is_host else "give another `--port` (0 for any free one)",
         ) from error
 
 
@@ -137,11 +141,12 @@ class _Server(uvicorn.Server):
 
     ready: Callable[[], None]
 
-    def __init__(self, app: object, scheduler: Scheduler, grace: float) -> None:
+    def __init__(self, app: ASGIApp, scheduler: Scheduler, grace: float) -> None:
+        limited = ConnectionLimit(app)
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                http="h11",
+                limited,
+                http=LimitedProtocol,
                 ws="none",
                 lifespan="on",
                 loop="asyncio",
@@ -149,11 +154,11 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=MAX_CONNECTIONS,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(grace) + SLACK,
             )
         )
+        limited.connections = self.server_state.connections
         self._scheduler, self._grace = scheduler, grace
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # llmconv has its own messages
 

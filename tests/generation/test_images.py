@@ -287,3 +287,14 @@ def test_a_placeholder_that_the_tokenizer_lacks_is_refused(
     (copy / "config.json").write_text(json.dumps({**fields, "image_token_index": token}))
     with pytest.raises(InputRefused, match=f"the token {token}, which the tokenizer does not have"):
         generate(copy, Prompt("Look", images=(pictures[0],)))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
+def test_an_image_of_too_many_pixels_is_refused_as_that(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    from PIL import Image  # noqa: PLC0415
+
+    file = tmp_path / "large"
+    Image.new("RGB", (60, 50)).save(file, kind)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # where Pillow itself refuses, at twice as many
+    with pytest.raises(InputRefused, match="too many pixels"):
+        open_image(file)

@@ -9,6 +9,7 @@ import pytest
 
 from llmconv.errors import MalformedInput
 from llmconv.generation import GenerationSettings
+from llmconv.generation.sampling.description import settings_line
 
 
 def with_config(folder: Path, **fields: object) -> Path:
@@ -47,3 +48,8 @@ def test_neutral_fields_need_no_processors(tmp_path: Path) -> None:
 def test_a_file_with_an_invalid_value_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
     with pytest.raises(MalformedInput, match=r"generation_config\.json"):
         GenerationSettings.of(with_config(tmp_path, **fields))
+
+
+def test_a_long_list_of_a_model_folder_is_cut_on_the_line_of_settings() -> None:
+    settings = GenerationSettings(extra={"bad_words_ids": [[at] * 50 for at in range(10_000)]})
+    assert "bad_words_ids [[0, 0" in settings_line(settings) and len(settings_line(settings)) < 1000

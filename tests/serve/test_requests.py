@@ -254,3 +254,8 @@ def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any
 )
 def test_half_a_surrogate_pair_anywhere_is_an_error_of_the_request(client: TestClient, path: str, body: bytes) -> None:
     assert "Traceback" not in refusal(client, path, body)["message"]
+
+
+def test_a_bound_is_written_as_a_number(client: TestClient) -> None:
+    error = refusal(client, COMPLETIONS, {"prompt": "a", "max_tokens": 2_000_000})
+    assert "from 1 to 1,000,000" in error["message"]

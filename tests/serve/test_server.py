@@ -157,6 +157,22 @@ def test_an_idle_client_blocks_nobody(served: Served, api: openai.OpenAI) -> Non
         assert api.completions.create(model="tiny-chat", prompt="Once", max_tokens=2).choices
 
 
+def test_silent_connections_shut_out_nobody(served: Served, api: openai.OpenAI) -> None:
+    address, head = urlsplit(served.address), b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    sent = [b"", head, head + b"\r\n", b"POST /x HTTP/1.1\r\nHost: foreign\r\nContent-Length: 99\r\n\r\n{"]
+    opened: list[socket.socket] = []
+    try:
+        for number in range(700):  # more than an address may have, in every state without a request
+            opened.append(socket.create_connection((address.hostname, address.port), timeout=10))
+            opened[-1].sendall(sent[number % len(sent)])
+            if number % len(sent) > 1:
+                assert opened[-1].recv(65536)  # the answer, or its refusal
+        assert api.completions.create(model="tiny-chat", prompt="Once", max_tokens=2).choices
+    finally:
+        for connection in opened:
+            connection.close()
+
+
 def test_garbage_instead_of_http_is_refused(served: Served, api: openai.OpenAI) -> None:
     address = urlsplit(served.address)
     for garbage in (b"\x16\x03\x01\x00\xa5\x01\x00\x00", b"GET\r\n\r\n", b"A" * 200_000):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import asdict
 from typing import Any
 
 from llmconv.generation.sampling.settings import GenerationSettings
+
+SHORT = reprlib.Repr()
+"""Values on a line: of a list that a model folder brings, only the beginning."""
+SHORT.maxlist = SHORT.maxdict = 8
+SHORT.maxstring = SHORT.maxother = 60
 
 
 def settings_fields(settings: GenerationSettings) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def settings_line(settings: GenerationSettings) -> str:
         parts.append(f"repetition_penalty {settings.repetition_penalty}")
     length = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
     parts.append(f"{length} {getattr(settings, length)}")
-    parts += [f"{name} {value}" for name, value in sorted(settings.extra.items())]
+    parts += [f"{name} {SHORT.repr(value)}" for name, value in sorted(settings.extra.items())]
     if settings.stop_strings:
-        parts.append(f"stop {list(settings.stop_strings)}")
+        parts.append(f"stop {SHORT.repr(list(settings.stop_strings))}")
     return f"settings: {', '.join(parts)}"

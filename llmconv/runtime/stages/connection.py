@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket, seconds: float) -> None:
         self._socket, self.seconds = connected, seconds
+        self._end: float | None = None  # of the message that is received
         weakref.finalize(self, connected.close)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -81,18 +83,20 @@ class Connection:
             while rest:
                 rest = rest[self._socket.send(rest[:CHUNK]) :]
 
-    def receive(self, *, idle: bool = False, max_body: int = MAX_BODY) -> Message:
+    def receive(self, *, idle: bool = False, max_body: int = MAX_BODY, within: float | None = None) -> Message:
         """The next message.
 
         Args:
             idle: wait any time until it begins.
             max_body: maximum size of its tensors in bytes.
+            within: time limit of the whole message in seconds; None for none but that of every wait.
 
         Raises:
             EOFError: the peer has closed the connection.
             OSError: the peer is gone, or sends nothing for too long.
             BadMessage: what arrives is not a message.
         """
+        self._end = None if within is None else time.monotonic() + within
         self._socket.settimeout(None if idle else self.seconds)
         return read_message(self._read, max_body)
 
@@ -105,6 +109,11 @@ class Connection:
     def _read(self, size: int) -> bytearray:
         content = bytearray()
         while len(content) < size:
+            if self._end is not None:
+                rest = self._end - time.monotonic()
+                if rest <= 0:
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(min(rest, self.seconds))
             part = self._socket.recv(min(size - len(content), CHUNK))
             if not part:
                 raise EOFError("the connection was closed")

@@ -53,7 +53,7 @@ class Refused(Exception):
         return Message("refused", {"message": str(self), "hint": self.hint})
 
 
-def greet(connection: Connection, number: int, fingerprints: Sequence[str], shared: str) -> float:
+def greet(connection: Connection, number: int, fingerprints: Sequence[str], shared: str, within: float) -> float:
     """Greets a client and checks its answer; returns the seconds of silence that the client accepts.
 
     Args:
@@ -61,6 +61,7 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
         number: of this stage.
         fingerprints: of all stages of the export.
         shared: token that the client must have, or empty.
+        within: time limit of the whole answer, in seconds.
 
     Raises:
         Refused: the client has another token, model or export.
@@ -69,7 +70,7 @@ def greet(connection: Connection, number: int, fingerprints: Sequence[str], shar
     """
     nonce = secrets.token_hex(16)
     connection.send(Message("greeting", {"protocol": PROTOCOL, "nonce": nonce}))
-    hello = connection.receive(max_body=0)
+    hello = connection.receive(max_body=0, within=within)
     if hello.kind != "hello":
         raise BadMessage("the first message is not `hello`")
     if shared and not hmac.compare_digest(_bytes(hello.text("proof")), _bytes(_proof(shared, nonce))):

@@ -22,11 +22,14 @@ from llmconv.runtime.stages.staged_export import StagedExport
 log = logging.getLogger("llmconv.stages")
 
 MAX_CLIENTS = 64
+MAX_GREETERS = 256
+"""Connections that have not proved that they are clients; beyond that the oldest is closed."""
 POLL = 0.2
 """Seconds between two looks at whether the server has to stop."""
 PATIENCE = 30.0
 """Seconds that a client may take for the rest of a message that it has begun."""
 HELLO_SECONDS = 10.0
+"""Time limit of the whole answer to the greeting."""
 SIGNS = 4
 """Heartbeats, during a run, in the time of silence that a client accepts."""
 
@@ -43,7 +46,9 @@ class StageServer:
     def __init__(self, stage: LocalStage, export: StagedExport, shared: str = "") -> None:
         self._stage, self._export, self._shared = stage, export, shared
         self._worker = ThreadPoolExecutor(1, "llmconv-stage")
-        self._connections: set[Connection] = set()
+        self._greeters: dict[Connection, None] = {}  # in the order of their arrival
+        self._clients: set[Connection] = set()
+        self._change = threading.Lock()
         self._running: Future[Message] | None = None
 
     @property
@@ -63,16 +68,21 @@ class StageServer:
             with suppress(OSError):  # nobody came, or the client is gone already
                 accepted, address = listener.accept()
                 self._start(accepted, f"{address[0]}:{address[1]}")
-        for connection in list(self._connections):
+        with self._change:
+            connections = [*self._greeters, *self._clients]
+        for connection in connections:
             connection.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, accepted: socket.socket, name: str) -> None:
-        if len(self._connections) >= MAX_CLIENTS:
-            accepted.close()
-            return
         connection = Connection(accepted, HELLO_SECONDS)
-        self._connections.add(connection)
+        with self._change:
+            self._greeters[connection] = None
+            oldest = next(iter(self._greeters)) if len(self._greeters) > MAX_GREETERS else None
+            if oldest:
+                del self._greeters[oldest]
+        if oldest:
+            oldest.close()
         threading.Thread(target=self._serve_client, args=(connection, name), daemon=True).start()
 
     def _serve_client(self, connection: Connection, name: str) -> None:
@@ -96,12 +106,15 @@ class StageServer:
             pass
         finally:
             connection.close()
-            self._connections.discard(connection)
+            with self._change:
+                self._greeters.pop(connection, None)
+                self._clients.discard(connection)
             say(f"client {name}: disconnected ({reason}), {len(caches)} caches freed")
 
     def _converse(self, connection: Connection, caches: HeldCaches, name: str) -> None:
         prints, number = self._export.fingerprints, self._stage.number
-        silence = greet(connection, number, prints, self._shared)
+        silence = greet(connection, number, prints, self._shared, HELLO_SECONDS)
+        self._admit(connection)
         connection.send(Message("stage", {"number": number, "fingerprint": prints[number - 1]}))
         connection.seconds = PATIENCE
         say(f"client {name}: connected")
@@ -109,6 +122,18 @@ class StageServer:
             asked = connection.receive(idle=True)
             self._running = running = self._worker.submit(_answer, caches, asked)
             connection.send(_awaited(running, connection, max(silence / SIGNS, 0.05)))
+
+    def _admit(self, connection: Connection) -> None:
+        """Makes a client of a connection that has greeted.
+
+        Raises:
+            Refused: there are too many clients.
+        """
+        with self._change:
+            if len(self._clients) >= MAX_CLIENTS:
+                raise Refused(f"the stage has {MAX_CLIENTS} clients", "try again later, or start another stage")
+            self._greeters.pop(connection, None)
+            self._clients.add(connection)
 
 
 def _awaited(running: Future[Message], connection: Connection, every: float) -> Message:

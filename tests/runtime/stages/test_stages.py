@@ -25,6 +25,7 @@ from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.stages.connection import Address, Connection
 from llmconv.runtime.stages.handshake import introduce
 from llmconv.runtime.stages.message import MAGIC, PREFIX, Message
+from llmconv.runtime.stages.stage_server import MAX_CLIENTS
 from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from tests.builders.prefix_models import save_adapter
@@ -295,6 +296,61 @@ def inputs(**changes: Any) -> dict[str, Any]:
     ones = np.ones((1, 1), np.int64)
     hidden = np.ones((1, 1, 64), np.float32)
     return {"attention_mask": ones, "position_ids": ones, "hidden_states.2": hidden, **changes}
+
+
+def test_strangers_that_drip_take_the_place_of_no_client(one_stage: tuple[ServedStage, Path]) -> None:
+    address = Address.parse(one_stage[0].address, "")
+    strangers = [socket.create_connection((address.host, address.port)) for _ in range(MAX_CLIENTS + 20)]
+    try:
+        for stranger in strangers:
+            stranger.sendall(PREFIX.pack(MAGIC, 100_000, 0) + b"{")
+        connected(*one_stage).close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_client_too_many_is_told_so(staged: Staged) -> None:
+    folder = staged("llama", 2)
+    with serving_stage(folder, 2) as stage:
+        clients = [connected(stage, folder) for _ in range(MAX_CLIENTS)]
+        with pytest.raises(StageFailed, match="the stage has 64 clients"):
+            over(folder, stage)
+        clients.pop().close()
+        stage.wait_for("disconnected (it left)")
+        connected(stage, folder).close()
+        for client in clients:
+            client.close()
+
+
+def test_the_time_limit_of_a_message_is_that_of_all_its_bytes() -> None:
+    ours, theirs = _pair()
+    done = threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            theirs.sendall(PREFIX.pack(MAGIC, 100_000, 0))
+            while not done.wait(0.02):
+                theirs.sendall(b" ")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    connection = Connection(ours, 10)
+    try:
+        with pytest.raises(TimeoutError):
+            connection.receive(within=0.3)
+    finally:
+        done.set()
+        thread.join()
+        connection.close()
+        theirs.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], other
 
 
 RUN: dict[str, Any] = {"use": "decode", "past": 0, "edits": [], "free": []}
