@@ -15,7 +15,7 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_lin
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
-from llmconv.runtime.context_length import has_window
+from llmconv.runtime.context_length import LengthSwitch, has_window, language_config, length_switch
 from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.genai_logits import returns_last_logits
@@ -39,6 +39,7 @@ class GenaiEngine:
         vocabulary: size of the logits.
         has_window: the model has a sliding window, in which padding after a prompt would count.
         has_last_logits: the graphs return logits of the last column, which is padding after a shorter prompt.
+        length_switch: see `Runner`; a longer row of a batch would change the frequencies of a shorter one.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class GenaiEngine:
     vocabulary: int
     has_window: bool
     has_last_logits: bool = False
+    length_switch: LengthSwitch | None = None
     runs_last_token = True
 
     @property
@@ -88,6 +90,7 @@ class GenaiEngine:
             vocabulary=_integer(config, "vocab_size"),
             has_window=has_window(folder),
             has_last_logits=returns_last_logits(folder, config),
+            length_switch=length_switch(language_config(folder)),
         )
 
     def grow(
@@ -130,6 +133,9 @@ class GenaiEngine:
         if len(rows) < 2 or not settings.is_greedy or any(self.padding in row.prompt for row in rows):
             return False
         is_even = len({len(row.prompt) for row in rows}) == 1
+        longest = max(len(row.prompt) + row.room for row in rows)
+        if not is_even and self.length_switch and longest > self.length_switch.tokens:
+            return False
         reads_padding = self.has_window or self.has_last_logits
         return is_even or (settings.repetition_penalty == 1 and not settings.extra and not reads_padding)
 

@@ -104,6 +104,26 @@ def test_prompts_of_several_lengths_are_right_with_the_logits_of_the_last_positi
 
 
 @pytest.mark.slow
+def test_a_longer_prompt_does_not_change_the_frequencies_of_a_shorter_one(
+    library: None, talking: Path, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    home = save_tiny("llama", tmp_path / "dynamic", max_position_embeddings=16, rope_parameters=rope)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(talking / name, home / name)
+    export(home, unified=True, layout=["genai"])
+    model = TextModel.open(home, backend="genai")
+    prompts = [np.random.default_rng(3).integers(5, 90, length).tolist() for length in (5, 40)]
+    settings = GenerationSettings().but(max_new_tokens=8)
+
+    together = [*model.stream(prompts, settings)]
+
+    for index, prompt in enumerate(prompts):
+        alone = [piece.token for piece in model.stream([prompt], settings)]
+        assert [piece.token for piece in together if piece.index == index] == alone
+
+
+@pytest.mark.slow
 def test_a_prompt_samples_the_same_alone_as_in_a_batch(opened: TextModel) -> None:
     drawing = {"do_sample": True, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": 7, "max_new_tokens": 10}
 
