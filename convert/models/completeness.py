@@ -177,7 +177,7 @@ def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
 def _may_build(name: str, value: Any) -> bool:
     """Whether a field has the kind of value that its name asks for."""
     is_part = isinstance(value, Mapping)
-    if name == "layer_types":
+    if name.endswith(("layer_types", "layers_block_type")):
         return value is None or (isinstance(value, list) and all(isinstance(kind, str) for kind in value))
     if name in ("rope_scaling", "rope_parameters"):
         return value is None or is_part

@@ -139,10 +139,9 @@ def model_of_class(config: Mapping[str, Any], name: str) -> Any:
         if not is_model:
             raise NotBuildable(f"transformers has no model `{name}`")
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
-        if kind.config_class and not isinstance(settings, kind.config_class):
-            settings = settings.get_text_config()
-        if kind.config_class and not isinstance(settings, kind.config_class):
-            raise NotBuildable(f"`{name}` is not for a {config.get('model_type')}")
+        part = settings.get_text_config()
+        if kind.config_class and isinstance(part, kind.config_class):
+            settings = part
         return kind._from_config(settings, attn_implementation="eager", dtype=torch.float32)
 
 

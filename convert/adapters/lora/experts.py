@@ -3,7 +3,8 @@
 transformers 5 fuses the tensors that older versions keep separate (`conversion_mapping.py`, "mixtral" and "qwen2_moe"):
 gate and up of all experts become `experts.gate_up_proj` [E, 2·I, H], down becomes `experts.down_proj` [E, H, I]. Files
 mostly keep `experts.3.gate_proj.weight` or `experts.3.w1.weight`. Adapter and base may have different layouts, so a
-missing name may be a part of a fused tensor, or several separate tensors.
+missing name may be a part of a fused tensor, or several separate ones. Unsloth divides gpt-oss's experts into lists of
+layers, `experts.gate_up_projs.3` and `experts.down_projs.3`, whose rows stay in the order of the fused tensor.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ class ExpertRows:
         expert: index of the expert (dim 0).
         first: first row.
         count: number of rows.
+        either: the matrix may be stored in×out.
     """
 
     tensor: str
     expert: int
     first: int
     count: int
+    either: bool = False
 
 
 ExpertTensors = tuple[tuple[str, ...], ...]
@@ -97,6 +100,9 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
             for index in range(tensor.shape[0]):
                 for at, part in enumerate(convention):
                     result[f"{match['experts']}.{index}.{part}.weight"] = ExpertRows(name, index, at * count, count)
+        for index in range(tensor.shape[0]):
+            listed = f"{match['experts']}.{match['name']}s.{index}.weight"
+            result[listed] = ExpertRows(name, index, 0, tensor.shape[1], either=True)
     return {name: part for name, part in result.items() if name not in tensors}
 
 

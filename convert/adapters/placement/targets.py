@@ -18,7 +18,13 @@ from llmconv.convert.adapters.lora.experts import (
     fused_tensors,
     separate_tensors,
 )
-from llmconv.convert.adapters.lora.target_parameters import ExpertLayout, MatrixShape, is_transposed, parameter_names
+from llmconv.convert.adapters.lora.target_parameters import (
+    ALWAYS_TRANSPOSED,
+    ExpertLayout,
+    MatrixShape,
+    is_transposed,
+    parameter_names,
+)
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.placement.naming import AS_STORED, Naming
 from llmconv.convert.adapters.placement.tensor_names import match_names
@@ -176,9 +182,11 @@ class AdapterTargets:
     def _change_part(self, module: str, pair: Pair, weight: float, part: ExpertRows) -> NamedChanges:
         """The pair of one expert for a base with all experts in one tensor [E, out, in]."""
         there, own = (part.count, self.tensors[part.tensor].shape[2]), (pair.b.shape[0], pair.a.shape[1])
-        if there != own or pair.magnitude:
+        square = part.either and own[0] == own[1] and self.config.get("model_type") in ALWAYS_TRANSPOSED
+        transposed = there == own and square or (part.either and there != own and there == own[::-1])
+        if (there != own and not transposed) or pair.magnitude:
             raise other_base(self.adapter.name, self.wanted[module], there, own)
-        factors = self._factors(module, pair, weight, transposed=False)
+        factors = self._factors(module, pair, weight, transposed=transposed)
         yield part.tensor, [ExpertProduct(part.expert, part.first, part.count, change) for change in factors]
 
     def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> NamedChanges:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
-from tests.builders.lora_models import Case, State, assert_equal, causal_lm, train
+from tests.builders.lora_models import Case, State, assert_equal, causal_lm, shake, train
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 24,
@@ -258,3 +260,27 @@ def test_wrappers_of_parameters_with_unknown_names_are_refused(trained: Callable
     case = trained("qwen3_moe")
     reconfigure(case, target_parameters=["experts.alpha", "experts.beta"])
     assert "alpha, beta" in refusal(case, tmp_path / "out").message
+
+
+def test_lists_of_layers_as_unsloth_makes_of_gpt_oss_find_the_fused_experts(tmp_path: Path) -> None:
+    model = causal_lm("gpt_oss", **{**PLAIN, **FAMILIES["gpt_oss"]})
+    model.save_pretrained(tmp_path / "base")
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):  # the second is square
+            layers = torch.nn.ModuleList(torch.nn.Linear(*weight.shape) for weight in getattr(layer.mlp.experts, name))
+            for linear, weight in zip(layers, getattr(layer.mlp.experts, name), strict=True):
+                linear.weight.data = weight.detach().t().contiguous()
+            setattr(layer.mlp.experts, f"{name}s", layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=r".*(gate_up|down)_projs\.\d+"))
+    shake(peft_model)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    merged = peft_model.double().merge_and_unload()
+    exact = {name: value.double() for name, value in load_file(tmp_path / "base/model.safetensors").items()}
+    for number, layer in enumerate(merged.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weights = [linear.weight.detach().t() for linear in getattr(layer.mlp.experts, f"{name}s")]
+            exact[f"model.layers.{number}.mlp.experts.{name}"] = torch.stack(weights)
+    merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+    assert_equal(tmp_path / "out", exact)
