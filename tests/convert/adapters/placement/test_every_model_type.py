@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -23,18 +23,45 @@ from transformers.models.auto.modeling_auto import (
 from llmconv.convert import merge_lora
 from tests.builders.lora_models import State, shake
 from tests.builders.slow_rows import slow_but
+from tests.builders.tiny_configs import CONFIGS
 from tools.tiny_models import tiny_config
+
+QUICK = ("mllama", "hrm_text", "axk2", "molmo2", "ernie4_5_vl_moe", "inkling2", "step3p7", "aria_text")
+"""One for each way to the files: two towers; rows joined; modules renamed; rows split by size; experts of two modalities;
+rows interleaved; stacks joined; experts stored in×out."""
 
 TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Types with layers whose output PEFT does not adapt, since their code reads that weight itself."""
 
-LIMIT = 20_000_000
+LIMIT = 130_000_000
 """Most parameters of a model that is built; some have sizes that no field of their configuration makes small."""
 
 
+UNREACHED: dict[str, str] = {
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its vision tower needs timm"),
+    **dict.fromkeys(("inkling_mm_model",), "it needs scipy"),
+    **dict.fromkeys(("chameleon", "emu3"), "it needs the table of its image tokens"),
+    **dict.fromkeys(("evolla", "musicgen", "musicgen_melody"), "no auto class makes it from its configuration"),
+    **dict.fromkeys(("pp_formulanet",), "it has no input embedding, which PEFT asks for"),
+    **dict.fromkeys(("qwen3_omni_moe_thinker",), "PEFT takes layers for linear ones"),
+    **dict.fromkeys(
+        ("zamba2", "diffusion_gemma"), "layers share weights, which PEFT saves once for each of their names"
+    ),
+    **dict.fromkeys(("blip",), "its tied head is no `lm_head`, and is not in the files"),
+    **dict.fromkeys(
+        ("deepseek_ocr2", "dots3_note", "florence2", "gemma4_assistant", "gemma4_unified_assistant", "granite4_vision"),
+        "it has no tiny configuration here",
+    ),
+    **dict.fromkeys(("muse_glimmer", "reformer", "zamba"), "it has no tiny configuration here"),
+}
+"""Types that are not tried, and why."""
+
+
 def tiny_model(kind: str) -> Any:
-    config = tiny_config(kind, 2)
+    if kind in UNREACHED:
+        pytest.skip(UNREACHED[kind])
+    config = AutoConfig.for_model(kind, **CONFIGS[kind]) if kind in CONFIGS else tiny_config(kind, 2)
     maker = AutoModelForImageTextToText if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else AutoModelForCausalLM
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in maker.from_config(config).parameters())
@@ -67,7 +94,7 @@ def adapt(model: Any, folder: Path) -> State:
     return load_file(folder / "exact/model.safetensors")
 
 
-@pytest.mark.parametrize("kind", slow_but(TYPES, "hrm_text", "mllama"))
+@pytest.mark.parametrize("kind", slow_but(TYPES, *QUICK))
 def test_an_adapter_of_everything_merges_as_peft_does(kind: str, tmp_path: Path) -> None:
     exact = adapt(tiny_model(kind), tmp_path)
     merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
