@@ -27,8 +27,8 @@ from tests.builders.tiny_configs import CONFIGS
 from tools.tiny_models import tiny_config
 
 QUICK = ("mllama", "hrm_text", "axk2", "molmo2", "ernie4_5_vl_moe", "inkling2", "step3p7", "aria_text")
-"""One for each way to the files: two towers; rows joined; modules renamed; rows split by size; experts of two kinds; rows
-interleaved; stacks joined; experts stored in×out."""
+"""One for each way to the files: two towers; rows joined; modules renamed; rows split by size; two kinds of experts;
+rows interleaved; stacks joined; experts stored in×out."""
 
 TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
