@@ -11,19 +11,20 @@ from typing import Any, Unpack
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
-from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.merge_options import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.sample_check import SampleCheck, check_written
 from llmconv.convert.adapters.wrong_base_check import warn_of_origin
+from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.code_model import with_copied_code
-from llmconv.convert.models.completeness import check_complete
+from llmconv.convert.models.completeness import check_folder, refuse_unmerged
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetches, local_path, reading_safely
@@ -32,7 +33,7 @@ from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Part, Shards, Work, done_by, repeatable, require_possible
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.tensors import BLOCK_BYTES
+from llmconv.tensors import BLOCK_BYTES, cast
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base, in_parts=True))
         require_model_type(checkpoint.config, base)
+        refuse_unmerged(checkpoint.tensors, checkpoint.config, checkpoint.path.name)
         return with_copied_code(checkpoint)
 
 
@@ -227,18 +229,21 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=(*base.warnings, *edits.warnings, *_incomplete(result)),
+        warnings=(*base.warnings, *edits.warnings, *check_folder(result.tensors, result.config, base.path.name)),
         edits=edits,
     )
+    merge = replace(merge, warnings=(*merge.warnings, *_without_effect(plain, result, merge, adapters)))
     return _stored(quantized, result, merge, recipe) if quantized else merge
 
 
-def _incomplete(result: Checkpoint) -> list[str]:
-    """A warning where transformers would initialize weights at random, or where that cannot be known."""
-    try:
-        return check_complete(result.tensors, result.config, result.path.name)
-    except MalformedInput as why:
-        return [f"the base is not the model that its config describes: {why.message}"]
+def _without_effect(base: Checkpoint, result: Checkpoint, merge: Merge, adapters: Sequence[Adapter]) -> Iterator[str]:
+    """Warnings about adapters, or a merge, that change no weight; reading stops at the first that differs."""
+    idle = [adapter for adapter in adapters if is_zero(adapter)]
+    for adapter in idle:
+        yield f"the adapter `{adapter.name}` changes nothing: its factors are zero, as before training"
+    changed = [name for name in (*merge.merged, *merge.replaced) if name in result]
+    if not (idle or merge.added) and all(equal(cast(base[name], result[name].dtype), result[name]) for name in changed):
+        yield "the merge changes nothing: every weight is that of the base"
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:

@@ -20,7 +20,6 @@ from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import (
     build,
     embedding_size,
-    kept_in_float32,
     load_config,
     period,
     refusing,
@@ -37,6 +36,7 @@ from llmconv.export.tracing.multimodal import (
 from llmconv.export.vision.graph import build_vision
 from llmconv.export.vision.towers import VISION_TOWERS
 from llmconv.progress import say
+from llmconv.runtime.eager.float32_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.placeholders import placeholders
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE

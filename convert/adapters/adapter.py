@@ -112,6 +112,20 @@ def check(adapter: Adapter) -> None:
         _require_finite(f"{name}.trainable_tokens_delta", tokens.rows)
 
 
+def is_zero(adapter: Adapter) -> bool:
+    """Whether the adapter consists of factors whose products are all zero; reading stops at the first that is not."""
+    if adapter.whole or adapter.tokens or adapter.learned or adapter.initial or not adapter.pairs:
+        return False
+    pairs = adapter.pairs.values()
+    if any(pair.magnitude is not None or (pair.bias is not None and _any(pair.bias)) for pair in pairs):
+        return False
+    return not any(_any(pair.b) and (not pair.embedding or _any(pair.a)) for pair in pairs)  # A begins as zeros there
+
+
+def _any(tensor: LazyTensor) -> bool:
+    return any(tensor.rows(*block).any() for block in tensor.blocks())
+
+
 def _require_finite(name: str, tensor: LazyTensor) -> None:
     if tensor.dtype.numpy.kind not in "fV":
         raise UnsupportedInput(

@@ -20,10 +20,11 @@ from llmconv.convert.adapters.placement.vocabulary import (
     untie,
 )
 from llmconv.convert.adapters.side_files import side_files_of
-from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.adapters.task_head import follow_task
+from llmconv.convert.models.dtype import stored_types, with_dtype
 from llmconv.convert.models.tied_head import find_embedding, find_head, is_tied
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
+from llmconv.tensors import FLOATS, DType, LazyTensor
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
@@ -56,12 +57,14 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
         config |= adapter.fields
     resized = fit_vocabulary(edits, embedding, head, config)
     untie(edits, embedding, head, config)
-    tensors = {name: _result(edits, vectors, name, recipe.dtype) for name in edits.tensors}
+    follow_task(edits, adapters, head, config)
+    types = stored_types(edits.tensors, config, recipe.dtype) if recipe.dtype != "keep" else {}
+    tensors = {name: _result(edits, vectors, name, types.get(name)) for name in edits.tensors}
     if recipe.dtype != "keep":
         config = with_dtype(config, tensors)
     if memory:
         tensors, edits = memory.restored(tensors, edits)
-    side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, resized=resized)
+    side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, config, resized=resized)
     edits.warnings.extend(notes)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
@@ -89,10 +92,10 @@ def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
         )
 
 
-def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTensor:
-    """The merged tensor, lazy, in `dtype`; with `keep` in the base's."""
+def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: DType | None) -> LazyTensor:
+    """The merged tensor, lazy, in `dtype`; in the base's where that is None."""
     kept = edits.tensors[name].dtype
-    target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
+    target = dtype if dtype and kept.name in ("float64", *FLOATS) else kept
     if name in edits.changes and not vectors.summed:
         return vectors.combined(name, edits.current(name), target)
     return edits.result(name, target)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, check
-from llmconv.convert.adapters.lora.config import LoraConfig
+from llmconv.convert.adapters.lora.config import LoraConfig, task_of
 from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.adapters.peft_tensors import CONFIG, plain_name
@@ -91,6 +91,7 @@ def _config(settings: AdapterFields, tuner: Tuner) -> LoraConfig:
         use_rslora=False,
         rank_pattern={},
         alpha_pattern={},
+        task=task_of(settings.fields),
         modules_to_save=settings.names("modules_to_save"),
         bias=bias,
         warnings=tuple(f"the adapter config sets `{name}`, an unknown field, which is ignored" for name in unknown),

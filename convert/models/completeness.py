@@ -6,19 +6,24 @@ An incomplete state dict is refused, since transformers would fill every gap wit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.blueprint import blueprint
+from llmconv.convert.models.blueprint.blueprint import Blueprint, blueprint
 from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, compare, refuse_gaps, refuse_shapes
 from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules, check_sizes
+from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import kind_of
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
+from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
+
+if TYPE_CHECKING:
+    from llmconv.convert.models.meta_model import LoadingGaps
 
 WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\."
@@ -37,6 +42,9 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
 
 COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
 """Fields that count what a model is built of, and a number that no real model reaches."""
+
+UNMERGED = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|base_layer)(?:\.|$)")
+"""Parts of a module that PEFT wrapped: its weight before training, and the factors of the update."""
 
 SCALARS = re.compile(r"_(?:act|function|bias|type|eps|embeddings|theta)$")
 """Fields whose value is one number, flag or name."""
@@ -111,7 +119,7 @@ def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[st
         tensors: by Hugging Face name; changed in place.
         config: content of `config.json`.
     """
-    plan = blueprint(config) if _depth_is_possible(tensors, config) else None
+    plan = blueprint(config) if depth_is_possible(tensors, config) else None
     for name in [name for name in tensors if plan and plan.ignores(name)]:
         del tensors[name]
     ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
@@ -119,7 +127,7 @@ def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[st
 
 
 def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
-    """Checks that the tensors are exactly those of the model of `config`, with its shapes.
+    """Checks that the tensors are exactly those of the causal language model of `config`, with its shapes.
 
     The blueprint knows most models; others are built by transformers on the meta device, which imports torch.
 
@@ -129,49 +137,177 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
         source: file name for messages.
 
     Returns:
-        A warning where transformers cannot build the model and only rules were checked that hold for any model.
+        A warning where transformers cannot build the model and only rules were checked that hold for any model, and a
+        note about tensors that transformers passes over.
 
     Raises:
         MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
     """
+    refuse_unmerged(tensors, config, source)
     reason = "the configuration has an impossible number of layers or experts"
+    notes: list[str] = []
     try:
-        if _depth_is_possible(tensors, config):
+        if depth_is_possible(tensors, config):
             plan = blueprint(config)
-            if plan and compare(tensors, plan, source):
-                return []
+            own, notes = _without_ignored(tensors, plan) if plan else (tensors, [])
+            if plan and compare(own, plan, source):
+                return notes
             check_sizes(config, source)
-            reason = _compare_loaded(tensors, config, source)
+            found = _loaded(tensors, config, source)
+            if not isinstance(found, str):
+                return _refuse_differences(found, tensors, config, source)
+            reason = found
     except MalformedInput:
         check_layers(tensors, config, source)
         raise
-    if not reason:
-        return []
     check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
     return [f"the names and shapes of the tensors in `{source}` were only checked by generic rules ({RULES}): {reason}"]
 
 
-def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
-    """Why transformers cannot build the model; empty where it can, and these are its tensors.
+def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
+    """Checks that transformers opens a folder of these tensors as the model class that its `architectures` names.
+
+    Unlike `check_complete` it takes any class (a classifier, an embedding model, one with images) and tensors that the
+    class does not have, which are kept.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        source: file name for messages.
+
+    Returns:
+        A note about tensors that transformers passes over, and a warning where it cannot be asked: the model has code
+        of its own, or is of another version of transformers.
 
     Raises:
-        MalformedInput: they are not.
+        MalformedInput: missing keys, another shape, an element type that is not a float, or an unmerged adapter.
     """
-    kind = str(config.get("model_type"))
-    if kind not in causal_lm_classes():
-        return f"the installed transformers has no causal language model of type `{kind[:80]}`"
-    if odd := [name for name, value in config.items() if not _may_build(name, value)]:
-        return f"`{odd[0]}` of the configuration is {kind_of(config[odd[0]])}"
+    try:
+        return check_complete(tensors, config, source)
+    except MalformedInput as why:
+        if UNMERGED_SAYS in why.message:
+            raise
+        problem = why
+    found = _loaded(tensors, config, source, architecture(config)) if depth_is_possible(tensors, config) else ""
+    if found == "":
+        raise problem
+    if isinstance(found, str) or config.get(AUTO_MAP):
+        reason = found if isinstance(found, str) else "it has code of its own"
+        return [
+            f"`{source}` may not be the model that its configuration describes, which is not known ({reason}): "
+            f"{problem.message}"
+        ]
+    try:
+        return _refuse_differences(found, tensors, config, source, keeps_others=True)
+    except MalformedInput:
+        if architecture(config) == causal_lm_classes().get(str(config.get("model_type"))):
+            raise problem from None
+        raise
+
+
+UNMERGED_SAYS = "of an adapter that is not merged"
+
+
+def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
+    """Refuses the weights of a model with the factors of an adapter beside them, of which no class makes one.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`; a model with code of its own may have such parts.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: lists the factors.
+    """
+    found = [name for name in tensors if UNMERGED.search(name)]
+    if found and not config.get(AUTO_MAP) and not _has_such_parts(config):
+        raise MalformedInput(
+            f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}: {listing(found)}",
+            hint="merge it where it was trained (PEFT's `merge_and_unload` before `save_pretrained`), or save the "
+            "adapter alone and give it to `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+
+
+def _has_such_parts(config: Mapping[str, Any]) -> bool:
+    plan = blueprint(config)
+    return bool(plan and any(UNMERGED.search(name) for name in plan.shapes)) or config.get("model_type") in OWN_FACTORS
+
+
+OWN_FACTORS = ("phi4_multimodal", "phi4mm")
+"""Types whose published weights have factors of their own, which the model's code adds."""
+
+
+def _without_ignored(tensors: Mapping[str, LazyTensor], plan: Blueprint) -> tuple[Mapping[str, LazyTensor], list[str]]:
+    """The tensors without those that transformers passes over when it loads, and a note about these."""
+    ignored = [name for name in tensors if plan.ignores(name)]
+    return {name: tensors[name] for name in tensors if name not in {*ignored}}, _passed_over(ignored)
+
+
+def _passed_over(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors that transformers does not load, such as layers that predict further tokens, are kept: "
+        f"{listing(names)}"
+    ]
+
+
+def _loaded(
+    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str, class_name: str = ""
+) -> LoadingGaps | str:
+    """What transformers would report after loading these tensors; a text: why it cannot build the model.
+
+    Raises:
+        MalformedInput: the configuration has impossible sizes.
+    """
+    if reason := why_not_built(config, class_name):
+        return reason
+    check_sizes(config, source)
     from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
 
     try:
-        gaps = loading_gaps({name: tensor.shape for name, tensor in tensors.items()}, config)
+        return loading_gaps({name: tensor.shape for name, tensor in tensors.items()}, config, class_name)
     except NotBuildable as problem:
         return f"transformers cannot build the model ({problem})"
-    refuse_gaps([name for name in gaps.missing if not COMPUTED.search(name)], gaps.unexpected, kind, source)
+
+
+def why_not_built(config: Mapping[str, Any], class_name: str = "") -> str:
+    """Why transformers is not asked to build the model of a configuration; empty where it may be.
+
+    Args:
+        config: content of `config.json`.
+        class_name: the class to build; empty for the causal language model.
+    """
+    kind = str(config.get("model_type"))
+    if not class_name and kind not in causal_lm_classes():
+        return f"the installed transformers has no causal language model of type `{kind[:80]}`"
+    if odd := [name for name, value in config.items() if not _may_build(name, value)]:
+        return f"`{odd[0]}` of the configuration is {kind_of(config[odd[0]])}"
+    return ""
+
+
+def _refuse_differences(
+    gaps: LoadingGaps,
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, Any],
+    source: str,
+    *,
+    keeps_others: bool = False,
+) -> list[str]:
+    """Refuses what transformers would report after loading, except what it passes over (and the unexpected)."""
+    missing = [name for name in gaps.missing if not COMPUTED.search(name)]
+    unexpected = [] if keeps_others else gaps.unexpected
+    refuse_gaps(missing, unexpected, str(config.get("model_type")), source)
     refuse_shapes(gaps.mismatched, source)
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
-    return ""
+    notes = _passed_over(gaps.ignored)
+    if keeps_others and gaps.unexpected:
+        kind = architecture(config) or str(config.get("model_type"))
+        notes.append(
+            f"`{source}` contains {len(gaps.unexpected)} tensors that a {kind} does not have, which are kept: "
+            f"{listing(gaps.unexpected)}"
+        )
+    return notes
 
 
 def _may_build(name: str, value: Any) -> bool:
@@ -195,7 +331,7 @@ def may_be_built(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -
         tensors: by any names.
         config: content of `config.json`.
     """
-    return _depth_is_possible(tensors, config) and all(_may_build(name, value) for name, value in config.items())
+    return depth_is_possible(tensors, config) and all(_may_build(name, value) for name, value in config.items())
 
 
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
@@ -213,10 +349,10 @@ def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     return ""
 
 
-def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
+def depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
     """Whether every number of layers is one, and no larger than that of the tensors; no other model is ever built."""
     for name, value in config.items():
-        if isinstance(value, Mapping) and not _depth_is_possible(tensors, value):
+        if isinstance(value, Mapping) and not depth_is_possible(tensors, value):
             return False
         if name in LAYER_COUNTS and type(value) is not int and value is not None:
             return False

@@ -100,6 +100,12 @@ def _spend(node: Any, left: list[int]) -> None:
             _spend(part, left)
 
 
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first; empty where it names none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The config without code-execution fields and traces (at any depth), and the names of the former."""
     kept: dict[str, Any] = {}

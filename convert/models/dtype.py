@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.blueprint.names import model_folder
+from llmconv.convert.models.blueprint.transformers_source import assigned, source
+from llmconv.convert.models.completeness import depth_is_possible, why_not_built
+from llmconv.convert.models.config_file import architecture
 from llmconv.errors import UsageProblem
-from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
+from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast
+
+NARROW = ("float16", "bfloat16")
+FLOAT32 = BY_NAME["float32"]
+FIELDS = ("dtype", "torch_dtype")
+KEPT = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+"""Fields of transformers' classes: for any half precision, and for float16 alone."""
+
+SIGNS = re.compile(r"_keep_in_fp32_modules|dtype=torch\.float(?:32)?\b")
+"""What the source of a model contains that has tensors in float32 whatever its type."""
 
 
 def check_dtype(dtype: str) -> None:
@@ -26,7 +43,8 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """The checkpoint with its float weights rounded to `dtype` (or kept), and a config that says what they are."""
     tensors = dict(checkpoint.tensors)
     if dtype != "keep":
-        tensors = {name: cast(tensor, BY_NAME[dtype], name) for name, tensor in tensors.items()}
+        types = stored_types(tensors, checkpoint.config, dtype)
+        tensors = {name: cast(tensor, types[name], name) for name, tensor in tensors.items()}
     adapter = checkpoint.adapter
     if adapter and dtype != "keep":
         own = {name: cast(tensor, BY_NAME[dtype], name) for name, tensor in adapter.tensors.items()}
@@ -34,12 +52,94 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)
 
 
+def stored_types(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str) -> dict[str, DType]:
+    """The type of each tensor in a model of `dtype`: float32 where transformers loads it so; no float stays as it is.
+
+    Routers' biases and some norms are among them: rounded, they would choose other experts.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        dtype: one of `FLOATS`.
+    """
+    kept = kept_in_float32(tensors, config, dtype)
+    types = {name: FLOAT32 if name in kept else BY_NAME[dtype] for name in tensors}
+    return {
+        name: types[name] if tensor.dtype.name in ("float64", *FLOATS) else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+
+
+def kept_in_float32(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str) -> frozenset[str]:
+    """Names of the tensors that transformers loads in float32 whatever the type of the model.
+
+    transformers itself is asked where the source of the model's class, or of a part of it, has such patterns.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        dtype: of the model.
+    """
+    if dtype not in NARROW or not (files := _sources_with_signs(config)):
+        return frozenset()
+    name = "" if str(config.get("model_type")) in causal_lm_classes() else architecture(config)
+    if not depth_is_possible(tensors, config) or why_not_built(config, name):
+        return _named_in(files, tensors, dtype)
+    from llmconv.convert.models.meta_model import NotBuildable, float32_names  # noqa: PLC0415 - torch
+
+    try:
+        return float32_names(config, name, tensors, dtype)
+    except NotBuildable:
+        return _named_in(files, tensors, dtype)
+
+
+def _sources_with_signs(config: Mapping[str, Any]) -> list[Path]:
+    """The sources of the model and its parts that have tensors in float32 in a model of another type."""
+    kinds = dict.fromkeys(str(part.get("model_type")) for part in _parts(config))
+    files = [folder / f"modeling_{folder.name}.py" for kind in kinds if (folder := model_folder(kind))]
+    return [file for file in files if file.is_file() and SIGNS.search(file.read_text())]
+
+
+def _named_in(files: Sequence[Path], names: Iterable[str], dtype: str) -> frozenset[str]:
+    """The names that contain a word of any class in these sources: for a model that transformers does not build."""
+    fields = KEPT if dtype == "float16" else KEPT[:1]
+    values = [
+        value
+        for file in files
+        for body in source(file).classes.values()
+        for field in fields
+        for value in assigned(body, field)
+    ]
+    words = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    return frozenset(name for name in names if any(str(word) in name for word in words if word))
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config, and those of the parts in it."""
+    inner = [value for value in config.values() if isinstance(value, Mapping)]
+    return [config, *(part for value in inner for part in _parts(value))]
+
+
 def with_dtype(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """The config with `torch_dtype` (or `dtype`, where it has that) set to what most of the weights are."""
+    """The config with `torch_dtype` (or `dtype`, where it has that) set to what most of the weights are.
+
+    The configs of the model's parts follow where they name a type.
+    """
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.dtype.name.startswith(("float", "bfloat")):
             sizes[tensor.dtype.name] += tensor.nbytes
     field = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
-    kept = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
-    return {**kept, **({field: sizes.most_common(1)[0][0]} if sizes else {})}
+    kept = {name: value for name, value in config.items() if name not in FIELDS}
+    if not sizes:
+        return kept
+    stored = sizes.most_common(1)[0][0]
+    return {**{name: _renamed_type(value, stored) for name, value in kept.items()}, field: stored}
+
+
+def _renamed_type(part: Any, dtype: str) -> Any:
+    """The config of a part with `dtype` where it names a type, at any depth; any other value as it is."""
+    if not isinstance(part, Mapping):
+        return part
+    named = {name: dtype for name in FIELDS if isinstance(part.get(name), str) and "model_type" in part}
+    return {**{name: _renamed_type(value, dtype) for name, value in part.items()}, **named}

@@ -7,7 +7,7 @@ loading empty ones of their shapes, so that transformers' own conversion mapping
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,24 @@ import transformers
 from torch.nn.modules import module as torch_module
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 
 from llmconv.convert.models.blueprint.blueprint import constructor_fields
 from llmconv.convert.models.blueprint.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
+from llmconv.runtime.eager.float32_tensors import kept_in_float32
 
 FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
 """Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on."""
+
+CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}", re.ASCII)
 
 Shape = tuple[int, ...]
 
@@ -43,26 +51,33 @@ class LoadingGaps:
         missing: parameters and persistent buffers that no stored tensor fills.
         unexpected: stored tensors that the model does not have.
         mismatched: name to the stored shape and the model's.
+        ignored: stored tensors that the model does not have, and that its class says are passed over.
     """
 
     missing: list[str]
     unexpected: list[str]
     mismatched: dict[str, tuple[Shape, Shape]]
+    ignored: list[str]
 
 
-def meta_model(config: Mapping[str, Any]) -> Any:
-    """The causal language model of `config` as transformers builds it, on the meta device.
+def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "float32") -> Any:
+    """The model of `config` as transformers builds it, on the meta device.
 
     Args:
         config: content of `config.json`.
+        class_name: a class of transformers; empty for the causal language model.
+        dtype: of the parameters, except those that the class makes in float32.
 
     Raises:
-        NotBuildable: transformers refuses the configuration, or the model has far more modules than any real one.
+        NotBuildable: transformers refuses the configuration or has no such class, or the model has far more modules
+            than any real one.
     """
+    if class_name:
+        return model_of_class(config, class_name, dtype)
     fields = without_fetching(constructor_fields(config))
     with building():
         settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
-        return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=getattr(torch, dtype))
 
 
 def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -> Any:
@@ -80,17 +95,45 @@ def code_model(config_class: Any, model_class: Any, config: Mapping[str, Any]) -
         return model_class._from_config(config_class(**fields), attn_implementation="eager", dtype=torch.float32)
 
 
-def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> LoadingGaps:
+def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str = "") -> LoadingGaps:
     """What transformers would report after loading tensors of these shapes into the model of `config`.
 
     Args:
         shapes: name to shape of the stored tensors.
         config: content of `config.json`.
+        class_name: a class of transformers; empty for the causal language model.
 
     Raises:
         NotBuildable: as `meta_model`; or a conversion of transformers fails.
     """
-    return gaps_of(meta_model(config), shapes)
+    return gaps_of(meta_model(config, class_name), shapes)
+
+
+def float32_names(config: Mapping[str, Any], class_name: str, names: Iterable[str], dtype: str) -> frozenset[str]:
+    """The stored names of the tensors that are float32 in a model that `from_pretrained` loads in `dtype`.
+
+    Args:
+        config: content of `config.json`.
+        class_name: a class of transformers; empty for the causal language model.
+        names: of the stored tensors, of any version of transformers.
+        dtype: of the model.
+
+    Raises:
+        NotBuildable: as `meta_model`; or a conversion of transformers fails.
+    """
+    model = meta_model(config, class_name, dtype)
+    pattern, known = kept_in_float32(model, getattr(torch, dtype)), model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    try:
+        new = {
+            name: rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0] for name in names
+        }
+    except Exception as error:  # transformers promises no class of error
+        raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+    made = {name for name, tensor in known.items() if tensor.dtype == torch.float32}
+    return frozenset(name for name, now in new.items() if now in made or (pattern and pattern.search(now)))
 
 
 def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
@@ -111,6 +154,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
             report, _ = convert_and_load_state_dict_in_model(model, stored, options)
             if report.conversion_errors:
                 raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
+            unexpected = {*report.unexpected_keys}
             model._adjust_missing_and_unexpected_keys(report)
     except NotBuildable:
         raise
@@ -119,22 +163,24 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair if not {*pair} <= report.missing_keys}
     mismatched = {name: (tuple(found), tuple(wanted)) for name, found, wanted in report.mismatched_keys}
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
-    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched)
+    ignored = sorted(unexpected - {*report.unexpected_keys})
+    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored)
 
 
-def model_of_class(config: Mapping[str, Any], name: str) -> Any:
+def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:
     """A model of one of transformers' own classes, on the meta device.
 
     Args:
         config: content of `config.json`; of a model with several towers, a class of its language model takes that part.
         name: of the class.
+        dtype: of the parameters, except those that the class makes in float32.
 
     Raises:
         NotBuildable: there is no such class, it is not for this configuration, or transformers refuses that.
     """
     fields = without_fetching(constructor_fields(config))
     with building():
-        kind: Any = getattr(transformers, name, None)
+        kind: Any = getattr(transformers, name, None) if CLASS_NAME.fullmatch(name) else None
         is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
         if not is_model:
             raise NotBuildable(f"transformers has no model `{name}`")
@@ -142,7 +188,8 @@ def model_of_class(config: Mapping[str, Any], name: str) -> Any:
         part = settings.get_text_config()
         if kind.config_class and isinstance(part, kind.config_class):
             settings = part
-        return kind._from_config(settings, attn_implementation="eager", dtype=torch.float32)
+        with meta_device_safe_creation_ops():
+            return kind._from_config(settings, attn_implementation="eager", dtype=getattr(torch, dtype))
 
 
 def without_fetching(value: Any) -> Any:

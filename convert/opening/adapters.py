@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json
@@ -13,12 +15,27 @@ from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.adapters.peft_tuner_file import is_tuned, open_tuned
 from llmconv.convert.adapters.placement.initial_weights import with_initial
 from llmconv.convert.formats import adapter_format, detect
-from llmconv.errors import InputRefused, LlmconvError, UsageProblem
+from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.convert.state_dicts.training_files import training_file_kind
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, listing
 from llmconv.files.sources import local_path, reading_safely
 
 PREFIX = "base_model.model."
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")
 """Suffixes of the files next to the weights of an adapter."""
+
+SUFFIXES = (".safetensors", *TORCH)
+"""Suffixes of files of weights."""
+
+OWN = re.compile(r"(?:adapter_model|README)\..*")
+"""PEFT's file in its two forms, of which it reads one."""
+
+WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+"""The weights of a model in whose folder an adapter lies."""
+
+VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
+"""What reinforcement learning trains on top of a language model, which has no place for it."""
 
 
 def open_adapters(
@@ -73,7 +90,35 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
         if not is_plainly_peft(path) and (kind := adapter_format(path)):
             return kind.open(path, base, alpha)
         _refuse_whole_run(path, base)
-        return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+        opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+        return _with_all_weights(opened) if path.is_dir() else opened
+
+
+def _with_all_weights(adapter: Adapter) -> Adapter:
+    """The adapter of a folder in which no other file holds weights that were trained with it.
+
+    PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) lies next to
+    it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`).
+
+    Raises:
+        UnsupportedInput: there are such files.
+    """
+    others = (file for file in sorted(adapter.path.iterdir()) if file.suffix in SUFFIXES and file.is_file())
+    names = [file.name for file in others if not (OWN.fullmatch(file.name) or training_file_kind(file.name))]
+    if is_model_folder(adapter.path):
+        names = [name for name in names if not WHOLE_MODEL.fullmatch(name)]
+    heads = [name for name in names if VALUE_HEAD.fullmatch(name)]
+    if rest := [name for name in names if name not in heads]:
+        raise UnsupportedInput(
+            f"the folder of the adapter `{adapter.name}` contains other weights, which no merge would add: "
+            f"{listing(rest)}",
+            hint="were they trained with the adapter, put them into the base first; if not, move them elsewhere, or "
+            f"give the adapter's file alone: `{adapter.weights[0]}`",
+        )
+    if not heads:
+        return adapter
+    note = f"{listing(heads)} is left out: a language model has no value head"
+    return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
 
 
 def _refuse_whole_run(path: Path, base: Checkpoint) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.models.code_model import with_code
-from llmconv.convert.models.completeness import check_complete, why_incomplete
+from llmconv.convert.models.completeness import check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
 from llmconv.convert.models.trusted_code import OPTION, own_fields, trusted_code
 from llmconv.convert.tokenizers.source import read_tokenizer
@@ -58,14 +58,14 @@ def open_again(
     if (trusted := trusted_code(options)) and has_code(settings, side_files):
         return with_code(result, trusted, name)
     try:
-        warnings += check_complete(result.tensors, result.config, result.path.name)
+        warnings += check_folder(result.tensors, result.config, result.path.name)
     except MalformedInput as why:
         if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
             raise MalformedInput(
                 f"the weights are not those of the configuration: {why.message}",
                 hint="give `--config` the configuration of these weights, or leave it out",
             ) from why
-        warnings.append(f"the folder is not the causal language model that its config describes: {why.message}")
+        raise
     return replace(result, warnings=tuple(warnings))
 
 

@@ -26,6 +26,54 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     return bos, eos
 
 
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
+    """The tokens that begin, end and pad a text, by `bos_token`, `eos_token`, `pad_token`: text, and id where known.
+
+    Args:
+        files: content by name; see `special_ids`.
+
+    Raises:
+        MalformedInput: a file is not JSON.
+    """
+    settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
+    ids = {**_ids(_object(files, "tokenizer.json")), **_added(files)}
+    texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := _text(settings.get(kind)))}
+    return {kind: (text, ids.get(text)) for kind, text in texts.items()}
+
+
+def added_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
+    """The tokens beyond a tokenizer's own vocabulary.
+
+    Args:
+        files: content by name.
+
+    Raises:
+        MalformedInput: a file is not JSON.
+    """
+    return frozenset(_added(files))
+
+
+def known_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
+    """The tokens of `tokenizer.json` or `vocab.json`.
+
+    Raises:
+        MalformedInput: a file is not JSON.
+    """
+    return frozenset({*_ids(_object(files, "tokenizer.json")), *_object(files, "vocab.json")})
+
+
+def _added(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Token to id: `added_tokens.json`, `added_tokens_decoder` of the config, `added_tokens` of `tokenizer.json`."""
+    decoder = _object(files, "tokenizer_config.json").get("added_tokens_decoder")
+    rows = decoder.items() if isinstance(decoder, dict) else ()
+    pairs: list[tuple[Any, Any]] = [(_text(token), int(number)) for number, token in rows if str(number).isdecimal()]
+    listed = _object(files, "tokenizer.json").get("added_tokens")
+    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
+    pairs += [(_text(token), token.get("id")) for token in tokens]
+    pairs += _object(files, "added_tokens.json").items()
+    return {text: number for text, number in pairs if isinstance(text, str) and type(number) is int}
+
+
 def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
     """One more than the highest id of a tokenizer; None if its files do not contain the ids.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.input_map import decoder_config
@@ -26,6 +24,7 @@ from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
 from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
 from llmconv.runtime.custom_code import custom_classes
+from llmconv.runtime.eager.float32_tensors import kept_in_float32
 from llmconv.runtime.images.placeholders import embeds_in_layers
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
@@ -233,13 +232,6 @@ def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if pattern else ():
         if pattern and pattern.search(name) and isinstance(tensor, FakeTensor):
             tensor.data = tensor.data.to(torch.float32)
-
-
-def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Pattern of the names of the tensors that `from_pretrained` loads in float32 whatever the dtype of the model."""
-    plan = model._get_dtype_plan(dtype)
-    found: re.Pattern[str] | None = build_glob_alternation(list(plan))[0] if plan else None
-    return found
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -132,3 +132,30 @@ def save_model(folder: Path, config: Mapping[str, Any], side_files: Mapping[str,
 def contents(tensors: Mapping[str, LazyTensor]) -> Contents:
     """Every bit of every tensor."""
     return {name: (tensor.dtype.name, tensor.shape, tensor.read().tobytes()) for name, tensor in tensors.items()}
+
+
+SMALLEST: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4,
+    "intermediate_size": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "vocab_size": 2,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+"""A whole llama of one layer whose query projection is 6×4, with a bias."""
+
+
+def smallest_shapes() -> dict[str, tuple[int, ...]]:
+    """Name to shape of the tensors of `SMALLEST`."""
+    attention: dict[str, tuple[int, ...]] = {"q_proj": (6, 4), "k_proj": (2, 4), "v_proj": (2, 4), "o_proj": (4, 6)}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
+    layer |= {f"self_attn.{name}.bias": shape[:1] for name, shape in attention.items()}
+    layer |= {"mlp.gate_proj.weight": (2, 4), "mlp.up_proj.weight": (2, 4), "mlp.down_proj.weight": (4, 2)}
+    layer |= {"input_layernorm.weight": (4,), "post_attention_layernorm.weight": (4,)}
+    inner: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+    return {"model.embed_tokens.weight": (2, 4), **inner, "model.norm.weight": (4,)}

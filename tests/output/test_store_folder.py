@@ -164,9 +164,11 @@ def _put(bucket: Bucket, name: str, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("place", ["out", "out/", "out/inside", ""])
-def test_an_output_around_or_inside_its_input_is_refused_and_the_input_stays(place: str, bucket: Bucket) -> None:
+def test_an_output_around_or_inside_its_input_is_refused_and_the_input_stays(
+    place: str, bucket: Bucket, tmp_path: Path
+) -> None:
     source, output = f"{bucket}/out", f"{bucket}/{place}".replace("s3://", "s3a://")
-    write(sample(), source)
+    to_hf(save_model(tmp_path / "model", LLAMA), source, dtype="bfloat16")
     before = bucket.files()
     with pytest.raises(InputRefused, match="contains the input|is inside the input"):
         to_hf(source, output, dtype="float16", overwrite=True)

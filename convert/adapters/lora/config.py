@@ -90,6 +90,7 @@ class LoraConfig:
         blocks: `use_bdlora`, or None.
         fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
         base_class: class of the model it was trained on (`auto_mapping.base_model_class`), or empty.
+        task: `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not say.
         peft_version: first two numbers of the version that wrote the file, or None.
         match_time: shared by all patterns of the adapter.
     """
@@ -109,6 +110,7 @@ class LoraConfig:
     blocks: BlockDiagonal | None = None
     fused_by_unsloth: bool = False
     base_class: str = ""
+    task: str = ""
     peft_version: tuple[int, int] | None = None
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
@@ -186,8 +188,14 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         blocks=_blocks(fields),
         fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
         base_class=_class(dict(_map(fields, "auto_mapping")).get("base_model_class")),
+        task=task_of(fields),
         peft_version=_version(fields.get("peft_version")),
     )
+
+
+def task_of(fields: Mapping[str, Any]) -> str:
+    """The `task_type` of an adapter's config; empty if it has none."""
+    return task if isinstance(task := fields.get("task_type"), str) else ""
 
 
 def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:

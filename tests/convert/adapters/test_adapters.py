@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import merge_lora
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+from tests.builders.hf_models import SMALLEST, smallest_shapes
 
 Q = "layers.0.self_attn.q_proj"
 PREFIX = f"base_model.model.model.{Q}"
@@ -23,13 +24,9 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
 @pytest.fixture
 def base(save_tensors: Callable[..., Path]) -> Path:
-    """A folder with three tensors, of one layer."""
-    tensors = {
-        f"model.{Q}.weight": torch.ones(6, 4),
-        f"model.{Q}.bias": torch.ones(6),
-        "model.layers.0.self_attn.k_proj.weight": torch.ones(2, 4),
-    }
-    return save_tensors("base", tensors, {"config.json": {"model_type": "llama"}})
+    """A llama of one layer, all ones."""
+    tensors = {name: torch.ones(shape) for name, shape in smallest_shapes().items()}
+    return save_tensors("base", tensors, {"config.json": SMALLEST})
 
 
 @pytest.fixture
@@ -114,7 +111,7 @@ def test_a_tensor_that_matches_nothing_lists_the_close_names(attempt: Callable[.
     other = PREFIX.replace("q_proj", "p_proj")
     error = attempt({f"{other}.lora_A.weight": torch.ones(2, 4), f"{other}.lora_B.weight": torch.ones(6, 2)})
     assert "p_proj.weight" in error.message
-    assert f"close: `model.{Q}.weight`" in error.message
+    assert "close: `" in error.message and f"`model.{Q}.weight`" in error.message
 
 
 def test_a_whole_tensor_that_matches_nothing_is_refused(attempt: Callable[..., LlmconvError]) -> None:
@@ -160,7 +157,7 @@ def test_an_integer_adapter_is_refused(attempt: Callable[..., LlmconvError]) -> 
 
 
 def test_a_bias_of_b_for_a_layer_without_bias_is_refused(attempt: Callable[..., LlmconvError]) -> None:
-    other = PREFIX.replace("q_proj", "k_proj")
+    other = PREFIX.replace("self_attn.q_proj", "mlp.up_proj")
     pair = {f"{other}.lora_A.weight": torch.ones(2, 4), f"{other}.lora_B.weight": torch.ones(2, 2)}
     assert "has a bias for" in attempt(pair | {f"{other}.lora_B.bias": torch.ones(2)}).message
 
@@ -177,7 +174,7 @@ def test_a_sum_too_large_for_float16_is_refused(base: Path, save_tensors: Callab
 
 
 def test_a_quantized_base_is_refused(base: Path, attempt: Callable[..., LlmconvError]) -> None:
-    (base / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"bits": 4}}))
+    (base / "config.json").write_text(json.dumps(SMALLEST | {"quantization_config": {"bits": 4}}))
     assert "quantized" in attempt().message
 
 
@@ -250,7 +247,7 @@ def test_an_output_that_exists_exits_with_3(base: Path, adapter: Path, tmp_path:
 def test_a_dry_run_prints_the_plan_and_writes_nothing(base: Path, adapter: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(tmp_path / "out"), "--dry-run"])
     assert result.exit_code == 0
-    assert "disk needed: 152 bytes" in result.stdout
+    assert "disk needed: 488 bytes" in result.stdout
     assert f"  model.{Q}.weight  float32  [6, 4]  merged" in result.stdout
     assert not (tmp_path / "out").exists()
 
@@ -259,7 +256,7 @@ def test_json_names_what_was_merged(base: Path, adapter: Path, tmp_path: Path) -
     result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(tmp_path / "out"), "--json"])
     content = json.loads(result.stdout)
     assert content["merged"] == [f"model.{Q}.weight"]
-    assert content["tensors"] == 3 and content["bytes"] == 152 and content["written"] is True
+    assert content["tensors"] == 15 and content["bytes"] == 488 and content["written"] is True
 
 
 def test_alpha_completes_a_config_without_one(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> None:
@@ -304,3 +301,54 @@ def test_names_that_could_be_two_tensors_are_refused(
     base = save_tensors("two", tensors, {"config.json": {"model_type": "both"}})
     with pytest.raises(MalformedInput, match=r"could be `model\.text.*` or `model\.vision"):
         merge_lora(base, [adapter], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("non_lora_trainables.bin", "trainable_params.bin", "new_embeddings.safetensors", "vit.safetensors"),
+        *("mm_projector.bin", "model.safetensors"),
+    ],
+)
+def test_weights_next_to_an_adapter_are_not_left_out_silently(
+    name: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    (adapter / name).write_bytes(b"whatever a trainer saved")
+    with pytest.raises(UnsupportedInput, match=rf"contains other weights.*`{name}`") as refusal:
+        merge_lora(base, [adapter], tmp_path / "out")
+    assert "adapter_model.safetensors" in refusal.value.hint
+    merge_lora(base, [adapter / "adapter_model.safetensors"], tmp_path / "out")
+
+
+def test_the_state_of_training_next_to_an_adapter_is_ignored(base: Path, adapter: Path, tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin", "scaler.pt"):
+        (adapter / name).write_bytes(b"")
+    assert merge_lora(base, [adapter], tmp_path / "out").warnings == ()
+
+
+def test_a_value_head_is_left_out_by_name(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (adapter / "value_head.safetensors").write_bytes(b"")
+    (warning,) = merge_lora(base, [adapter], tmp_path / "out").warnings
+    assert "`value_head.safetensors` is left out" in warning
+
+
+def test_an_adapter_that_changes_nothing_is_reported(
+    base: Path, adapter: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    tensors = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.zeros(6, 2)}
+    files = {"adapter_config.json": CONFIG}
+    untrained = save_tensors("untrained", tensors, files, weights="adapter_model.safetensors")
+    (warning,) = merge_lora(base, [adapter, untrained], tmp_path / "out").warnings
+    assert "`untrained` changes nothing: its factors are zero" in warning
+
+
+def test_a_merge_that_changes_nothing_is_reported(
+    base: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = {f"base_model.model.model.{Q}.bias": torch.ones(6)}
+    config = {"peft_type": "IA3", "target_modules": ["q_proj"], "feedforward_modules": []}
+    tensors = {f"{PREFIX}.ia3_l": torch.ones(6, 1)} | whole
+    same = save_tensors("same", tensors, {"adapter_config.json": config}, weights="adapter_model.safetensors")
+    for dtype in ("keep", "bfloat16"):
+        (warning,) = merge_lora(base, [same], tmp_path / dtype, dtype=dtype).warnings
+        assert "the merge changes nothing" in warning

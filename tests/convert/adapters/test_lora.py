@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
-from llmconv.errors import UsageProblem
+from llmconv.errors import MalformedInput, UsageProblem
 
 State = dict[str, torch.Tensor]
 Judged = Callable[..., tuple[Path, Path, State]]
@@ -271,14 +271,15 @@ def test_an_option_that_does_not_exist_is_named(tiny: Callable[[str], Path], tmp
         merge_lora(tiny("llama"), [tmp_path], tmp_path / "out", weight=[0.1], density=[0.3])  # type: ignore[call-arg]
 
 
-def test_a_base_that_is_not_whole_is_told(trained: Judged, tmp_path: Path) -> None:
+def test_a_base_that_is_not_whole_is_refused(trained: Judged, tmp_path: Path) -> None:
     base, adapter, _ = trained("llama", target_modules=["q_proj"])
     holed = shutil.copytree(base, tmp_path / "holed")
     tensors = load_file(holed / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, holed / "model.safetensors", {"format": "pt"})
-    merge = merge_lora(holed, adapter, tmp_path / "out")
-    assert "model.norm.weight" in merge.warnings[-1]
+    with pytest.raises(MalformedInput, match=r"missing keys: `model\.norm\.weight`"):
+        merge_lora(holed, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_alpha_is_another_step_of_the_manifest(trained: Judged, tmp_path: Path) -> None:

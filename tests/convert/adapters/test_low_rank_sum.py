@@ -20,6 +20,7 @@ needs_compiler = pytest.mark.skipif(not compiled, reason="llmconv was installed 
 BITS = arrays.arrays(np.uint32, arrays.array_shapes(max_dims=2, max_side=9))
 
 
+@settings(deadline=None)
 @given(bits=BITS)
 def test_bfloat16_is_rounded_as_torch_rounds_any_bits(bits: Array) -> None:
     values = bits.view(np.float32)

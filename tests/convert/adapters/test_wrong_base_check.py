@@ -187,6 +187,48 @@ def test_the_users_tokenizer_replaces_all_others(tmp_path: Path, make: Make) -> 
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
+TOKENS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<turn>": 3}
+
+
+def save_tokenizer(folder: Path, eos: str, *more: str) -> None:
+    """A tokenizer of `TOKENS` and `more` that ends texts with `eos`."""
+    ids = TOKENS | {text: 4 + at for at, text in enumerate(more)}
+    tokens = [{"id": number, "content": text, "special": True} for text, number in ids.items()]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "bos_token": {"content": "<s>"}}))
+
+
+def test_another_end_of_text_in_the_adapters_folder_is_named(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {"eos_token_id": 2}, {})
+    save_tokenizer(base, "</s>")
+    save_tokenizer(adapter, "<turn>", "<|call|>")
+    done = merge(base, adapter, tmp_path / "out")
+    assert "`eos_token` '<turn>' (base: '</s>')" in done.stderr and "1 added tokens, `<|call|>`" in done.stderr
+    assert f"`--tokenizer {adapter}`" in done.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
+
+
+def test_other_settings_of_decoding_in_the_adapters_folder_are_named(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    save_tokenizer(base, "</s>")
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2], "transformers_version": "9"}))
+    done = merge(base, adapter, tmp_path / "out")
+    assert "`eos_token_id` in `generation_config.json`" in done.stderr
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(2, 3), ([2, 0], [3, 2, 0]), ([3, 2], [3, 2]), (None, 3)])
+def test_the_ids_follow_the_users_tokenizer(stored: Any, expected: Any, tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {"eos_token_id": stored, "bos_token_id": 9}, {})
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    save_tokenizer(base, "</s>")
+    save_tokenizer(adapter, "<turn>")
+    done = merge(base, adapter, tmp_path / "out", "--tokenizer", adapter)
+    assert "was saved with other settings" not in done.stderr
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == expected and config["bos_token_id"] == 9
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == expected
+
+
 # inspect
 
 

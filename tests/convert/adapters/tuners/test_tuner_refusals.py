@@ -12,6 +12,7 @@ import torch
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.tuners import UNMERGEABLE, tuners
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+from tests.builders.hf_models import SMALLEST, smallest_shapes
 
 Q = "layers.0.self_attn.q_proj"
 PREFIX = f"base_model.model.model.{Q}"
@@ -82,9 +83,8 @@ def folders(save_tensors: Callable[..., Path]) -> Callable[..., tuple[Path, Path
 
     def make(kind: str, shapes: dict[str, Any], fields: dict[str, Any]) -> tuple[Path, Path]:
         good = GOOD.get(kind, ({}, {}))
-        weights = {"weight": torch.ones(6, 4), "bias": torch.ones(6)}
-        tensors = {f"model.{Q}.{name}": tensor for name, tensor in weights.items()}
-        base = save_tensors("base", tensors, {"config.json": {"model_type": "llama"}})
+        tensors = {name: torch.ones(shape) for name, shape in smallest_shapes().items()}
+        base = save_tensors("base", tensors, {"config.json": SMALLEST})
         parts = {name: shape for name, shape in {**good[1], **shapes}.items() if shape}
         learned = {f"{PREFIX}.{name}": torch.ones(shape) for name, shape in parts.items()}
         files = {"adapter_config.json": {"peft_type": kind, **good[0], **fields}}
