@@ -69,7 +69,8 @@ def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dic
     base, adapter, exact = train_layers(tmp_path, CONFIGS[kind](**fields))
     merge = merge_lora(base, [adapter], tmp_path / "out")
     assert merge.merged
-    (warning,) = merge.warnings  # transformers has no model of this type
+    warning, *others = merge.warnings  # transformers has no model of this type
+    assert others in ([], ["the merge changes nothing: every weight is that of the base"])  # OFT of one Neumann term
     assert "only checked by generic rules" in warning and "model of type `layers`" in warning
     assert not wrong(tmp_path / "out", exact)
 
