@@ -89,7 +89,7 @@ class Chat:
     def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The messages as tokens; they begin with the tokens that have run, if the text is the same."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        most = self._model.context_length
+        most = self._model.longest_prompt
         ids = self._model.without_images(self._model.encode_chat([*system, *messages], self._template, most=most))
         return continued(self._ran, ids, self._model.tokenizer.decode)
 

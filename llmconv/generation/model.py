@@ -42,7 +42,7 @@ from llmconv.runtime.prefix.runner import PrefixedRunner
 from llmconv.runtime.prefix.trained import open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
-from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, find_tokenizer, require_text
+from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer, require_text
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,11 @@ class TextModel:
     def decode(self) -> TokenDecoder:
         """Tokens to text, without special tokens."""
         return TokenDecoder(self.tokenizer)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Number of tokens that a prompt can have: the context, or a million if that is unknown."""
+        return UNKNOWN if self.context_length is None else self.context_length
 
     @property
     def sequences(self) -> int | None:
@@ -257,7 +262,7 @@ class TextModel:
             text = render_chat(self.tokenizer, messages, template)
         require_text(text)
         starts = add_special_tokens and not has_start(self.tokenizer, text, template)
-        return encoder.encode(text, images, starts=starts, most=self.context_length)
+        return encoder.encode(text, images, starts=starts, most=self.longest_prompt)
 
     def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
         self,

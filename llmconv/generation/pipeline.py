@@ -137,7 +137,7 @@ class TextGeneration:
         return settings.but(stop_strings=stops) if stops else settings
 
     def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
-        most = self.model.context_length
+        most = self.model.longest_prompt
         if _is_chat(content):
             template = shape.get("template", TOKENIZER)
             return self.model.without_images(self.model.encode_chat(content, template, most=most))

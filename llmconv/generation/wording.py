@@ -81,7 +81,7 @@ class Wording:
             raise UsageProblem(f"{name} has both images and embeddings", hint="give one of them")
         content, encoder = with_prefix(prompt.content, self.prompt_prefix), model.require_images()
         if isinstance(content, str) and not self._chat_template:
-            return encoder.encode(content, prompt.images, starts=self.add_special_tokens, most=model.context_length)
+            return encoder.encode(content, prompt.images, starts=self.add_special_tokens, most=model.longest_prompt)
         messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
         return model.encode_images(messages, prompt.images, template, add_special_tokens=self.add_special_tokens)
 
@@ -93,10 +93,9 @@ class Wording:
         messages, template = as_chat(content, self.system), self._chat_template or TOKENIZER
         return model.encode_chat(messages, template, add_special_tokens=special, most=most)
 
-    def _most(self, model: TextModel) -> int | None:
+    def _most(self, model: TextModel) -> int:
         """Number of tokens that a prompt can have, see `TextModel.encode`; more if it is cut."""
-        cut = 1 if self.src_length is None else MOST_CUT
-        return None if model.context_length is None else cut * model.context_length
+        return (1 if self.src_length is None else MOST_CUT) * model.longest_prompt
 
     def cut(self, model: TextModel, tokens: list[int]) -> list[int]:
         """The tokens without those that are too many for `src_length`, after the special tokens at the start.

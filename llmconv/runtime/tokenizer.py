@@ -26,6 +26,9 @@ HEAD = 64
 CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
 """Characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many."""
 
+UNKNOWN = 1 << 20
+"""Maximum number of tokens for a model that declares no context."""
+
 SLACK = 256
 """Tokens that a beginning may have more than the same characters of the whole text: of the word in which it ends."""
 
@@ -118,7 +121,7 @@ class TooManyTokens(InputRefused):
 
     def __init__(self, most: int, beginning: str, ids: list[int]) -> None:
         super().__init__(
-            f"the prompt has more than {2 * most} tokens, but the model's context is {most}",
+            f"the prompt has more than {2 * most} tokens, and at most {most} are accepted",
             hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
         )
         self.beginning, self.ids = beginning, ids

@@ -155,8 +155,8 @@ class ServedModel:
     def _chat(self, request: CompletionRequest) -> EncodedPrompt:
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
-        messages, most = [*system, *request.messages], self.model.context_length
-        if most is not None and len(messages) > most:  # each has a token at least
+        messages, most = [*system, *request.messages], self.model.longest_prompt
+        if len(messages) > most:  # each has a token at least
             raise _too_long(
                 f"the chat has {len(messages)} messages, but the model's context is {most} tokens", "messages"
             )
@@ -168,7 +168,7 @@ class ServedModel:
 
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(self.model.without_images(self.model.encode(prompt, most=self.model.context_length)))
+            return EncodedPrompt(self.model.without_images(self.model.encode(prompt, most=self.model.longest_prompt)))
         most = len(self.model.tokenizer)
         if any(not 0 <= token < most for token in prompt):
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")

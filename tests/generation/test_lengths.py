@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation import TextModel, generate
+from llmconv.runtime.tokenizer import UNKNOWN
 
 
 def run(*arguments: object) -> Result:
@@ -89,4 +91,12 @@ def test_a_prompt_that_is_far_too_long_is_left_out_like_any_other(talking: Path,
     found = generate(model, ["a", "b" * 200_000, "c"], max_new_tokens=3, src_length=cut).completions
     assert [one.finish == "too_long" for one in found] == [False, True, False]
     with pytest.raises(InputRefused, match="more than 256 tokens"):
+        generate(model, ["b" * 200_000], max_new_tokens=3)
+
+
+def test_a_model_without_a_context_has_a_limit_of_its_own(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert UNKNOWN >= 1_000_000
+    monkeypatch.setattr("llmconv.generation.model.UNKNOWN", 1000)
+    model = replace(TextModel.open(talking, backend="torch"), context_length=None)
+    with pytest.raises(InputRefused, match="more than 2000 tokens"):
         generate(model, ["b" * 200_000], max_new_tokens=3)
