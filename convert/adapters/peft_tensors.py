@@ -17,6 +17,7 @@ from pathlib import Path
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
 from llmconv.convert.adapters.lora.block_diagonal import dense
 from llmconv.convert.adapters.lora.config import LoraConfig
+from llmconv.convert.adapters.lora.grouped_experts import ungrouped
 from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
 from llmconv.convert.adapters.lora.trainable_tokens import pair_tokens
 from llmconv.errors import LISTED, MalformedInput, UnsupportedInput
@@ -46,7 +47,7 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
     Raises:
         MalformedInput, UnsupportedInput: see `open_adapter`.
     """
-    found = _sort(tensors, weights[0].name)
+    found = _sort(ungrouped(tensors), weights[0].name)
     _require_pairs(found.factors)
     pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
     tokens = pair_tokens(found.tokens, config)

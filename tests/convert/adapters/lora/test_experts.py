@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Files with one tensor per expert; files with fused ones under other names; fused ones stored [E, in, out]."""
 
+WEIGHTS = "model.safetensors"
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -284,3 +285,41 @@ def test_lists_of_layers_as_unsloth_makes_of_gpt_oss_find_the_fused_experts(tmp_
             exact[f"model.layers.{number}.mlp.experts.{name}"] = torch.stack(weights)
     merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
     assert_equal(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["experts one by one", "experts in one tensor"])
+def test_factors_of_grouped_experts_are_those_of_gate_up_and_down(fused: bool, tmp_path: Path) -> None:
+    model = causal_lm("qwen3_moe", **{**PLAIN, **FAMILIES["qwen3_moe"]})
+    model.save_pretrained(tmp_path / "base")
+    if fused:
+        save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "base" / WEIGHTS)
+    base, experts = load_file(tmp_path / "base" / WEIGHTS), "model.layers.0.mlp.experts"
+    shapes = {"gate_and_up_A": (3, 16, 2), "gate_and_up_B": (3, 2, 20), "down_A": (3, 10, 2), "down_B": (3, 2, 16)}
+    factors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    up, down = (
+        4 * (factors[f"{name}_A"].double() @ factors[f"{name}_B"].double()).mT for name in ("gate_and_up", "down")
+    )
+    exact = {name: value.double() for name, value in base.items()}
+    if fused:
+        exact[f"{experts}.gate_up_proj"] += up
+        exact[f"{experts}.down_proj"] += down
+    for expert in range(0 if fused else 3):
+        for name, change in (("gate_proj", up[:, :10]), ("up_proj", up[:, 10:]), ("down_proj", down)):
+            exact[f"{experts}.{expert}.{name}.weight"] += change[expert]
+    (tmp_path / "adapter").mkdir()
+    named = {f"base_model.model.{experts}.lora_{name}": value for name, value in factors.items()}
+    save_file(named, tmp_path / "adapter/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["experts"]}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+    assert_equal(tmp_path / "out", exact)
+
+
+def test_grouped_experts_of_two_dimensions_are_refused(tmp_path: Path) -> None:
+    causal_lm("qwen3_moe", **{**PLAIN, **FAMILIES["qwen3_moe"]}).save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    named = {f"base_model.model.model.layers.0.mlp.experts.lora_down_{part}": torch.ones(3, 2) for part in "AB"}
+    save_file(named, tmp_path / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
+    with pytest.raises(MalformedInput, match="three dimensions"):
+        merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
