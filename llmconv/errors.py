@@ -31,6 +31,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
+KEPT = "finished files stay for `--resume`"
+"""Note of an interrupt that left something to resume."""
+
+
 class LlmconvError(Exception):
     """Base class of all errors.
 

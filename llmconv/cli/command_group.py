@@ -17,7 +17,7 @@ import click
 
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.cli.other_spellings import hint_for
-from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
+from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers, unusable_package
 from llmconv.stores import hung_calls
@@ -110,7 +110,8 @@ class CommandGroup(click.Group):
             self._fail(ctx, error.message, error.hint, error.exit_code)
         except KeyboardInterrupt as interrupt:
             code = 143 if isinstance(interrupt, Terminated) else 130
-            self._fail(ctx, "interrupted", RESUME_HINT if self._resumes(ctx) else INTERRUPTED_HINT, code)
+            keeps = KEPT in getattr(interrupt, "__notes__", ())
+            self._fail(ctx, "interrupted", RESUME_HINT if keeps else INTERRUPTED_HINT, code)
         except BrokenPipeError:
             _discard_stdout()
             ctx.exit(0 if asks_help or ctx.invoked_subcommand in PRINT_ONLY else READER_LEFT)
@@ -127,11 +128,6 @@ class CommandGroup(click.Group):
             if isinstance(error, ImportError) and (unusable := unusable_package(error)):
                 self._fail(ctx, unusable.message, unusable.hint, unusable.exit_code)
             self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
-
-    def _resumes(self, ctx: click.Context) -> bool:
-        """Whether the invoked command has the option `--resume`."""
-        command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        return command is not None and any(option.name == "resume" for option in command.params)
 
     def _fail_usage(self, error: click.UsageError) -> NoReturn:
         """Reports click's errors of arguments like every other error; without any argument click shows the help."""

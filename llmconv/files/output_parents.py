@@ -12,9 +12,11 @@ def require_parents(output: Path) -> None:
     """Requires that the folders above a file or folder to write exist or can be made.
 
     Raises:
-        InputRefused: one of them is a file or a broken link.
+        InputRefused: one of them is a file or a broken link; or `output` is the root of the file system.
     """
-    above = next(path for path in output.absolute().parents if os.path.lexists(path))
+    above = next((path for path in output.absolute().parents if os.path.lexists(path)), None)
+    if above is None:
+        raise InputRefused(f"`{output}` is the root of the file system", hint="choose a path in it")
     if not above.is_dir():
         raise InputRefused(
             f"`{above}` is not a folder, so `{output}` cannot be written", hint="choose a path in another folder"

@@ -23,9 +23,10 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
         resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
 
     Raises:
-        InputRefused: it exists and may not be replaced, or it is inside an input or below a file.
+        InputRefused: it exists and may not be replaced, it is inside an input or below a file, or its name is too long.
     """
     require_parents(output)
+    _require_short(output)
     around = [path for path in inputs if path.resolve() in output.resolve().parents]
     if around:
         raise InputRefused(
@@ -48,6 +49,20 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, 
     if problem:
         raise InputRefused(
             f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
+        )
+
+
+def _require_short(output: Path) -> None:
+    """Refuses a name that the file system cannot hold, with what the partial folder adds to it."""
+    above = next(path for path in output.absolute().parents if os.path.isdir(path))
+    longest = os.pathconf(above, "PC_NAME_MAX")
+    partial, home = partial_folder(output), output.absolute().parent
+    names = [os.fsencode(name) for name in (partial.name, *home.parts)]
+    if 0 < longest < max(map(len, names)):
+        raise InputRefused(
+            f"the name of `{output}` is too long: {max(map(len, names))} bytes with what is added while it is made, "
+            f"{longest} are possible",
+            hint="choose a shorter `-o`",
         )
 
 

@@ -92,7 +92,7 @@ def _home(output: Path) -> Path:
 
 
 def require_space(output: Path, needed: int, home: Path | None = None) -> None:
-    """Requires free space on the disk.
+    """Requires free space on the disk; a file system that reports no size (`/proc`, some of FUSE) is not asked.
 
     Args:
         output: the folder to write.
@@ -102,9 +102,9 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
     Raises:
         InputRefused: fewer than `needed` bytes are free.
     """
-    free = shutil.disk_usage(home or _home(output)).free
-    if needed > free:
+    usage = shutil.disk_usage(home or _home(output))
+    if needed > usage.free and usage.total:
         raise InputRefused(
-            f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",
+            f"no space left: `{output}` needs {needed:,} bytes, {usage.free:,} are free",
             hint="free some space, or choose an output on another disk",
         )

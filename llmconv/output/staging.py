@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from llmconv.files import page_cache
 from llmconv.files.named_file import is_inner
 from llmconv.files.output_parents import make_parents
 from llmconv.files.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at, sync_folder
-from llmconv.files.safe_folder import NOFOLLOW, Folder, Link, NewFile
+from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
 from llmconv.output.existing_folder import partial_folder, require_free
 from llmconv.output.io_errors import failing_safely
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry
@@ -238,10 +238,20 @@ def _open_partial(path: Path) -> Folder:
 
     Raises:
         InputRefused: it is a link, or belongs to another user, who could change its files.
+        OutputFailed: none can be made there.
     """
-    with suppress(FileExistsError):
+    try:
         path.mkdir()
         return Folder.open_own(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise OutputFailed(
+            f"no folder can be made in `{path.parent}`: {error.strerror or error}",
+            hint="choose an `-o` in a folder of your own",
+        ) from error
     with ExitStack() as stack:
         folder = stack.enter_context(Folder.open_own(path))
         with folder.begin("owner") as own:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import parse_object
-from llmconv.errors import InputRefused, OutputFailed
+from llmconv.errors import KEPT, InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
 from llmconv.files.mirror import registry
@@ -109,7 +110,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
         making = target.finish(key, files, overwrite=overwrite, trusted=isinstance(work, Workers | Ray))
     else:
         making = target.begin(key, files, overwrite=overwrite, resume=resume)
-    with making as folder:
+    with _noting_what_stays(making) as folder:
         _require_parts(plan, folder, target) if work else _write_shards(plan, folder, target.name, stats)
         for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
@@ -117,12 +118,24 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     return manifest
 
 
+@contextmanager
+def _noting_what_stays(making: AbstractContextManager[UnfinishedOutput]) -> Iterator[UnfinishedOutput]:
+    """The unfinished output; an interrupt gets the note `KEPT` where finished files stay for `--resume`."""
+    with making as folder:
+        try:
+            yield folder
+        except KeyboardInterrupt as interrupt:
+            if folder.finished:
+                interrupt.add_note(KEPT)
+            raise
+
+
 def _write_part(
     plan: Plan, target: Destination, key: str, files: Sequence[str], chosen: set[str], sources: Stats
 ) -> None:
     """Writes the chosen shards, and publishes nothing."""
     part = replace(plan, shards=tuple(shard for shard in plan.shards if shard.name in chosen))
-    with target.share(key, files, chosen) as folder:
+    with _noting_what_stays(target.share(key, files, chosen)) as folder:
         _write_shards(part, folder, target.name, sources)
 
 
@@ -151,7 +164,7 @@ def _write_elsewhere(
             elif isinstance(work, Workers):
                 write_in_workers(current_call(), unfinished, work, advance)
         except BaseException:
-            with target.finish(key, files, overwrite=overwrite, trusted=True):
+            with _noting_what_stays(target.finish(key, files, overwrite=overwrite, trusted=True)):
                 raise  # keeps or deletes what is finished, as after an error of this process
 
 
