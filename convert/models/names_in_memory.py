@@ -80,8 +80,10 @@ class NamesInMemory:
         self._joints: dict[str, Joint] = {}
         rules = get_model_conversion_mapping(self._model)
         renamings, self._converters = _kinds(rules)
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         for name in sorted(shapes, key=dot_natural_key):
             self._find(name, renamings)
+        self._spellings, _ = _kinds(get_model_conversion_mapping(self._model))  # apart: rules note their use
         self._back = [rule.reverse_transform() for rule in renamings[::-1] if rule.was_used()]
         self._keys = {target: key for key, rule in self._rules.items() for target in _targets(key, rule)}
 
@@ -93,7 +95,7 @@ class NamesInMemory:
             new, pattern = rename_source_key(name, [], [], prefix, there)
         if new not in there:
             return
-        rule = next((each for each in self._converters if pattern in each.source_patterns), None)
+        rule = self._by_pattern.get(str(pattern))
         if rule is None or all(isinstance(each, Transpose) and each.check_dims for each in rule.operations):
             self.renamed[name] = new  # a stack of experts in either order, which its shape tells
             return
@@ -105,8 +107,7 @@ class NamesInMemory:
         """The name in memory of what an adapter of another version of transformers calls `name`."""
         if name in self.shapes:
             return name
-        renamings, _ = _kinds(get_model_conversion_mapping(self._model))
-        return str(rename_source_key(name, renamings, [], self._model.base_model_prefix, self.shapes)[0])
+        return str(rename_source_key(name, self._spellings, [], self._model.base_model_prefix, self.shapes)[0])
 
     def stored_name(self, name: str) -> str:
         """The name under which transformers stores a tensor that the files do not have yet."""
