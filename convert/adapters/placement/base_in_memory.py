@@ -106,8 +106,9 @@ class BaseInMemory:
                 changes[name] = [Recovered(self._gathered(name, exact))]
             elif any(edits.touches(source) for source in origin.sources):
                 whole[name] = tensors[name]
+        there = {old: edits.tensors[new] for new, old in names.items() if new in edits.tensors}
         return Edits(
-            {**self.stored.tensors, **tensors},
+            {**self.stored.tensors, **there},
             edits.config,
             tuple(names.get(name) or self.stored_name(name) for name in edits.tied),
             whole,

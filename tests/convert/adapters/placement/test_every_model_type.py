@@ -97,7 +97,8 @@ def adapt(model: Any, folder: Path) -> State:
 @pytest.mark.parametrize("kind", slow_but(TYPES, *QUICK))
 def test_an_adapter_of_everything_merges_as_peft_does(kind: str, tmp_path: Path) -> None:
     exact = adapt(tiny_model(kind), tmp_path)
-    merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+    merge = merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out", check=True)
+    assert merge.check and not merge.check.differing
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == exact.keys()
     assert [name for name, value in found.items() if not is_nearest(value, exact[name])] == []
