@@ -16,6 +16,7 @@ from llmconv.convert.adapters.placement.targets import AdapterTargets
 from llmconv.convert.adapters.placement.tensor_names import has_same_end, prefix_fits
 from llmconv.convert.adapters.placement.weight_updates import WeightChange
 from llmconv.convert.algebra.lines import Lines, Origin, gathered
+from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.tied_head import find_embedding, find_head
 from llmconv.tensors import BY_NAME, Array, LazyTensor
@@ -147,10 +148,12 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
 
 def _expected(adapter: Adapter, targets: AdapterTargets) -> set[str]:
     """Names of tensors that the base must have; a saved module whose name resembles none may be a new one."""
+    has_head = any(other.endswith(HEADS) for other in targets.tensors)  # which files may call otherwise
     new = {
         name
         for name in adapter.whole
         if is_saved(name, adapter.config.modules_to_save)
+        and not (has_head and name.endswith(HEADS))
         and not any(has_same_end(name, other) for other in targets.tensors)
     }
     return targets.names(adapter.whole.keys() - new)
