@@ -170,8 +170,9 @@ def unknown_tables(name: str, model: onnx.ModelProto, kind: int, known: KnownCon
 
 
 def routes(model: onnx.ModelProto) -> bool:
-    """Whether a graph chooses experts for each token."""
-    return any(node.op_type == "TopK" for node in model.graph.node)
+    """Whether a graph chooses experts for each token; the likeliest tokens of `--postprocess topk:K` are outputs."""
+    results = {port.name for port in model.graph.output}
+    return any(node.op_type == "TopK" and not results.intersection(node.output) for node in model.graph.node)
 
 
 def _notes(half: str, *, on_cpu: bool) -> list[str]:

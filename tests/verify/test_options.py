@@ -12,7 +12,9 @@ import onnx
 import pytest
 
 from llmconv.errors import MalformedInput
+from llmconv.export import export
 from llmconv.verify import verify
+from llmconv.verify.folder_comparison import routes
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.options import OPTION_MUTANTS, OptionMutant
 
@@ -100,3 +102,14 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, graph: dict[str, A
     (tmp_path / "llmconv.json").write_text(json.dumps({"graphs": {"decode": graph}}))
     with pytest.raises(MalformedInput, match=problem):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("mixtral", True)])
+def test_the_likeliest_tokens_are_no_choice_of_experts(
+    kind: str, expected: bool, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny(kind), tmp_path / kind)
+    export(folder, postprocess="topk:3")
+    model = onnx.load(folder / "prefill.onnx", load_external_data=False)
+    assert any(node.op_type == "TopK" for node in model.graph.node)
+    assert routes(model) is expected

@@ -56,7 +56,7 @@ def check_structure(
         *_axis_problems(graph, _wanted_axes(graph, cache_shapes, extras)),
         *_result_problems(graph),
         *_type_problems(graph),
-        *_dead_inputs(model),
+        *dead_inputs(model),
     ]
     return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
 
@@ -150,7 +150,12 @@ def _type_problems(graph: OrtGraph) -> list[str]:
     return problems + ([f"cache inputs and outputs have several types: {sorted(kinds)}"] if len(kinds) > 1 else [])
 
 
-def _dead_inputs(model: onnx.ModelProto) -> list[str]:
+def dead_inputs(model: onnx.ModelProto) -> list[str]:
+    """Errors for inputs that no node reads.
+
+    Args:
+        model: the graph without its weights.
+    """
     used = {name for node in nodes(model) for name in node.input}
     used |= {output.name for output in model.graph.output}
     return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.errors import LlmconvError, OutOfMemory
+from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
 from llmconv.tensors import Array
+from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.audit.file_checksums import audit_graph_files
+from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights, span_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
+from llmconv.verify.reference.weight_scaling import SCALINGS
 from llmconv.verify.results.report import Check, Checks, Report
 from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, measure
 from llmconv.verify.single_pass.reference import TaskReference, as_rows
@@ -23,6 +27,9 @@ from llmconv.verify.verification import Session
 
 DTYPE = "float32"
 INPUTS = {"input_ids", "attention_mask"}
+
+POOLED = {"embed", "classify", "rerank"}
+"""Roles whose graphs join the tokens of a text."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,10 @@ class SinglePassFolder:
             yield audit_files(folder)
         source = self._weights()
         yield [audit_weights(name, model, source)[0] for name, model in models.items()]
+        config = read_config(self.reference)
+        pooled = {entry.name: entry.role in POOLED for entry in self.verified.entries}
+        yield [audit_decisions(name, model, config, pools=pooled[name]) for name, model in models.items()]
+        self.report.unseen += [scaling.bug for scaling in SCALINGS]
         for entry in self.verified.entries:
             yield from self._graph(entry)
 
@@ -82,11 +93,13 @@ class SinglePassFolder:
             yield [replace(blank, verdict="fail", detail=error.message)]
             return
         reference = TaskReference(self.reference, entry.role)
-        texts, uncrossed = batches(reference.limits, self.session.selection.suite)
-        if uncrossed:
-            self.report.unseen.append(f"texts longer than the window of {uncrossed[0]} tokens")
+        takes_positions = POSITIONS in graph.inputs
+        suite, pools = self.session.selection.suite, entry.role in POOLED
+        texts, left = batches(reference.limits, suite, pools=pools, takes_positions=takes_positions)
+        self.report.unseen += left
         wanted = reference.expected(texts[0])
-        if problem := _declared(graph, entry.role, set(wanted)):
+        problem = _declared(graph, entry.role, set(wanted)) or "; ".join(dead_inputs(self.verified.models[entry.name]))
+        if problem:
             yield [replace(blank, verdict="fail", detail=problem)]
             return
         yield [replace(blank, detail=f"inputs and outputs of `{entry.role}`")]
@@ -97,7 +110,7 @@ class SinglePassFolder:
 
 def _declared(graph: SinglePassGraph, role: str, outputs: set[str]) -> str:
     """What is wrong with the names of inputs and outputs; empty if nothing is."""
-    optional = {"position_ids"} if role == "scoring" else set()
+    optional = {POSITIONS} if role == "scoring" else set()
     if set(graph.inputs) - optional != INPUTS:
         return f"inputs are {', '.join(graph.inputs)}, expected {', '.join(sorted(INPUTS))}"
     if set(graph.outputs) != outputs:
@@ -111,7 +124,7 @@ def _batch(
     """A check for each output on one batch."""
     blank = Check(texts.name, entry.name, "")
     try:
-        found = graph.run(texts.input_ids, texts.attention_mask)
+        found = graph.run(texts.input_ids, texts.attention_mask, texts.position_ids)
     except OutOfMemory:
         raise
     except LlmconvError as error:

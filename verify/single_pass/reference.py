@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.context_length import LENGTHS
+from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.runner import default_positions
@@ -68,13 +68,14 @@ class TaskModel:
     def outputs(self, texts: Texts) -> dict[str, Array]:
         """All outputs as rows [batch, tokens or 1, features], by name."""
         reset_dynamic_rope(self.model)
-        found = self._run(texts.input_ids, texts.attention_mask)
+        found = self._run(texts)
         return {name: as_rows(self.role, name, array) for name, array in found.items()}
 
-    def _run(self, ids: Array, mask: Array) -> dict[str, Array]:
-        given = {"input_ids": ids, "attention_mask": mask}
+    def _run(self, texts: Texts) -> dict[str, Array]:
+        mask, positions = texts.attention_mask, texts.position_ids
+        given = {"input_ids": texts.input_ids, "attention_mask": mask}
         if self._takes_positions:
-            given["position_ids"] = default_positions(mask, ids.shape[1])
+            given["position_ids"] = default_positions(mask, mask.shape[1]) if positions is None else positions
         tensors = {name: torch.from_numpy(array) for name, array in given.items()}
         exact: Any = Float64Casts() if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), exact:
@@ -142,10 +143,11 @@ class TaskReference:
     def limits(self) -> TextLimits:
         """What the texts depend on."""
         config = self._config
-        positions = next(filter(None, (getattr(config, name, None) for name in LENGTHS)), None)
+        fields = config.to_dict()
         padding = config.pad_token_id if self._role == "classify" else None
         vocabulary = int(self._exact.model.get_input_embeddings().weight.shape[0])
-        return TextLimits(vocabulary, padding, positions, windows_of(config))
+        switch = length_switch(fields)
+        return TextLimits(vocabulary, padding, length_of(fields), windows_of(config), switch.tokens if switch else None)
 
     def expected(self, texts: Texts) -> dict[str, ExpectedOutput]:
         """Every output by name, with its noise."""

@@ -37,19 +37,22 @@ class SinglePassGraph:
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in self._session.get_outputs()}
         self._path = path
 
-    def run(self, input_ids: Array, attention_mask: Array) -> Mapping[str, Array]:
+    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array | None = None) -> Mapping[str, Array]:
         """All outputs by name.
 
         Args:
             input_ids: int64 [batch, tokens].
             attention_mask: int64 [batch, tokens], 0 for padding on either side.
+            position_ids: int64 [batch, tokens], for a graph that takes them; None to count from the mask.
 
         Raises:
             InputRefused: onnxruntime cannot run the graph on these tokens.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         if "position_ids" in self.inputs:
-            given["position_ids"] = default_positions(attention_mask, input_ids.shape[1])
+            given["position_ids"] = (
+                default_positions(attention_mask, input_ids.shape[1]) if position_ids is None else position_ids
+            )
         feeds = {name: as_input(np.ascontiguousarray(array, dtype=np.int64)) for name, array in given.items()}
         try:
             values = self._session.run_with_ort_values(list(self.outputs), feeds)

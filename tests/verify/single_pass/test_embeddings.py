@@ -159,7 +159,7 @@ def test_the_last_column_instead_of_the_last_token_fails(tmp_path: Path, monkeyp
     folder = save_modules(save_model(tmp_path / "model", "qwen3", rms_norm_eps=7e-6))
     export(folder, task="embed")
     found = {check.name for check in verify(folder).checks if check.verdict == "fail"}
-    assert found == {"padding on the right", "padding on both sides"}
+    assert found == {"two texts", "padding on the right", "padding on both sides", "many texts"}
 
 
 @pytest.mark.slow
@@ -208,7 +208,9 @@ def test_a_classifier_passes_and_one_with_another_padding_token_fails(tmp_path: 
     write_config(folder, {"pad_token_id": 5})
     export(folder, task="classify", overwrite=True)
     write_config(folder, {"pad_token_id": 0})
-    assert failures(verify(folder)) == {"logits"}
+    report = verify(folder)
+    assert failures(report) == {"logits", ""}  # and the audit of decisions
+    assert [check.name for check in report.checks if check.verdict == "fail" and not check.output] == ["decisions"]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
+from llmconv.runtime.onnxruntime.guard import is_external
 from llmconv.verify.audit.decisions.config_fields import read_fields
 from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
 from llmconv.verify.audit.decisions.graph_walk import GraphWalk
@@ -26,6 +27,8 @@ from llmconv.verify.results.report import Check
 NAME = "decisions"
 """Name of the check in reports."""
 
+HIDDEN, PRODUCTS = "last_hidden_state", ("MatMul", "Gemm")
+
 FIRST = 5
 """Maximum number of findings in a detail."""
 
@@ -36,7 +39,13 @@ MANY = 1e9
 """Larger numbers are ends of a range and are not printed."""
 
 
-def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0) -> Check:
+SMALL = 2.0
+"""Numbers up to this are in the arithmetic of pooling; every run has longer texts and larger batches."""
+
+
+def audit_decisions(
+    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0, pools: bool = False
+) -> Check:
     """Fails if a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
     Args:
@@ -44,12 +53,15 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         model: the graph without its weights.
         config: from `read_config`.
         prefix: number of virtual tokens of the graph's prefix in the manifest; 0 for none.
+        pools: what follows the model joins the tokens of a text, which counts them and looks up the last one.
     """
     try:
         found = decisions_of(model, config, INPUTS, prefix=prefix)
+        after = after_model(model) if pools else frozenset()
     except Exception as error:  # not a valid graph; the check of its structure reports why
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be analyzed: {first_line(error)}")
-    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    wrong = (one for one in found.findings if one.node not in after or one.number > SMALL)
+    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in wrong))
     window = window_of(config)
     if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
         texts.append(f"no node decides by the sliding window of {window.size}")
@@ -58,6 +70,27 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
     )
     return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=detail)
+
+
+def after_model(model: onnx.ModelProto) -> frozenset[str]:
+    """The nodes of a graph without a cache that follow the model: those on which no hidden state depends.
+
+    The hidden state is that of all tokens, an output of graphs of embeddings; else the last product with a weight, as
+    the scores of a classifier are chosen from those of all tokens.
+
+    Args:
+        model: the graph without its weights.
+    """
+    stored = {tensor.name for tensor in model.graph.initializer if is_external(tensor)}
+    names = {port.name for port in model.graph.output}
+    products = [node for node in model.graph.node if node.op_type in PRODUCTS and stored.intersection(node.input)]
+    wanted = {HIDDEN} if HIDDEN in names else {name for node in products[-1:] for name in node.output}
+    inside = set()
+    for node in reversed(model.graph.node):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            inside.add(node.name or node.output[0])
+    return frozenset(node.name or node.output[0] for node in model.graph.node) - inside
 
 
 def audit_foreign_decisions(

@@ -135,6 +135,9 @@ class DerivedValues:
             return InputValue(AffineForm(number=_fill(node)))
         if op == "Where":
             return self._chosen(node, given)
+        if op == "Abs" and (form := as_form(first)) is not None and form.kind <= ValueKind.COUNT:
+            self.judge.decision(node, form)
+            return InputValue(form)  # |a - b| < w decides like -w < a - b < w
         return self._decided(node, given)
 
     def _chosen(self, node: onnx.NodeProto, given: list[Value]) -> Value:

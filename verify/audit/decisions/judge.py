@@ -46,12 +46,13 @@ class DecisionJudge:
         self.found.numbers |= {form.offset}
         if not (self.numbers.explain_rounding(form) if rounded else self.numbers.explain(form)):
             point = node.op_type == "Equal" and form.offset > FEW and not self.numbers.bounds_data(form.offset)
-            self.flag(node, f"decides on {sources_text(form)} by {_numbers_text(form, rounded)}", point=point)
+            text = f"decides on {sources_text(form)} by {_numbers_text(form, rounded)}"
+            self.flag(node, text, point=point, number=max(form.offset, *form.factors))
 
     def offset(self, node: onnx.NodeProto, form: AffineForm) -> None:
         """A node whose result no longer contains the number of a form, so the number must be the model's."""
         if form.terms and not self.numbers.knows(form.offset, form):
-            self.flag(node, f"decides on {sources_text(form)} by {form.offset:g}")
+            self.flag(node, f"decides on {sources_text(form)} by {form.offset:g}", number=form.offset)
 
     def is_of_the_call(self, size: AffineForm) -> bool:
         """Whether an axis is an unchanged axis of the call, or has a size known to the model or the graph."""
@@ -93,13 +94,15 @@ class DecisionJudge:
         whole = made_of("", call) if call else OF_LENGTH
         for number in (*numbers, *(form.number for form in forms if not form.terms)):
             if call and not self.numbers.knows(abs(number), whole):
-                self.flag(node, f"combines {number:g} with {sources_text(whole)}", certain=False)
+                self.flag(node, f"combines {number:g} with {sources_text(whole)}", certain=False, number=abs(number))
 
     def knows_lengths(self, numbers: Array) -> bool:
         """Whether lengths may be compared with all these numbers."""
         return all(self.numbers.knows(abs(float(number)), OF_LENGTH) for number in numbers.ravel())
 
-    def flag(self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False) -> None:
+    def flag(
+        self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False, number: float = 0.0
+    ) -> None:
         """Records a node that decides by other numbers.
 
         Args:
@@ -107,8 +110,10 @@ class DecisionJudge:
             text: the decision, in words.
             certain: as in `ForeignDecision`.
             point: as in `ForeignDecision`.
+            number: as in `ForeignDecision`.
         """
-        self.found.findings.append(ForeignDecision(node.name or node.output[0], node.op_type, text, certain, point))
+        name = node.name or node.output[0]
+        self.found.findings.append(ForeignDecision(name, node.op_type, text, certain, point, number))
 
 
 def sources_text(form: AffineForm) -> str:

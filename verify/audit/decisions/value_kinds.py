@@ -78,6 +78,7 @@ class ForeignDecision:
         text: the decision, in words.
         certain: the node decides by that number; False if the operator cannot be analyzed.
         point: the node tests for that single number, which no field of the config contains.
+        number: the largest number in the decision; 0 if the operator cannot be analyzed.
     """
 
     node: str
@@ -85,6 +86,7 @@ class ForeignDecision:
     text: str
     certain: bool = True
     point: bool = False
+    number: float = 0.0
 
 
 @dataclass
