@@ -340,8 +340,7 @@ def _output_folder(
         return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
     if is_new:
         precision = given["precision"] or FLOAT32
-        if precision == FLOAT32:
-            return NewFolder(place, checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
-        rest = precision, given["max_shard_size"], overwrite, resume
-        return NewFolder(place, checkpoint, *rest, model.kept_in_float32(precision))
+        dtype = given["dtype"] if precision == FLOAT32 else precision
+        rest = given["max_shard_size"], overwrite, resume
+        return NewFolder(place, checkpoint, dtype, *rest, model.kept_in_float32(dtype))
     return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

@@ -39,6 +39,7 @@ from llmconv.progress import say
 from llmconv.runtime.eager.float32_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.placeholders import placeholders
+from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 
 
@@ -65,10 +66,18 @@ class LanguageModel:
         """The extra inputs of its graphs by name, resolved."""
         return self.input_map.extra_inputs(self.config)
 
-    def kept_in_float32(self, precision: str) -> re.Pattern[str] | None:
-        """Pattern of the names of the tensors that transformers keeps in float32 in a model of this precision."""
+    def kept_in_float32(self, dtype: str) -> re.Pattern[str] | None:
+        """Pattern of the names of the tensors that are float32 in a model that transformers loads in `dtype`."""
+        if dtype not in HALF_PRECISION:
+            return None
+        kind = getattr(torch, dtype)
         with refusing("build this model"):
-            return kept_in_float32(build(shortened(self.config, period(self.config))), getattr(torch, precision))
+            model = build(shortened(self.config, period(self.config)), kind)
+        planned = kept_in_float32(model, kind)
+        own = {name for name, one in model.named_parameters() if one.dtype == torch.float32}  # made so by their class
+        patterns = {re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) + "$" for name in own}
+        patterns |= {planned.pattern} if planned else set()
+        return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns))) if patterns else None
 
     def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
         """Graphs by role, their weights still inputs, and the number of layers that were traced.
