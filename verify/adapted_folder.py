@@ -64,7 +64,9 @@ def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | 
     modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
     if not modules:
         return []
-    return ["LoRA factors, without `--adapter`" if adapter is None else f"LoRA factors of {listing(modules)}"]
+    if adapter is None:
+        return ["faults of LoRA factors (`--adapter` runs them)"]
+    return [f"faults of LoRA factors of {listing(modules)}"]
 
 
 def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:

@@ -23,7 +23,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Report
 from llmconv.verify.verification import Checking, Session
 
-WITHOUT_NUMBERS = ("numbers: no graph was run", "weights that were changed since")
+WITHOUT_NUMBERS = ("wrong numbers (`--method induction` compares them)", "weights that were changed since the export")
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,10 @@ class Choices:
             "--low-memory": bool(self.low_memory),
             "--adapter": self.adapter is not None,
             "--client": bool(self.clients),
+            "--text": self.text is not None,
+            "--max-divergence": self.limits.divergence is not None,
+            "--min-agreement": self.limits.agreement is not None,
+            "--calibrate": self.calibrated is not None,
         }
         return next((name for name, value in given.items() if value), "")
 
@@ -92,7 +96,9 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
     if choices.adapter is not None:
         verified, choices, rest = *_with_adapter(folder, verified, coded, choices, choices.adapter), None
     folder.report.unseen += unseen_factors(verified.models, choices.adapter)
-    folder.report.unseen += ["graphs without a cache"] if folder.single and rest is None else []
+    folder.report.unseen += (
+        ["faults of graphs without a cache (`--scenario` leaves them out)"] if folder.single and rest is None else []
+    )
     floats = FloatFolder(verified, folder.reference, folder.report, folder.session, folder.code, folder.allow_changed)
     with ExitStack() as stack:
         if choices.record:
@@ -142,7 +148,9 @@ def _with_adapter(
 
 def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: Choices) -> Report:
     """Verifies a folder whose graphs have no cache."""
-    if option := choices.of_cache or ("--scenario" if rest is None else ""):
+    selection = folder.session.selection
+    of_runs = {"--scenario": rest is None, "--budget": selection.budget is not None, "--repeat": selection.repeat > 1}
+    if option := choices.of_cache or next((name for name, is_given in of_runs.items() if is_given), ""):
         raise UsageProblem(
             f"`{option}` applies to graphs with a cache, and this folder has none", hint=f"leave out `{option}`"
         )

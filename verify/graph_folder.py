@@ -128,7 +128,7 @@ def recorded_reference(folder: Path) -> Path:
         raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
     if name is None and any(folder.glob(CODES)):
         raise UsageProblem(
-            f"the weights in `{folder}` are quantized, and are compared with the model before that",
+            f"the weights in `{folder}` are quantized, so they are compared with the model they were made from",
             hint="give `--reference MODEL`, the folder that was exported",
         )
     path = folder / name if name else folder

@@ -18,6 +18,7 @@ from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.induction import Induction, LayerChoice
 from llmconv.verify.reference.cost_estimate import SECONDS, CostEstimate, distinct_files
 from llmconv.verify.results.report import WHOLE
+from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Session
 
 AUTO, INDUCTION, STRUCTURE = "auto", "induction", "structure"
@@ -53,6 +54,28 @@ class Method:
         if layers is not None and name in (WHOLE, STRUCTURE):
             raise UsageProblem(f"`--layers` does not apply to `--method {name}`", hint="give `--method induction`")
         return cls(name) if layers is None else cls(INDUCTION, LayerChoice(layers))
+
+    def require_runs(self, session: Session, *, low_memory: bool | None) -> None:
+        """Refuses options of runs with UsageProblem where no graph is run.
+
+        Args:
+            session: the options of the run.
+            low_memory: hold one layer at a time.
+        """
+        selection = session.selection
+        given = {
+            "--scenario": bool(selection.only),
+            "--suite": selection.suite != Selection.suite,
+            "--budget": selection.budget is not None,
+            "--repeat": selection.repeat > 1,
+            "--bisect": session.bisect,
+            "--minimize": session.minimized is not None,
+            "--low-memory": bool(low_memory),
+        }
+        if self.name == STRUCTURE and (option := next((name for name, is_given in given.items() if is_given), "")):
+            raise UsageProblem(
+                f"`--method {STRUCTURE}` runs no graph, so it excludes `{option}`", hint=f"leave out `{option}`"
+            )
 
     @property
     def is_forced(self) -> bool:
@@ -108,8 +131,8 @@ def planned(
         return _without(method.name, str(odd))
     if induction.is_whole and method.name != STRUCTURE:
         return _without(method.name, "no two of its layers are alike")
-    time = f"about {max(1, round(seconds / 60))} minutes"
-    note = f"by induction over layers: the whole model would take {time}; `--method whole` runs it"
+    time = f"the whole model would take {estimate.minutes}"
+    note = f"by induction over layers: {time}; `--method whole` runs it"
     return Plan(STRUCTURE if method.name == STRUCTURE else INDUCTION, induction, note if method.name == AUTO else "")
 
 

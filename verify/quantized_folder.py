@@ -16,14 +16,18 @@ from llmconv.runtime.cache_names import is_past
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.extra_feeds import extra_names
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 from llmconv.verify.audit.file_checksums import NAME as GRAPH_FILE
 from llmconv.verify.bisect.replay import Replayable, VerifiedFolder
+from llmconv.verify.comparison.identical_files import distinct_entries, with_copies
 from llmconv.verify.other_exporters.external_graph import ModelSizes
 from llmconv.verify.other_exporters.graph_file import MAX_GRAPHS, read_graphs
 from llmconv.verify.other_exporters.maps.llmconv import MAP
 from llmconv.verify.other_exporters.quantized.plain_model import plain_model
+from llmconv.verify.other_exporters.quantized.quantized_matrix import attributes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
+from llmconv.verify.other_exporters.quantized.slow_layouts import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.stacked_matrices import unstacked
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import compare_graph_files
@@ -59,8 +63,24 @@ def compare_quantized_folder(
         eager: an open reference of the model.
         options: options of the cost of quantization.
     """
+    yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared)]
+    entries, copies = distinct_entries(compared.path, compared.entries)
+    report.copies = {name: first for first, names in copies.items() for name in names}
+    models = {name: model for name, model in compared.models.items() if name not in report.copies}
+    once = replace(compared, entries=entries, models=models)
+    return (yield from with_copies(_of_distinct(once, reference, report, session, eager, options), copies))
+
+
+def _of_distinct(
+    compared: VerifiedFolder,
+    reference: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    options: QuantizationOptions,
+) -> Checking:
+    """All checks of graphs of which no two are the same bytes; arguments as in `compare_quantized_folder`."""
     result: tuple[Eager | None, Replayable] = (eager, compared)
-    yield _unrecorded(compared, reference, report, options.preset)
     with ExitStack() as stack:
         plain = stack.enter_context(plain_model(reference))
         options = replace(options, codes=replace(options.codes, kept=plain.kept))
@@ -76,13 +96,30 @@ def compare_quantized_folder(
 
 def _unrecorded(compared: VerifiedFolder, reference: Path, report: Report, preset: str) -> list[Check]:
     """A failed check of graphs that are as recorded by an export without quantization, of a model without either."""
-    exported = any(step.get("command") == "export" for step in read_manifest(compared.path).steps)
     as_recorded = [one.graph for one in report.checks if one.name == GRAPH_FILE and one.verdict == "pass"]
-    if not exported or preset or not as_recorded or read_json(reference / "config.json").get(FIELD):
+    if not _exported(compared) or preset or not as_recorded or read_json(reference / "config.json").get(FIELD):
         return []
     operators = ", ".join(sorted({name for model in compared.models.values() for name in quantized_operators(model)}))
     detail = f"{operators}, but `{MANIFEST}` records an export without `quant` of a model without quantized weights"
     return [Check("structure", as_recorded[0], "", verdict="fail", detail=detail)]
+
+
+def _other_levels(compared: VerifiedFolder) -> list[Check]:
+    """A failed check of each graph with products at another level than an export writes: others round otherwise."""
+    checks = []
+    for name, model in compared.models.items() if _exported(compared) else ():
+        products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
+        levels = {attributes(node).get(LEVEL, 0): node for node in products}
+        if other := [level for level in levels if level != INT8]:
+            found = f"`{levels[other[0]].name or levels[other[0]].output[0]}` has {LEVEL} {other[0]}"
+            detail = f"{found}; an export writes {INT8}"
+            checks.append(Check("structure", name, "", verdict="fail", detail=detail))
+    return checks
+
+
+def _exported(compared: VerifiedFolder) -> bool:
+    """Whether the manifest records an export."""
+    return any(step.get("command") == "export" for step in read_manifest(compared.path).steps)
 
 
 def _is_own(compared: VerifiedFolder, entry: GraphEntry) -> bool:

@@ -97,8 +97,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or reference cannot be used, a graph refers to other folders, memory is too small, or a
             client is not installed.
         OutOfMemory: memory ran out during the run.
-        UsageProblem: an unknown suite or scenario, quantized weights without `reference`, or the folder for the
-            smallest failing piece is not empty.
+        UsageProblem: an unknown suite or scenario, options that exclude each other or that the graphs do not have,
+            quantized weights without `reference`, or the folder for the smallest failing piece is not empty.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
     chosen = Method.of(method, layers)
@@ -107,6 +107,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     selection = Selection(suite, only, repeat, Budget.of(budget, only))
     own = with_options(settings, provider, threads, timeout)
     session = Session.of(selection, own, on_checks, bisect=bisect, minimize=minimize)
+    chosen.require_runs(session, low_memory=low_memory)
     written = reporter(report)
     path = require_folder(folder)
     for client in run_by:

@@ -68,7 +68,7 @@ class Session:
     def new_report(self, name: str) -> Report:
         """An empty report, with the settings needed to reproduce it; `name` is that of the folder or the graphs."""
         report = Report(name, name, self.selection.suite, versions=library_versions(), settings=self._recorded())
-        report.unseen += ["scenarios that were not selected"] if self.selection.only else []
+        report.unseen += ["faults that only other scenarios show"] if self.selection.only else []
         return report
 
     def _recorded(self) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def test_verify_finds_a_graph_that_reads_the_factor_of_another_layer(
         onnx.save(model, folder / graph)
     options: dict[str, Any] = {"record": False, "allow_changed": True, "scenario": ["prefill, 7 tokens"]}
     base = verify(folder, **options)
-    assert base.verdict == "pass" and "LoRA factors, without `--adapter`" in base.unseen
+    assert base.verdict == "pass" and "faults of LoRA factors (`--adapter` runs them)" in base.unseen
     assert verify(folder, adapter=adapter, **options).verdict == "fail"
 
 
@@ -238,7 +238,7 @@ def test_verify_names_the_factors_that_an_adapter_does_not_have(adaptable: Path,
     adapter = save_lora(talking, tmp_path / "adapter", target_modules=["q_proj"])
     report = verify(adaptable, adapter=adapter, scenario=["left padding"])
     assert report.verdict == "pass"
-    assert [one for one in report.unseen if one.startswith("LoRA factors of ") and "down_proj" in one]
+    assert [one for one in report.unseen if one.startswith("faults of LoRA factors of ") and "down_proj" in one]
 
 
 def test_verify_refuses_graphs_without_inputs_and_other_adapters(talking: Path, adapter: Path, adaptable: Path) -> None:

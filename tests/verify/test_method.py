@@ -55,8 +55,29 @@ def test_options_that_need_the_whole_model_run_it(
 def test_structure_compares_no_numbers_and_says_so(llama: Path) -> None:
     result = run(llama, "--method", "structure", "--no-record")
     assert result.exit_code == 0, result.output
-    assert "PASS by structure" in result.stdout and "not seen: numbers: no graph was run" in result.stdout
+    assert (
+        "PASS by structure" in result.stdout
+        and "could not have found: wrong numbers (`--method induction` compares them)" in result.stdout
+    )
     assert "SHOWN | structure | 4 layers of 1 class, alike node by node" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--scenario", "prefill, 7 tokens"),
+        ("--suite", "full"),
+        ("--budget", "60s"),
+        ("--repeat", "2"),
+        ("--bisect",),
+        ("--minimize", "piece"),
+        ("--low-memory",),
+    ],
+)
+def test_structure_excludes_options_of_runs(options: tuple[str, ...], llama: Path) -> None:
+    result = run(llama, "--method", "structure", *options, "--no-record")
+    assert result.exit_code == 2, result.output
+    assert f"`--method structure` runs no graph, so it excludes `{options[0]}`" in result.stderr
 
 
 def test_structure_that_is_not_found_is_inconclusive(llama: Path, tmp_path: Path) -> None:

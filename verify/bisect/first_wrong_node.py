@@ -46,6 +46,7 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
         report.notes.append(NOTHING if report.verdict == "pass" else "nothing to find: no check failed")
         return
     if eager is None:
+        report.notes.append("no node named: only a graph with a cache that runs is searched")
         return
     written = None
     try:

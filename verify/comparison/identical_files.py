@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.verify.results.report import Check, Checks
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.verify.results.report import Check
+
+Result = TypeVar("Result")
 
 
 def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], dict[str, list[str]]]:
@@ -15,18 +19,32 @@ def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], 
 
     Copies have the same bytes, and the same manifest entry except for the role.
     """
-    firsts: dict[object, OrtGraph] = {}
+    kept, copies = distinct_entries(folder, [graph.entry for graph in graphs])
+    names = {entry.name for entry in kept}
+    return [graph for graph in graphs if graph.name in names], copies
+
+
+def distinct_entries(folder: Path, entries: Sequence[GraphEntry]) -> tuple[list[GraphEntry], dict[str, list[str]]]:
+    """The same of graphs that are not opened; arguments as for `distinct`."""
+    firsts: dict[object, GraphEntry] = {}
     copies: dict[str, list[str]] = {}
-    for graph in graphs:
-        first = firsts.setdefault(graph.entry.content_key(folder), graph)
-        if first is not graph:
-            copies.setdefault(first.name, []).append(graph.name)
+    for entry in entries:
+        first = firsts.setdefault(entry.content_key(folder), entry)
+        if first is not entry:
+            copies.setdefault(first.name, []).append(entry.name)
     return list(firsts.values()), copies
 
 
-def with_copies(found: Checks, copies: dict[str, list[str]]) -> Checks:
-    """The same checks, each followed by those of the graph's copies."""
-    for checks in found:
+def with_copies(
+    found: Generator[list[Check], None, Result], copies: dict[str, list[str]]
+) -> Generator[list[Check], None, Result]:
+    """The same checks, each followed by those of the graph's copies; returns what `found` returns."""
+    while True:
+        try:
+            checks = next(found)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
         yield checks
         for first, names in copies.items():
             own = [check for check in checks if check.graph == first]

@@ -33,6 +33,7 @@ from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
+    hidden_faults,
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
@@ -119,7 +120,7 @@ class FolderComparison:
         """Notes that nothing was verified of a model's images, where it takes any."""
         from llmconv.export.tracing.multimodal import MULTI_MODAL  # noqa: PLC0415 - the table alone
 
-        fields, unseen = read_json(self.eager.folder / "config.json"), "prompts with images"
+        fields, unseen = read_json(self.eager.folder / "config.json"), "faults of prompts with images"
         if fields.get("vision_config") and unseen not in self.report.unseen:
             self.report.unseen.append(unseen)
             limit = MULTI_MODAL.get(str(fields.get("model_type"))) or "no graph computes their features"
@@ -129,7 +130,7 @@ class FolderComparison:
         """Features of images, and prompts with images on all graphs."""
         if self.eager.is_layered:
             yield [Check(FEATURES, VISION, "", verdict="skip", detail=LAYERED)]
-            self.report.unseen.append("prompts with images")
+            self.report.unseen.append("faults of prompts with images")
             return
         try:
             vision, family = VisionGraph(self.folder / VISION, self.settings), family_in(self.eager.folder)
@@ -144,7 +145,7 @@ class FolderComparison:
         answers = [checks.answers(graph) for graph in graphs]
         yield from answers
         if all(check.verdict == "skip" for found in answers for check in found):
-            self.report.unseen.append("prompts with images")
+            self.report.unseen.append("faults of prompts with images")
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
@@ -168,7 +169,7 @@ class FolderComparison:
             yield from not_run(rows.left, self.selection.budget, [graph.name for graph in of_prefix])
             yield pair.checks()
         if self.eager.facts().no_edits:
-            self.report.unseen.append("caches that are changed between two calls")
+            self.report.unseen.append("faults of caches that are changed between two calls")
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
         """A few scenarios on scaled weights; skipped checks where the weights cannot be scaled."""
@@ -180,7 +181,7 @@ class FolderComparison:
         scaler = self.scaler or Scaler.of(self.folder, self.eager.folder, models)
         if scaler.why_not:
             yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, scaler.why_not)
-            self.report.unseen += [scaling.bug for scaling in SCALINGS]
+            self.report.unseen += hidden_faults(SCALINGS, self.eager.folder)
             return
         layers = len(self.eager.cache_shapes()) // 2  # before the model is scaled: afterwards it would be read again
         planned = scaled_rows(self.eager, self.selection)
@@ -188,9 +189,9 @@ class FolderComparison:
             yield from self._compare_one_scaling(scaling, entries, scaler, layers)
         left = [scaling.scenario(row) for scaling in scaled.left for row in rows]
         yield from not_run(left, self.selection.budget, [entry.name for entry in entries])
-        self.report.unseen += [scaling.bug for scaling in scaled.left]
+        self.report.unseen += hidden_faults(scaled.left, self.eager.folder)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
-        self.report.unseen += ["limits that no run reaches"] if checks else []
+        self.report.unseen += ["a dropped limit that no run reaches"] if checks else []
         yield checks
 
     def _compare_one_scaling(

@@ -163,13 +163,13 @@ class Induction:
         Args:
             alone: no numbers are compared, so that a layer unlike the others of its kind is a failure.
         """
-        checks = []
+        layers, parts = list[Check](), list[Check]()
         for name, graph in self.classes.graphs.items():
             odd = list(self.classes.odd_layers(name).values()) if alone else []
             detail = "; ".join(odd[:5]) or self._described(graph)
-            checks.append(Check(LAYERS, name, "", verdict="fail" if odd else "pass", detail=detail))
-            checks.append(Check(PARTS, name, "", detail=_composed(graph)))
-        return checks
+            layers.append(Check(LAYERS, name, "", verdict="fail" if odd else "pass", detail=detail))
+            parts.append(Check(PARTS, name, "", detail=_composed(graph)))
+        return layers + parts
 
     def odd_layers(self) -> dict[int, str]:
         """By number, the layers of any graph that differ from the others of their kind, in words."""

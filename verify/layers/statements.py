@@ -74,4 +74,4 @@ def unseen_of(induction: Induction) -> list[str]:
     """What an induction cannot show."""
     left = len(induction.classes.names) - len(induction.run)
     found = ["rounding errors that grow from layer to layer"]
-    return found + ([f"numbers of {left} layers, whose weights alone were audited"] if left else [])
+    return found + ([f"wrong numbers of {left} layers, whose weights alone were audited"] if left else [])

@@ -18,6 +18,7 @@ from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
+    hidden_faults,
     unreached_checks,
 )
 from llmconv.verify.results.evidence import Evidence
@@ -111,7 +112,7 @@ class ExternalComparison:
         if reason:
             names = [(f"{c.scenario(row).name}{named}", file.name) for c in SCALINGS for row in rows for file in files]
             yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
-            self.report.unseen += [change.bug for change in SCALINGS] if rows else []
+            self.report.unseen += hidden_faults(SCALINGS, eager.folder) if rows else []
         elif rows:
             for change, _ in (passes := self.selection.paced(scaled_rows(eager, self.selection), reopens=True)):
                 if graphs := (yield from self.opened(files, change)):
@@ -120,7 +121,7 @@ class ExternalComparison:
                     scaled.release()
             left = [replace(row, name=f"{change.scenario(row).name}{named}") for change in passes.left for row in rows]
             yield from not_run(left, self.selection.budget, [file.name for file in files])
-            self.report.unseen += [change.bug for change in passes.left]
+            self.report.unseen += hidden_faults(passes.left, eager.folder)
             checks = unreached_checks(eager, [file.name for file in files])
-            self.report.unseen += ["limits that no run reaches"] if checks else []
+            self.report.unseen += ["a dropped limit that no run reaches"] if checks else []
             yield checks

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
+from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from llmconv.checkpoint import read_json
 from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.table import Scenario
@@ -23,12 +26,14 @@ class WeightScaling:
         pattern: regular expression; matrices whose names contain a match are scaled.
         factor: a power of two.
         bug: the faults that it exposes.
+        hidden: the same faults one by one, as a run without it could not have found them.
     """
 
     name: str
     pattern: str
     factor: float
     bug: str
+    hidden: tuple[str, ...]
 
     def factor_of(self, name: str, shape: Sequence[int]) -> float:
         """The factor of a tensor, by its name in a safetensors file and its shape; 1 if it is not scaled."""
@@ -42,9 +47,23 @@ class WeightScaling:
 INPUTS = r"q_proj|k_proj|c_attn|query_key_value|qkv|gate_proj|up_proj|gate_up|c_fc|fc1|fc_in|dense_h_to_4h"
 
 
+SOFTCAP = "a dropped softcap"
+
 SCALINGS = (
-    WeightScaling("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
-    WeightScaling("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
+    WeightScaling(
+        "louder weights",
+        INPUTS,
+        4.0,
+        "softcap dropped, activation in another form",
+        (SOFTCAP, "an activation in another form"),
+    ),
+    WeightScaling(
+        "fainter weights",
+        "",
+        1 / 32,
+        "a norm's epsilon of another value or in another place",
+        ("a norm's epsilon of another value or in another place",),
+    ),
 )
 
 
@@ -64,9 +83,20 @@ LARGEST_FACTOR = 256.0
 
 def loudest(factor: float) -> WeightScaling:
     """Weights so large that activations reach the limits of the model."""
-    return WeightScaling(
-        f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches"
-    )
+    bug = "a Clip or a softcap dropped that no activation reaches"
+    return WeightScaling(f"weights x {factor:g}", LOUDEST, factor, bug, (bug,))
+
+
+def hidden_faults(left: Iterable[WeightScaling], reference: Path) -> list[str]:
+    """The faults that only these scalings show, in words; no softcap where the model has none.
+
+    Args:
+        left: the scalings that were not run.
+        reference: the model's folder.
+    """
+    config = json.dumps(read_json(reference / "config.json"))
+    caps = bool(re.search(r"softcap[a-z_]*\": *[0-9]", config))
+    return [fault for scaling in left for fault in scaling.hidden if caps or fault != SOFTCAP]
 
 
 def scaling_of(scenario: str) -> WeightScaling | None:

@@ -16,7 +16,7 @@ from llmconv.files.paths import Written
 from llmconv.files.report_folder import require_writable, unwritable
 from llmconv.files.safe_folder import Folder
 from llmconv.verify.report.html import render_html
-from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
+from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, clean
 
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""
@@ -138,7 +138,7 @@ def render_markdown(report: Report, date: str = "") -> str:
     lines = [
         f"# {report.verdict.upper()}: {_cell(report.folder)}",
         "",
-        _cell(report.summary()) + (f", {date}" if date else ""),
+        _cell(report.summary(), SUMMARY_LIMIT) + (f", {date}" if date else ""),
         "",
     ]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []

@@ -6,7 +6,7 @@ Source: docs.github.com, "Workflow commands for GitHub Actions".
 
 from __future__ import annotations
 
-from llmconv.verify.results.report import Report, check_line, clean
+from llmconv.verify.results.report import SUMMARY_LIMIT, Report, check_line, clean
 
 LIMIT = 9
 """One less than the maximum of a step."""
@@ -32,7 +32,7 @@ def _command(kind: str, title: str, message: str) -> str:
 
 def _data(text: str) -> str:
     """An escaped message, which cannot start another command."""
-    return clean(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return clean(text, SUMMARY_LIMIT).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Sequence
 from html import escape
@@ -9,7 +11,7 @@ from html import escape
 from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
 from llmconv.verify.report.plots import depth_curve, heat_map
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, UnmatchedNode, clean
+from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, UnmatchedNode, clean
 from llmconv.verify.results.sigma import GATES, SCALE
 
 STYLE = """
@@ -52,7 +54,7 @@ def render_html(report: Report, date: str) -> str:
     failed = {check.graph for check in report.checks if check.verdict == "fail"}
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
         names = " = ".join([graph, *(name for name, first in report.copies.items() if first == graph)])
-        body += _graph(names, [check for check in report.checks if check.graph == graph])
+        body += _graph(names, [check for check in report.checks if check.graph == graph], report.method)
         body += _error_distribution(report.evidence[graph]) if graph in report.evidence else []
         body += _unmatched(report.unmatched.get(graph, []))
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
@@ -71,11 +73,12 @@ def _banner(report: Report, date: str) -> str:
     words = WORDS["quantized" if report.quantization and report.verdict == "pass" else report.verdict]
     day, _, clock = date.removesuffix("Z").partition("T")
     return (
-        f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
+        f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}: {_text(report.folder)}</h1>'
         f"<div>{words}: <code>{_text(report.folder)}</code> against "
         f"<code>{_text(report.reference)}</code>, "
         f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
-        f'<p class="small">{_text(report.summary())}</p>{notes}</div>'
+        f'<p class="small">{_text(report.summary(), SUMMARY_LIMIT)}</p>{notes}'
+        f'<p class="small">{_text(_versions(report), LINE_LIMIT)}; {_text(_machine())}</p></div>'
     )
 
 
@@ -120,12 +123,15 @@ def _quantization(report: Report) -> list[str]:
     return [f"<h2>Loss of accuracy by quantization</h2>{lines}{table}"]
 
 
-def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
+def _graph(graph: str, checks: Sequence[Check], method: str) -> list[str]:
     curve = depth_curve(checks)
+    why_empty = " Without a color: layers that are alike a layer of another column, and ran by themselves." * (
+        method == "induction"
+    )
     return [
         f"<h2>{_text(graph)}: sigma by scenario and layer</h2>",
         '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the limit, '
-        "red exceeds it; hover for values.</p>",
+        f"red exceeds it; hover for values.{why_empty}</p>",
         _wide(heat_map(checks)),
         f'<p class="small">Largest sigma over all scenarios, by layer:</p>{_wide(curve)}' if curve else "",
     ]
@@ -212,13 +218,22 @@ def _about(report: Report) -> str:
     shown = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
     settings = ", ".join(f"{name} {value}" for name, value in shown.items())
     settings += f"; {len(seeds)} scenarios, seeds in report.json" if seeds else ""
-    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
         f"float64): the error of the graph in units of the model's own rounding noise. {SCALE} A graph in float32 "
         f"passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
-        f'<p class="small">{_text(versions)}</p><p class="small">{_text(settings)}</p>'
+        f'<p class="small">{_text(settings)}</p>'
     )
+
+
+def _versions(report: Report) -> str:
+    return ", ".join(f"{name} {number}" for name, number in report.versions.items())
+
+
+def _machine() -> str:
+    """The kind of machine that wrote the page."""
+    count = os.cpu_count() or 1
+    return f"{platform.system()}, {platform.machine()}, {count} core{'s' * (count > 1)}"
 
 
 def _text(text: str, limit: int = NAME_LIMIT) -> str:

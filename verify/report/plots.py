@@ -14,6 +14,8 @@ GATE = GATES["float32"].aggregate
 LEFT, TOP, ROW = 310, 26, 18
 WIDTH = 900
 LABEL_WIDTH = 36
+LAST_WIDTH = 48.0
+"""Minimum width of the last column, whose label is a word."""
 LABEL = 48
 """Maximum number of shown characters of a scenario's name."""
 CURVE_HEIGHT = 180
@@ -25,7 +27,7 @@ def heat_map(checks: Sequence[Check]) -> str:
     outputs = [check for check in checks if check.output and check.verdict != "skip"]
     names = list(dict.fromkeys(check.name for check in outputs))
     columns = layer_count(outputs) + 1
-    width = min(56.0, (WIDTH - LEFT) / columns)
+    width = min(56.0, (WIDTH - LEFT - LAST_WIDTH) / max(1, columns - 1))
     worst: dict[tuple[str, int], Check] = {}
     for check in outputs:
         layer = layer_of(check.output)
@@ -36,17 +38,16 @@ def heat_map(checks: Sequence[Check]) -> str:
         y = TOP + row * ROW
         parts.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(clean(name, LABEL))}</text>')
         cells = [(column, worst[name, column]) for column in range(columns) if (name, column) in worst]
-        parts += [_cell(check, LEFT + column * width, y, width) for column, check in cells]
+        sizes = {columns - 1: max(width, LAST_WIDTH)}
+        parts += [_cell(check, LEFT + column * width, y, sizes.get(column, width)) for column, check in cells]
     return _svg(TOP + len(names) * ROW + 6, parts)
 
 
 def _column_labels(columns: int, width: float) -> str:
     every = max(1, int(30 / width))
-    labels = [(str(layer), layer) for layer in range(0, columns - 1, every)] + [("logits", columns - 1)]
-    texts = (
-        f'<text x="{LEFT + (at + 0.5) * width:.1f}" y="16" text-anchor="middle">{text}</text>' for text, at in labels
-    )
-    return "".join(texts)
+    labels = [(str(layer), LEFT + (layer + 0.5) * width) for layer in range(0, columns - 1, every)]
+    labels.append(("logits", LEFT + (columns - 1) * width + max(width, LAST_WIDTH) / 2))
+    return "".join(f'<text x="{x:.1f}" y="16" text-anchor="middle">{text}</text>' for text, x in labels)
 
 
 def _cell(check: Check, x: float, y: int, width: float) -> str:

@@ -23,4 +23,6 @@ def record_budget(report: Report, budget: Budget | None) -> None:
         end = f"{budget.core_seconds:.1f} s after the start, {over:.1f} s beyond {limit}"
         report.notes.append(f"the {kind} scenarios ended {end}")
     if count := len(budget.left):
-        report.unseen.append(f"{count} scenario{'s' * (count > 1)} that {limit} left out")
+        report.unseen.append(
+            f"faults that only {count} scenario{'s' * (count > 1)} left out by {limit} show{'s' * (count == 1)}"
+        )

@@ -81,6 +81,13 @@ class AccuracyCost:
             )
         return text
 
+    @property
+    def summary(self) -> str:
+        """What it costs, in a few words."""
+        factor = f", perplexity x {self.perplexities.ratio.value:.3g}" if self.perplexities else ""
+        same = f"same most likely token in {self.agreement:.0%}"
+        return f"{same}{factor}, KL {self.divergence['mean']:.2g}" + (" (random tokens)" if not factor else "")
+
     def as_dict(self) -> dict[str, Any]:
         """JSON data."""
         perplexity = None

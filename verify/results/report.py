@@ -17,6 +17,8 @@ WHOLE = "whole"
 
 NAME_LIMIT = 200
 LINE_LIMIT = 1000
+SUMMARY_LIMIT = 2 * LINE_LIMIT
+"""Characters of a name, of a line, and of the last line, which is never cut: it ends with what was not found."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Report:
         checks: one per graph, scenario and output, in order.
         where: the location of a failure; None if nothing failed.
         notes: remarks for the reader, one line each.
-        unseen: kinds of faults that these runs could not show; also in the summary.
+        unseen: kinds of faults that these runs could not have found; also in the summary.
         versions: versions of the libraries, by name.
         settings: threads and optimization level of onnxruntime, number of runs, gates, seeds by scenario.
         evidence: the data of the figures, by graph.
@@ -262,16 +264,20 @@ class Report:
         return [*where, self.summary()]
 
     def summary(self) -> str:
-        """The last line: the verdict, numbers of checks that passed, differ and were skipped, and the largest sigma."""
+        """The last line: the verdict, numbers of checks, largest sigma, cost of quantization, what was not found."""
         passed, failed, skipped = (
             sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
         )
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
-        unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
+        cost = (
+            f"; quantization: {self.quantization.cost.summary}" if self.quantization and self.quantization.cost else ""
+        )
+        hidden = "; ".join(dict.fromkeys(self.unseen))
+        unseen = f"; could not have found: {clean(hidden, LINE_LIMIT)}" if hidden else ""
         method = "" if self.method == WHOLE else f" by {self.method}"
         counts = f"{passed} checks passed, {failed} differ, {skipped} skipped"
-        return f"{self.verdict.upper()}{method}: {counts}{tail}{unseen}"
+        return f"{self.verdict.upper()}{method}: {counts}{tail}{cost}{unseen}"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

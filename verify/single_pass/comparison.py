@@ -17,7 +17,7 @@ from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights, span_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.reference.weight_scaling import SCALINGS
+from llmconv.verify.reference.weight_scaling import SCALINGS, hidden_faults
 from llmconv.verify.results.report import Check, Checks, Report
 from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, measure
 from llmconv.verify.single_pass.reference import TaskReference, as_rows
@@ -67,7 +67,7 @@ class SinglePassFolder:
         config = read_config(self.reference)
         pooled = {entry.name: entry.role in POOLED for entry in self.verified.entries}
         yield [audit_decisions(name, model, config, pools=pooled[name]) for name, model in models.items()]
-        self.report.unseen += [scaling.bug for scaling in SCALINGS]
+        self.report.unseen += hidden_faults(SCALINGS, self.reference)
         for entry in self.verified.entries:
             yield from self._graph(entry)
 

@@ -82,13 +82,19 @@ def batches(limits: TextLimits, suite: str, *, pools: bool, takes_positions: boo
     rows += [("the longest", [most], "right")] if suite == "full" else []
     crossed = [window for window in limits.windows if 2 * window + 3 <= most]
     rows += [(f"longer than the window of {window}", [2 * window + 3, window + 2], "right") for window in crossed]
-    left = [f"texts longer than the window of {window} tokens" for window in limits.windows if window not in crossed]
+    reach = min(limits.max_positions or LONGEST["full"], LONGEST["full"])
+    left = [
+        _unseen(f"longer than the window of {window} tokens", suite, 2 * window + 3 <= reach)
+        for window in limits.windows
+        if window not in crossed
+    ]
     if limits.switch and limits.switch < (limits.max_positions or LONGEST[suite]):
         if limits.switch < most:
             sizes = [min(limits.switch + LONG, most), limits.switch]
             rows += [(f"beyond the original context of {limits.switch}", sizes, "left")]
         else:
-            left.append(f"texts beyond the original context of {limits.switch} tokens")
+            what = f"beyond the original context of {limits.switch} tokens"
+            left.append(_unseen(what, suite, limits.switch < reach))
     made = [_batch(name, [min(size, most) for size in sizes], side, limits) for name, sizes, side in rows]
     sizes = [min(size, most) for size in (14, 9, 11)]
     if not pools:
@@ -96,6 +102,11 @@ def batches(limits: TextLimits, suite: str, *, pools: bool, takes_positions: boo
     if takes_positions:
         made.append(_with_gaps(_batch("positions with gaps", sizes, "right", limits), most))
     return made, left[:1]
+
+
+def _unseen(texts: str, suite: str, is_reached: bool) -> str:
+    """The faults that no text shows, in words; `is_reached` is whether those of the full suite do."""
+    return f"faults of texts {texts}" + (" (`--suite full` runs some)" if is_reached and suite != "full" else "")
 
 
 def _with_holes(texts: Texts, limits: TextLimits) -> Texts:

@@ -100,4 +100,4 @@ def test_verify_names_what_it_did_not_see_of_images(tmp_path: Path, monkeypatch:
     made = export(tmp_path)
     assert "vision" not in made.graphs
     report = verify(tmp_path, scenario=["prefill, 7 tokens"])
-    assert "prompts with images" in report.unseen
+    assert "faults of prompts with images" in report.unseen

@@ -57,6 +57,11 @@ def test_4_bits_are_judged_by_plain_rounding(mean: float, excess: float, verdict
     assert ("worse than plain rounding" in check.detail) is (verdict == "fail")
 
 
+def test_less_than_plain_rounding_reads_as_less() -> None:
+    (check,) = check_gate("int4", GATES["int4"], cost(0.26), Estimate(-0.034, 0.009))
+    assert check.detail == "mean divergence 0.26 nats, 0.034 ± 0.009 less than with plain rounding"
+
+
 @pytest.mark.parametrize(
     ("mean", "verdicts"), [(0.5, []), (4.999, ["fail"]), (7.0, ["fail"]), (float("nan"), ["fail"])]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from llmconv.errors import OutputFailed
 from llmconv.verify import Check, Report
 from llmconv.verify.bisect.first_wrong_layer import localize
 from llmconv.verify.report.files import today, write_report
+from llmconv.verify.report.plots import heat_map
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
@@ -184,6 +186,32 @@ def test_one_graph_under_two_names_is_shown_once(tmp_path: Path) -> None:
     assert "are the same bytes" in page and "are the same bytes" in table
     assert len([line for line in table.splitlines() if line.startswith("| pass")]) == 1
     assert len(json.loads((tmp_path / "report.json").read_text())["checks"]) == 2
+
+
+def test_what_was_not_found_is_never_cut(tmp_path: Path) -> None:
+    faults = [f"a wrong number in place {number}" for number in range(30)]
+    report = report_of(replace(PASSED, name="a scenario with a long name " * 6))
+    report.unseen = [*faults, faults[0]]
+    write_report(report, tmp_path)
+    page, table = ((tmp_path / name).read_text() for name in ("report.html", "summary.md"))
+    said = "could not have found: " + "; ".join(faults)
+    assert report.summary().endswith(said) and said in page and said in table
+
+
+def test_the_label_of_the_logits_has_room_beside_many_layers() -> None:
+    checks = [replace(PASSED, output=f"present.{layer}.key") for layer in range(30)]
+    labels = re.findall(r'<text x="([0-9.]+)" y="16" text-anchor="middle">(\w+)</text>', heat_map([*checks, PASSED]))
+    places = {text: float(x) for x, text in labels}
+    last = max(float(x) for x, text in labels if text != "logits")
+    assert places["logits"] - last > 30 and places["logits"] + 20 < 900
+
+
+def test_the_page_begins_with_folder_versions_and_machine(tmp_path: Path) -> None:
+    report = report_of(PASSED, folder="my-model")
+    report.versions = {"llmconv": "9.8.7"}
+    write_report(report, tmp_path)
+    banner = (tmp_path / "report.html").read_text().split("<h2>")[0]
+    assert "<h1>PASS: my-model</h1>" in banner and "llmconv 9.8.7; " in banner
 
 
 def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) -> None:

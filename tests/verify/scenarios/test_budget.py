@@ -170,7 +170,9 @@ def test_a_slow_core_is_a_note_with_the_excess() -> None:
 def test_what_was_left_out_is_counted_in_the_summary_which_is_one_line() -> None:
     report = report_after(60, 5, "batch of 6", "second turn")
     assert not report.notes
-    assert report.summary().endswith("; not seen: 2 scenarios that the budget of 60 s left out")
+    assert report.summary().endswith(
+        "; could not have found: faults that only 2 scenarios left out by the budget of 60 s show"
+    )
     assert "\n" not in report.summary()
 
 

@@ -245,7 +245,20 @@ def test_a_changed_constant_of_a_scoring_graph_fails(tiny: Callable[[str], Path]
     assert "logits" in failures(verify(folder, allow_changed=True))
 
 
-@pytest.mark.parametrize("option", [{"method": "induction"}, {"scenario": ["left padding"]}, {"low_memory": True}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"method": "induction"},
+        {"scenario": ["left padding"]},
+        {"low_memory": True},
+        {"repeat": 2},
+        {"budget": 60.0},
+        {"text": "text.txt"},
+        {"max_divergence": 0.1},
+        {"min_agreement": 0.5},
+        {"calibrate": "text.txt"},
+    ],
+)
 def test_options_of_graphs_with_a_cache_are_refused(option: dict[str, object], qwen: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(qwen, tmp_path / "model"))
     export(folder, task="embed")

@@ -111,7 +111,9 @@ def check_gate(preset: str, gate: AccuracyGate, cost: AccuracyCost, excess: Esti
         return [_check(cost, "" if mean - ERRORS * error <= gate.divergence else found, found)]
     if excess is None:
         return []
-    found = f"mean divergence {excess.value:+.2g} ± {excess.error:.2g} nats from that of plain rounding"
+    side = "less" if excess.value < 0 else "more"
+    against = f"{abs(excess.value):.2g} ± {excess.error:.2g} {side} than with plain rounding"
+    found = f"mean divergence {mean:.3g} nats, {against}"
     worse = not mean <= NEGLIGIBLE and not excess.value <= ERRORS * excess.error
     return [_check(cost, f"worse than plain rounding: {found}" if worse else "", found)]
 

@@ -1,7 +1,8 @@
 """What scales and zero points must be in a folder that llmconv wrote: the nearest code is judged given these.
 
 A coarse scale, of which every code is the zero point, would erase a block although each code is the nearest one. So
-plain rounding is demanded exactly, and a search within what its grid can produce (docs/quantization.md, `--method`):
+plain rounding and a search in which all columns count alike are computed again, and demanded exactly; another search
+is demanded within what its grid can produce (docs/quantization.md, `--method`):
 
 * symmetric: `scale = extreme / -2 ** (bits - 1)`, zero point `2 ** (bits - 1)`, with the value of largest magnitude;
 * else `scale = range / (2 ** bits - 1)`, zero point `-low / scale`, with 0 in the range;
@@ -19,7 +20,7 @@ import numpy as np
 
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.quantized_matrix import TINY as SMALL
-from llmconv.verify.other_exporters.quantized.weight_blocks import EXACT, Blocks
+from llmconv.verify.other_exporters.quantized.weight_blocks import Blocks
 
 TINY = np.float32(SMALL)
 """A block with a smaller range is stored as zeros."""
@@ -38,16 +39,16 @@ EXTREMES = 0.5 / 8.6, 1.5 / 6.2
 POINTS = 14.0, 15.75, 1.501
 """Zero points of a search: `-low / range` times the first to the second, and so far from there."""
 
-FITTED = 14
-"""Steps of the first range that a search tries, which the result is not worse than."""
-WORSE = 1.02
-"""Maximum quotient of root mean square errors that rounding in float32 explains."""
+TURNS = 6
+"""Ranges that a search tries first."""
+FIRST, STEP = {False: np.float32(14), True: np.float32(-6.4)}, {False: np.float32(0.35), True: np.float32(-0.4)}
+"""Steps of the first range, and from each to the next; of one with zero points, and of a symmetric one."""
+AT_ONCE = 1 << 13
+"""Blocks that are searched at once, which fit into a core's cache."""
 ERASED = 0.75
 """Maximum root mean square error of a block as a share of its weights; at most 0.55 in draws without heavy tails."""
 MOVED = 4
 """Steps by which error feedback moves weights before their scale is chosen."""
-SQUARES = 1e-32, 1e34
-"""Sums of squares that float32 holds with all digits; between other ones a search compares little more than noise."""
 
 
 def plain(blocks: Blocks) -> Array:
@@ -58,13 +59,13 @@ def plain(blocks: Blocks) -> Array:
     """
     scale = np.where(np.abs(blocks.extreme) < TINY, 0.0, blocks.extreme / -blocks.middle)
     symmetric: Array = blocks.is_middle & blocks.near(scale)
-    if blocks.largest > FOUR_BITS:
+    if blocks.largest > FOUR_BITS or blocks.symmetric:
         return symmetric
     empty = blocks.high - blocks.low < TINY
     scale = np.where(empty, 0.0, blocks.extent / blocks.largest)
     point = np.where(empty, blocks.middle, -blocks.low / blocks.extent * blocks.largest)
     ranged: Array = blocks.near(scale) & (np.abs(blocks.zeros - point) <= POINT)
-    return symmetric | ranged
+    return ranged
 
 
 def searched(blocks: Blocks) -> Array:
@@ -95,23 +96,74 @@ def _between(blocks: Blocks, share: Array, limits: tuple[float, float], size: Ar
     return found
 
 
-def as_exact(blocks: Blocks) -> Array:
-    """Where the squared error is that of a search in which all columns count alike, or less, [rows, blocks].
+def as_searched(blocks: Blocks) -> Array:
+    """Where scales and zero points are those of the search in which all columns count alike, [rows, blocks].
 
-    Such a search is not worse than the first range that it tries; a symmetric one tries that of plain rounding, too.
+    All arithmetic of a search is float32 in the order of the columns, so it has the same bits everywhere.
 
     Args:
         blocks: of a matrix.
     """
-    weights = blocks.weights.astype(np.float64)
-    size = (weights**2).sum(axis=2)
-    limit = _ranged_error(blocks)
-    limit = np.where(blocks.is_middle, np.maximum(limit, _symmetric_error(blocks)), limit)
-    rounding = _rounding(blocks, np.sqrt(size))
-    found = ((blocks.values - weights) ** 2).sum(axis=2)
-    compared = (size >= SQUARES[0]) & (size <= SQUARES[1])
-    exact: Array = ~compared | (np.sqrt(found) <= WORSE * np.sqrt(limit + EXACT * size) + rounding)
-    return exact
+    shape = blocks.scales.shape
+    weights = blocks.weights.reshape(-1, blocks.weights.shape[2])
+    parts = [_least_error(weights[at : at + AT_ONCE], blocks) for at in range(0, len(weights), AT_ONCE)]
+    scales, zeros = (np.concatenate(part).reshape(shape) for part in zip(*parts, strict=True))
+    with np.errstate(over="ignore"):
+        stored = scales.astype(blocks.dtype).astype(np.float64)
+    found: Array = blocks.near(stored) & (blocks.zeros == zeros)
+    return found
+
+
+def _least_error(weights: Array, blocks: Blocks) -> tuple[Array, Array]:
+    """Scales and zero points of weights float32 [blocks, size], by the search."""
+    largest, symmetric = np.float32(blocks.largest), blocks.symmetric
+    middle = np.full(len(weights), np.float32(blocks.middle))
+    low, high = np.minimum(weights.min(axis=1), 0), np.maximum(weights.max(axis=1), 0)
+    size = np.where(high > -low, high, low) if symmetric else high - low
+    columns, step = np.ascontiguousarray(weights.T), STEP[symmetric]
+    best = _Best(np.zeros_like(low))
+
+    def attempt(width: Array, zero: Array) -> None:
+        inverse = width / size
+        products, squares = np.zeros_like(low), np.zeros_like(low)
+        for column in columns:
+            code = _rounded(column * inverse + zero, blocks.largest) - zero
+            products += code * column
+            squares += code * code
+        scale = products / squares
+        gain = scale * products
+        best.keep((squares > 0) & (gain > best.gain) & (gain < np.inf), gain, scale, zero, width)
+
+    with np.errstate(all="ignore"):
+        width = np.full_like(low, -middle[0] if symmetric else largest)
+        zero = middle if symmetric else _rounded(-low / (size / width), blocks.largest)
+        best.keep(np.ones(len(low), bool), best.gain, size / width, zero, width)
+        for turn in range(TURNS):
+            width = np.full_like(low, FIRST[symmetric] + step * np.float32(turn))
+            attempt(width, middle if symmetric else _rounded(-low * (width / size), blocks.largest))
+        width, zero = best.width, best.zero
+        for turn, shift in ((turn, shift) for turn in (-1, 0, 1) for shift in ((0,) if symmetric else (-1, 0, 1))):
+            if turn or shift:
+                other = np.clip(zero + np.float32(shift), np.float32(0), largest)
+                attempt(width + step * np.float32(0.5) * np.float32(turn), other)
+    empty = np.abs(size) < TINY
+    return np.where(empty, np.float32(0), best.scale), np.where(empty, middle, best.zero)
+
+
+class _Best:
+    """What a search has kept of each block.
+
+    Args:
+        gain: of each block, 0 at first.
+    """
+
+    def __init__(self, gain: Array) -> None:
+        self.gain = self.scale = self.zero = self.width = gain
+
+    def keep(self, better: Array, gain: Array, scale: Array, zero: Array, width: Array) -> None:
+        """Takes the values of the blocks that are better."""
+        self.gain, self.scale = np.where(better, gain, self.gain), np.where(better, scale, self.scale)
+        self.zero, self.width = np.where(better, zero, self.zero), np.where(better, width, self.width)
 
 
 def not_erased(blocks: Blocks) -> Array:
@@ -130,31 +182,6 @@ def _rounding(blocks: Blocks, size: Array) -> Array:
     """What the rounding of scales adds to an error."""
     added: Array = blocks.relative * size + blocks.smallest * blocks.largest * blocks.weights.shape[2] ** 0.5
     return added
-
-
-def _ranged_error(blocks: Blocks) -> Array:
-    """Squared error of the first range that is tried; its codes are computed in float32, as those of a search."""
-    extent = blocks.high - blocks.low
-    width = np.divide(np.float32(FITTED), extent, out=np.zeros_like(extent), where=extent >= TINY)
-    zero = _rounded(-blocks.low * width, blocks.largest)
-    return _fitted_error(blocks, width, zero)
-
-
-def _symmetric_error(blocks: Blocks) -> Array:
-    """Squared error of the range of symmetric plain rounding."""
-    extreme = blocks.extreme.astype(np.float32)
-    width = np.divide(np.float32(-blocks.middle), extreme, out=np.zeros_like(extreme), where=np.abs(extreme) >= TINY)
-    return _fitted_error(blocks, width, np.full_like(width, np.float32(blocks.middle)))
-
-
-def _fitted_error(blocks: Blocks, width: Array, zero: Array) -> Array:
-    """Squared error of the codes of weights times `width`, with the scale of the least squared error."""
-    codes = _rounded(blocks.weights * width[..., None] + zero[..., None], blocks.largest) - zero[..., None]
-    codes, weights = codes.astype(np.float64), blocks.weights.astype(np.float64)
-    squares = (codes**2).sum(axis=2)
-    scale = np.divide((codes * weights).sum(axis=2), squares, out=np.zeros(width.shape), where=squares > 0)
-    error: Array = ((codes * scale[..., None] - weights) ** 2).sum(axis=2)
-    return error
 
 
 def _rounded(values: Array, largest: int) -> Array:
@@ -176,8 +203,9 @@ def scale_problem(blocks: Blocks, first: int, *, is_plain: bool, weighted: bool)
         return _description(blocks, plain(blocks), first, "not that of its weights")
     if problem := _description(blocks, searched(blocks), first, "beyond what a search tries"):
         return problem
-    near = not_erased(blocks) if weighted else as_exact(blocks)
-    return _description(blocks, near, first, "not that of the least error")
+    if weighted:
+        return _description(blocks, not_erased(blocks), first, "not that of the least error")
+    return _description(blocks, as_searched(blocks), first, "not the one that the search of an export finds")
 
 
 def feedback_problem(blocks: Blocks, first: int) -> str:

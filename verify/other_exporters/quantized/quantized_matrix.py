@@ -32,6 +32,7 @@ class QuantizedMatrix:
         largest: the largest code, if it is known.
         smallest: the smallest code.
         columns: place of every column among those of `scale` and `zero`, if those are in another order.
+        symmetric: no zero points are stored: each is the middle of the codes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class QuantizedMatrix:
     largest: int | None = None
     smallest: int = 0
     columns: Array | None = None
+    symmetric: bool = False
 
     def rows(self, start: int, stop: int) -> Array:
         """Rows `start:stop` in float32."""

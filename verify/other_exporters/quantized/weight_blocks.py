@@ -26,6 +26,7 @@ class Blocks:
         values: what the codes stand for, float64 [rows, blocks, size].
         largest: the largest code.
         dtype: of the stored scales.
+        symmetric: no zero points are stored.
     """
 
     weights: Array
@@ -34,6 +35,7 @@ class Blocks:
     values: Array
     largest: int
     dtype: np.dtype
+    symmetric: bool
 
     @classmethod
     def of(cls, stored: QuantizedMatrix, original: Array, columns: slice, start: int) -> Blocks | None:
@@ -53,7 +55,7 @@ class Blocks:
         scales, zeros = (grid[start:stop, part].astype(np.float64) for grid in (stored.scale, stored.zero))
         values = stored.rows(start, stop)[:, columns].astype(np.float64)
         weights, padded = (_in_blocks(one, size) for one in (original, values))
-        return cls(weights, scales, zeros, padded, stored.largest, stored.scale.dtype)
+        return cls(weights, scales, zeros, padded, stored.largest, stored.scale.dtype, stored.symmetric)
 
     @property
     def middle(self) -> int:

@@ -52,6 +52,7 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         looked_up=True,
         multiplied=False,
         largest=(1 << bits) - 1 if packed or data.dtype == np.uint8 else None,
+        symmetric=not input_name(node, 3),
     )
 
 

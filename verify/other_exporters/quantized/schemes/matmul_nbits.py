@@ -55,6 +55,7 @@ def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix 
         scales=constants.initializer(node.input[SCALES]),
         largest=(1 << bits) - 1,
         columns=places,
+        symmetric=not input_name(node, ZEROS),
     )
 
 
