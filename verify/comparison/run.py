@@ -103,7 +103,7 @@ class FolderComparison:
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         yield from with_copies(self._of_distinct(graphs), copies)
 
-    def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
+    def _of_distinct(self, graphs: list[OrtGraph]) -> Generator[list[Check], None, None]:
         yield from self._compare(graphs)
         if EMBEDDINGS in self.models and not self.eager.is_layered:
             gates = replace(GATES[self.eager.dtype], calmest=self.routed)

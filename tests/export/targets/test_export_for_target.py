@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import onnxruntime
 import pytest
 
@@ -12,12 +13,12 @@ from llmconv.export import export
 from llmconv.output.manifest import read_manifest
 
 
-@pytest.mark.slow
-def test_webgpu_computes_in_float16_with_a_shared_buffer(llama: Path, tmp_path: Path) -> None:
-    export(llama, tmp_path / "out", target="ort-webgpu", incremental=True)
+def test_webgpu_computes_in_float16_without_grouped_query_attention(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "out", target="ort-webgpu", incremental=True, strict_target=True)
     entry = read_manifest(tmp_path / "out").graphs["decode"]
-    assert entry["precision"] == "float16"
-    assert entry["form"] == {"cache": "shared-buffer", "target": "ort-webgpu"}
+    assert (entry["precision"], entry["opset"], "fallback" in entry) == ("float16", 21, False)
+    graph = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False).graph
+    assert not {"GroupQueryAttention", "Attention"} & {node.op_type for node in graph.node}
 
 
 def test_directml_runs_every_node_of_a_llama(llama: Path, tmp_path: Path) -> None:

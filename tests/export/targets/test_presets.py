@@ -21,7 +21,7 @@ def preset(target: str, stored: str, given: Preset = NOTHING, *, buffers: bool =
         ("ort-cuda", "bfloat16", Preset("bfloat16", "shared-buffer", None)),
         ("ort-cuda", "float16", Preset("float16", "shared-buffer", None)),
         ("ort-cuda", "float32", Preset("float32", "growing", None)),
-        ("ort-webgpu", "bfloat16", Preset("float16", "shared-buffer", None)),
+        ("ort-webgpu", "bfloat16", Preset("float16", "growing", 21)),
         ("ort-dml", "float32", Preset("float16", "growing", 21)),
     ],
 )
@@ -44,6 +44,9 @@ def test_bfloat16_is_refused_where_no_kernel_takes_it(target: str) -> None:
         preset(target, "bfloat16", Preset("bfloat16", "", None))
 
 
-def test_a_shared_buffer_is_refused_for_directml() -> None:
-    with pytest.raises(UsageProblem, match="does not read the mask"):
-        preset("ort-dml", "float16", Preset("", "shared-buffer", None))
+@pytest.mark.parametrize(
+    ("target", "why"), [("ort-dml", "does not read the mask"), ("ort-webgpu", "wrong numbers for several new tokens")]
+)
+def test_a_shared_buffer_is_refused_where_its_attention_is_wrong(target: str, why: str) -> None:
+    with pytest.raises(UsageProblem, match=why):
+        preset(target, "float16", Preset("", "shared-buffer", None))
