@@ -30,6 +30,29 @@ OTHER_HEADS = (
 """Suffixes of transformers' classes whose heads do not predict the next token."""
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "WithLMHead")
+ENCODERS = frozenset(
+    (
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "reformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    )
+)
+"""Types whose class for causal language models attends to later tokens, too, unless `is_decoder` is set."""
+
 ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "led", "m2m_100", "whisper"}
 """Encoder-decoders without a causal language model in transformers."""
 
@@ -82,6 +105,11 @@ def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
                 )
 
 
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether tokens attend to later ones, whatever class `architectures` names; `is_decoder` is False by default."""
+    return config.get("model_type") in ENCODERS and config.get("is_decoder") is not True
+
+
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
     """Refuses a configuration of an encoder, a classifier, or an encoder-decoder.
 
@@ -111,6 +139,12 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
             hint=f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
             if task
             else "give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
+            "exports encoders",
+        )
+    if is_encoder(config):
+        raise UnsupportedInput(
+            f"`{source}` is an encoder{shown}, and a {kind} without `is_decoder` attends to later tokens",
+            hint='a decoder has `"is_decoder": true` in `config.json`, as it was trained; `optimum-cli export onnx` '
             "exports encoders",
         )
 

@@ -42,3 +42,74 @@ def test_a_size_may_be_missing_or_one_per_layer(value: Any) -> None:
 
 def test_the_reason_after_a_colon_belongs_to_the_first_line() -> None:
     assert first_line(ValueError("field `a`:\n    not an integer\nmore")) == "field `a`: not an integer"
+
+
+BERT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+"""A tiny model of the BERT kind."""
+
+SIZES_OF: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
+    "electra": {"embedding_size": 16},
+    "reformer": {
+        "axial_pos_embds": False,
+        "attn_layers": ["local"],
+        "attention_head_size": 8,
+        "feed_forward_size": 24,
+        "is_decoder": False,
+    },
+    "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
+    "roformer": {"embedding_size": 16},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def attends_to_later_tokens(kind: str, **fields: Any) -> bool:
+    """Whether another last token changes the logits before it, in the class for causal language models."""
+    import torch  # noqa: PLC0415 - the other tests do not need it
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **BERT, **{**SIZES_OF.get(kind, {}), **fields})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    one, other = (torch.tensor([[3, 5, 7, 9, 11, 13, 15, last]]) for last in (17, 18))
+    with torch.no_grad():
+        return not torch.allclose(model(one).logits[:, :-1], model(other).logits[:, :-1], atol=1e-6)
+
+
+def masked_types() -> list[str]:
+    """The types for which the installed transformers has a class for masked words and one for causal models."""
+    from llmconv.convert.models.architectures import auto_classes, causal_lm_classes  # noqa: PLC0415
+
+    masked, causal = auto_classes("MASKED_LM"), causal_lm_classes()
+    return sorted({kind for kind in masked if masked[kind] != causal.get(kind)} & causal.keys() | {"bert-generation"})
+
+
+@pytest.mark.parametrize("kind", masked_types())
+def test_every_type_with_a_class_for_masked_words_is_known_as_an_encoder_or_attends_to_the_past(kind: str) -> None:
+    from llmconv.causal_lm import ENCODERS, is_encoder  # noqa: PLC0415
+
+    if kind in ("bart", "mbart", "mvp"):  # encoder-decoders, whose decoders are causal by themselves
+        assert kind not in ENCODERS
+        return
+    assert is_encoder({"model_type": kind}) and not is_encoder({"model_type": kind, "is_decoder": True})
+    if kind != "reformer":  # its class refuses to be built without `is_decoder`
+        assert attends_to_later_tokens(kind)
+        assert not attends_to_later_tokens(kind, is_decoder=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_encoder_under_the_name_of_a_causal_class_is_refused(command: str, tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertLMHeadModel"], **BERT}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "prefill.onnx").write_bytes(b"")
+    done = CliRunner().invoke(main, command.replace("MODEL", str(tmp_path)).split())
+    assert done.exit_code == 3 and f"`{tmp_path}` is an encoder: `architectures` is BertLMHeadModel" in done.stderr

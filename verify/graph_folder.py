@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx
 
+from llmconv.causal_lm import require_causal_folder
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.output.manifest import MANIFEST
@@ -85,6 +86,8 @@ class GraphFolder:
         if not entries and not single:
             return None
         model = require_weights(path, [*entries, *single][0], reference or recorded_reference(path))
+        if entries:
+            require_causal_folder(model)
         report.reference = model.name
         unseeing = () if has_vision(path) else image_inputs_of(model)
         entries = [replace(entry, fixed_inputs=(*entry.fixed_inputs, *unseeing)) for entry in entries]

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
+from llmconv.causal_lm import is_encoder
 from llmconv.checkpoint import read_json, require_shallow
 from llmconv.convert.models import mpt_config
-from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.architectures import auto_classes, causal_lm_classes
 from llmconv.convert.models.trusted_code import class_name, own_fields, trusted_code
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
@@ -147,7 +148,13 @@ def causal_lm_config(
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
     if config["model_type"] in mpt_config.MODEL_TYPES:
         config = mpt_config.native_config(config, source, warnings)
-    return with_architecture(config)
+    config = with_architecture(config)
+    if is_encoder(config):
+        warnings.append(
+            f"`{source}` contains an encoder, {architecture(config)}: its configuration lacks `is_decoder`, so it "
+            "is not exported to generate"
+        )
+    return config
 
 
 def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
@@ -164,7 +171,7 @@ def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with `architectures` that fit its `model_type`.
+    """The config with `architectures` that fit its `model_type`; an encoder gets its class for masked words.
 
     Raises:
         UnsupportedInput: the installed transformers has no causal language model of this type.
@@ -176,4 +183,5 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
             hint="if it has code of its own that you trust, give `--trust-remote-code`, and `--code FOLDER` where the "
             "code is elsewhere; or give the right type with `--config`",
         )
-    return {**config, **({"architectures": [known[kind]]} if known else {})}
+    name = auto_classes("MASKED_LM").get(kind) if is_encoder(config) else None
+    return {**config, **({"architectures": [name or known[kind]]} if known else {})}

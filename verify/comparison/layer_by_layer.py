@@ -44,6 +44,7 @@ from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.comparison.planned_chains import precompute_chains
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.own_cache import own_cache_chains
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
 from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
@@ -94,6 +95,7 @@ class StreamedEager(Eager):
         if selection.budget:
             selection.budget.choose(planned, suite_seconds(folder, skipped))
         chains = [chain for _, chains in selection.chosen(planned) for chain in chains]
+        chains += own_cache_chains(self.facts())
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one, extras={})])  # for `cache_shapes`
         for runner in self._precomputed:

@@ -28,6 +28,7 @@ from llmconv.verify.comparison.own_embeddings import check_own_embeddings
 from llmconv.verify.comparison.scaled_weights import Scaler
 from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
+from llmconv.verify.reference.own_cache import check_own_cache
 from llmconv.verify.reference.prefix import StartOf, stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
@@ -99,6 +100,7 @@ class FolderComparison:
         yield [
             check_structure(graph, self.models[graph.name], shapes, extras, heeds_positions=heeds) for graph in opened
         ]
+        yield check_own_cache(self.eager, [graph.name for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes, extras)])
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         yield from with_copies(self._of_distinct(graphs), copies)

@@ -297,6 +297,11 @@ class EagerRunner(Runner):
         present = EagerCache(cache, whole.input_ids, whole.position_ids, all_values)
         return Step(to_numpy(logits)[:, -new_tokens:], present)
 
+    def without_cache(self, call: ModelCall) -> Array:
+        """Logits [batch, tokens, vocabulary] of whole texts, for which the model keeps no cache."""
+        reset_dynamic_rope(self.model)
+        return to_numpy(self._forward(call, None, ExtraValues(self._extra_inputs, {}).of(call)))
+
     def cache_of(self, past: Cache | None) -> Any:
         """A transformers cache with the content of `past`, which remains unchanged."""
         if isinstance(past, EagerCache):
@@ -309,7 +314,7 @@ class EagerRunner(Runner):
     def _forward(
         self, call: ModelCall, cache: Any, values: Extras, placed: PlacedEmbeddings | None = None
     ) -> torch.Tensor:
-        """Logits of the new tokens; extends `cache`."""
+        """Logits of the new tokens; extends `cache`, if there is one."""
         input_ids, attention_mask = call.input_ids, call.attention_mask
         if self._masks_new:
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
@@ -341,12 +346,12 @@ class EagerRunner(Runner):
 
         Args:
             inputs: by name; floats are cast to the model's precision.
-            cache: of transformers.
+            cache: of transformers; None to keep none.
         """
         tensors = self.tensors(inputs)
         added = self.deepstacked(tensors.pop(DEEPSTACK.name, None))
         with single_torch_thread() if self._is_small else nullcontext(), self.compute_mode(), added:
-            cached = {self._cache_name: cache, "use_cache": True}
+            cached = {"use_cache": False} if cache is None else {self._cache_name: cache, "use_cache": True}
             self.limit_margins.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits

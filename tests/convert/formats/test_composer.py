@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
@@ -23,8 +23,11 @@ from llmconv.convert.models.config_file import merged_configs
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.export import export
 from llmconv.files import safetensors_file
 from llmconv.files.source_file import read_into
+from tests.builders.own_code import composer as composer_file
+from tests.test_causal_lm import BERT
 
 CASES = ["llama_full", "weights_only", "gpt2_full", "legacy_gpt2_0135"]
 FILE = "ep0-ba2-rank0.pt"
@@ -327,3 +330,27 @@ def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     del model["model.model.layers.1.self_attn.q_proj.weight"]
     with pytest.raises(MalformedInput, match=r"lacks 1 tensors .*: `model\.layers\.1\.self_attn\.q_proj\.weight`"):
         open_training(save(tmp_path / "x.pt", model, {**CONFIG, "num_hidden_layers": 2}))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
+def test_a_model_for_masked_words_keeps_its_class_and_is_not_exported(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AutoConfig.for_model(kind, **BERT)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    saved = composer_file(tmp_path / "ep0.pt", model, config.to_dict())
+    to_hf(saved, tmp_path / "hf")
+    assert "contains an encoder" in capsys.readouterr().err
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
+    assert type(loaded) is type(model) and type(loaded).__name__ in (tmp_path / "hf/config.json").read_text()
+    ids = torch.tensor([[3, 5, 7, 9, 11]])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
+    with pytest.raises(UnsupportedInput, match="is not a causal language model"):
+        export(tmp_path / "hf")
+
+
+def test_a_bert_that_was_trained_as_a_decoder_is_a_causal_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bert", **BERT, is_decoder=True)
+    model = AutoModelForCausalLM.from_config(config)
+    to_hf(composer_file(tmp_path / "ep0.pt", model, config.to_dict()), tmp_path / "hf")
+    assert '"BertLMHeadModel"' in (tmp_path / "hf/config.json").read_text()
