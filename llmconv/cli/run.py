@@ -51,11 +51,11 @@ def command(
 ) -> None:
     """Do the steps that FILE lists, but for those that are done.
 
-    FILE is YAML: conversions, merges, exports, verifications, uploads; docs/run.md describes it. Each step is one
-    command of llmconv with its options, and runs as a process of its own in the folder of FILE. Names and values of
-    options are checked first. A step whose command, inputs and outputs are as the last run left them is not done again:
-    sizes and times of files are compared, ETags of objects, commits of the Hub. After an error the others are not run;
-    the same command continues there.
+    FILE is YAML: conversions, merges, exports, verifications, texts, uploads; docs/run.md describes it. Each step is
+    one command of llmconv with its options, and runs as a process of its own in the folder of FILE. Names and values
+    of options are checked first. A step whose command, inputs and outputs are as the last run left them is not done
+    again: sizes and times of files are compared, ETags of objects, commits of the Hub. After an error the others are
+    not run; the same command continues there.
 
     \b
     llmconv run model.yaml --dry-run
@@ -65,8 +65,7 @@ def command(
     """
     from llmconv.steps import summary
     from llmconv.steps.execution import Execution
-    from llmconv.steps.inputs import require_inputs
-    from llmconv.steps.run_file import read_run_file
+    from llmconv.steps.inputs import read_checked
     from llmconv.steps.schema import run_file_schema
 
     group = ctx.find_root().command
@@ -77,9 +76,8 @@ def command(
     if file is None:
         raise click.UsageError("missing argument `FILE`", ctx)
     quiet = is_quiet()
-    run_file = read_run_file(file, _pairs(ctx, sets), group)
+    run_file = read_checked(file, _pairs(ctx, sets), group)
     set_quiet(quiet)  # the steps' own `-q` were parsed
-    require_inputs(run_file)
     choices = {"force": force, "quiet": quiet, "github": github, "stdout": STDERR if as_json else None}
     outcomes = [*Execution(run_file, force=force).plan()] if dry_run else _run(run_file, report, **choices)
     if as_json:

@@ -147,7 +147,9 @@ class Execution:
         resumes = self._record.is_begun(step)
         is_known = is_own or resumes or not there or not step.outputs
         first = self._record.begin(step, before) if is_known else before
-        code = self._call(step, overwrite=is_own, resume=resumes)
+        # what was begun is continued, unless what it reads has changed since
+        is_old = resumes and any(first.get(name) != stamp for name, stamp in self._read(step).items())
+        code = self._call(step, overwrite=is_own or (is_old and not step.can_resume), resume=resumes)
         seconds = time.monotonic() - start
         if code:
             if not is_known:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,10 +31,10 @@ import click
 import yaml
 
 from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
 from llmconv.steps.places import place_of
-from llmconv.steps.step import COMMANDS, Step, make_step
+from llmconv.steps.step import COMMANDS, Step, make_step, option_problems
 
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -69,6 +70,33 @@ class RunFile:
         return self.path.absolute().parent
 
 
+class Mistakes(MalformedInput):
+    """Several mistakes of a run file, a line each.
+
+    Args:
+        name: of the file.
+        problems: the mistakes, in the order of the steps.
+    """
+
+    def __init__(self, name: str, problems: Sequence[LlmconvError]) -> None:
+        super().__init__(f"`{name}` has {len(problems)} mistakes", hint="correct them; nothing was run")
+        self.message = "\n".join([self.message, *(f"- {one.message} (hint: {one.hint})" for one in problems)])
+
+
+def raise_all(name: str, problems: Sequence[LlmconvError]) -> None:
+    """Raises one mistake as it is, and several together.
+
+    Args:
+        name: of the run file.
+        problems: its mistakes.
+
+    Raises:
+        LlmconvError: there are any.
+    """
+    if problems:
+        raise problems[0] if len(problems) == 1 else Mistakes(name, problems)
+
+
 def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) -> RunFile:
     """Reads a run file; every option of every step is checked before anything runs.
 
@@ -79,9 +107,54 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
 
     Raises:
         InputRefused: there is no such file.
-        MalformedInput: it is not of the form above, or a step has an unknown option.
+        MalformedInput: it is not of the form above, or a step has an unknown option, or several mistakes were made.
         UsageProblem: a command refuses its options, or a change names nothing in the file.
     """
+    file, problems = read_steps(path, changes, group)
+    raise_all(path.name, problems)
+    return file
+
+
+def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tuple[RunFile, list[LlmconvError]]:
+    """Like `read_run_file`, with the mistakes in single steps. A step with one is a stand-in, which may write anything.
+
+    Args:
+        path: of the YAML file.
+        changes: values of `--set`.
+        group: of all commands.
+
+    Raises:
+        LlmconvError: the file has no list of steps.
+    """
+    variables, items = _listed(path)
+    problems: list[LlmconvError] = []
+    found: list[Named] = []
+    for number, item in enumerate(items, 1):
+        with _kept(problems):
+            found.append(_command_of(path, item, number))
+    named = _named(found, problems)
+    if not problems:
+        variables, named = _changed(variables, named, {name: _value(text) for name, text in changes.items()})
+    steps = [_step(one, variables, group, problems) for one in named]
+    with _kept(problems):
+        _require_own_outputs(path, [step for step in steps if step.is_complete])
+    return RunFile(path, tuple(steps)), problems
+
+
+def _step(named: Named, variables: Mapping[str, Any], group: click.Group, problems: list[LlmconvError]) -> Step:
+    """A step; one with mistakes is a stand-in that writes every text of its options."""
+    name, command, options = named
+    before = len(problems)
+    with _kept(problems):
+        filled = {key: _filled(value, variables) for key, value in options.items()}
+        problems += option_problems(name, command, filled, group)
+        if len(problems) == before:
+            return make_step(name, command, filled, group)
+    return Step(name, command, ("--",), outputs=(*_texts_in(options, variables),), is_complete=False)
+
+
+def _listed(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """The variables and the items of `steps`."""
     if not path.is_file():
         raise InputRefused(f"there is no file `{path}`", hint="give a YAML file; docs/run.md describes it")
     if path.suffix not in (".yaml", ".yml"):
@@ -99,11 +172,25 @@ def read_run_file(path: Path, changes: Mapping[str, str], group: click.Group) ->
     if not isinstance(items, list) or not items:
         problem = "has `steps` that are not a list" if isinstance(items, dict) else "has no list of `steps`"
         _refuse(path, problem, "each step begins with `- `, such as `- to-hf: {…}`")
-    named = _named([_command_of(path, item, number) for number, item in enumerate(items, 1)])
-    variables, named = _changed(variables, named, {name: _value(text) for name, text in changes.items()})
-    steps = tuple(make_step(name, command, _filled(options, variables), group) for name, command, options in named)
-    _require_own_outputs(path, steps)
-    return RunFile(path, steps)
+    return variables, items
+
+
+@contextmanager
+def _kept(problems: list[LlmconvError]) -> Iterator[None]:
+    """Keeps an error with the others."""
+    try:
+        yield
+    except LlmconvError as error:
+        problems.append(error)
+
+
+def _texts_in(options: Mapping[str, Any], variables: Mapping[str, Any]) -> Iterator[str]:
+    """The texts among the values of a step, of which one may be what it writes."""
+    for value in options.values():
+        for one in value if isinstance(value, list) else [value]:
+            with suppress(LlmconvError):
+                text = _filled(one, variables)
+                yield from [text] if isinstance(text, str) and text.strip() and "\0" not in text else []
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -180,13 +267,15 @@ def _command_of(path: Path, item: Any, number: int) -> Named:
     return name, commands[0], options
 
 
-def _named(items: Iterable[Named]) -> list[Named]:
+def _named(items: Iterable[Named], problems: list[LlmconvError]) -> list[Named]:
     """The steps with a name for each: by default its command, with a number from the second on."""
     named: list[Named] = []
     for name, command, options in items:
         taken = {one for one, *_ in named}
         if name in taken:
-            raise MalformedInput(f"two steps have the name `{name}`", hint="give each a name of its own")
+            hint = "give each a name of its own"
+            problems.append(MalformedInput(f"two steps have the name `{name}`", hint=hint))
+            continue
         plain = command.replace(" ", "-")
         free = (text for number in range(1, len(taken) + 2) if (text := _numbered(plain, number)) not in taken)
         named.append((name or next(free), command, options))

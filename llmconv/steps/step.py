@@ -6,18 +6,23 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any
 
 import click
 
+from llmconv.bench.runtimes import RUNTIMES
 from llmconv.errors import MalformedInput, UsageProblem, listing
 from llmconv.files.paths import without_credentials
 
 COMMANDS = (
     *("to-hf", "from-hf", "merge-lora", "delta apply", "delta extract"),
-    *("export", "onnx-adapter", "verify", "push"),
+    *("export", "onnx-adapter", "verify", "generate", "embed", "bench", "push"),
 )
 """Commands that a step may be; the others are interactive, or only print."""
+
+TEXTS = {"generate": ("texts", "prompt", "prompt-file"), "embed": ("texts", "text-file")}
+"""The options of which a step needs one: the command line reads standard input without them."""
 
 NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 """Options of the command line alone: what is printed, and the shares of several machines."""
@@ -25,7 +30,12 @@ NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
 """Metavars of options that name something to read; those that are written have a type with `is_written`."""
 
+NO_FILES = ("repository", "texts")
+"""Arguments that name nothing to read."""
+
 GIVEN = (str, int, float)
+ON, OFF = "true", "false"
+"""The word of a flag, and of its `--no-` form."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Step:
         outputs: paths and addresses that it writes.
         can_overwrite: the command has `--overwrite`.
         can_resume: the command has `--resume`.
+        is_complete: it has no mistake; of one that has, `outputs` are all texts of its options.
     """
 
     name: str
@@ -49,6 +60,7 @@ class Step:
     outputs: tuple[str, ...] = ()
     can_overwrite: bool = False
     can_resume: bool = False
+    is_complete: bool = True
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -78,12 +90,45 @@ def find_command(group: click.Group, name: str) -> click.Command:
 def parameters(command: click.Command) -> dict[str, click.Parameter]:
     """The parameters that a run file may give, by the names in it: arguments, and long options without dashes."""
     named = {_key(parameter): parameter for parameter in command.params}
-    return {key: parameter for key, parameter in named.items() if key not in NOT_IN_A_FILE}
+    return {
+        key: parameter
+        for key, parameter in named.items()
+        if key not in NOT_IN_A_FILE and not getattr(parameter, "hidden", False)
+    }
 
 
 def _key(parameter: click.Parameter) -> str:
     text = str(parameter.name) if isinstance(parameter, click.Argument) else max(parameter.opts, key=len)
     return text.lstrip("-").replace("_", "-")
+
+
+def option_problems(
+    name: str, command_name: str, options: Mapping[str, Any], group: click.Group
+) -> Iterator[MalformedInput]:
+    """The mistakes in the names and types of a step's options, one for each.
+
+    Args:
+        name: of the step.
+        command_name: one of `COMMANDS`.
+        options: values by the names of `parameters`.
+        group: of all commands.
+    """
+    known = parameters(find_command(group, command_name))
+    for key, value in options.items():
+        spelled = key.replace("_", "-")
+        if spelled in known:
+            try:
+                [*_texts(name, spelled, value, known[spelled])]
+            except MalformedInput as error:
+                yield error
+            continue
+        near = get_close_matches(spelled, known, n=1)
+        places = [key for key, parameter in known.items() if isinstance(parameter, click.Argument)]
+        others = f"its arguments are {listing(places)}; options: `llmconv {command_name} --help`"
+        yield MalformedInput(
+            f"step `{name}`: `{command_name}` has no option `{spelled}`",
+            hint=f"is `{near[0]}` meant?" if near else others,
+        )
 
 
 def make_step(name: str, command_name: str, options: Mapping[str, Any], group: click.Group) -> Step:
@@ -96,44 +141,59 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
         group: of all commands.
 
     Raises:
-        MalformedInput: an option that the command does not have, or a value of another type.
+        MalformedInput: see `option_problems`.
         UsageProblem: the command refuses a value, or an argument is missing.
     """
     command = find_command(group, command_name)
     known = parameters(command)
+    for problem in option_problems(name, command_name, options, group):
+        raise problem
     given = {key.replace("_", "-"): value for key, value in options.items()}
-    for key in given.keys() - known.keys():
-        near = get_close_matches(key, known, n=1)
-        places = [key for key, parameter in known.items() if isinstance(parameter, click.Argument)]
-        others = f"its arguments are {listing(places)}; options: `llmconv {command_name} --help`"
-        raise MalformedInput(
-            f"step `{name}`: `{command_name}` has no option `{key}`",
-            hint=f"is `{near[0]}` meant?" if near else others,
-        )
-    words: dict[str, list[str]] = {}
-    for key, value in given.items():
-        words[key] = [*_texts(name, key, value, known[key])]
+    words = {key: [*_texts(name, key, value, known[key])] for key, value in given.items()}
+    _require_texts(name, command_name, words)
     arguments = (*_options(known, words), "--", *_positional(known, words))
     _require_accepted(name, command_name, command, arguments)
-    reads = [key for key, parameter in known.items() if _reads(parameter) and key != "repository"]
+    reads = [key for key, parameter in known.items() if _reads(parameter) and key not in NO_FILES]
     writes = [key for key, parameter in known.items() if _writes(parameter)]
     return Step(
         name,
         command_name,
         arguments,
-        tuple(text for key in reads for text in words.get(key, ())),
+        (*(text for key in reads for text in words.get(key, ())), *_read_within(words)),
         tuple(text for key in writes for text in words.get(key, ())),
         "overwrite" in known,
         "resume" in known,
     )
 
 
+def _require_texts(name: str, command_name: str, words: Mapping[str, list[str]]) -> None:
+    """Refuses a step that would read standard input."""
+    sources = TEXTS.get(command_name, ())
+    if not sources:
+        return
+    if not any(words.get(key) for key in sources):
+        raise UsageProblem(
+            f"step `{name}`: no text is given", hint=f"give {' or '.join(f'`{key}`' for key in sources)}"
+        )
+    if words.get(sources[-1]) == ["-"]:
+        raise UsageProblem(f"step `{name}`: a step has no standard input", hint=f"name a file as `{sources[-1]}`")
+
+
+def _read_within(words: Mapping[str, list[str]]) -> Iterator[str]:
+    """The files and folders in values that are not paths alone: a Jinja template, `RUNTIME:FOLDER` of `bench`."""
+    yield from (text for text in words.get("template", ()) if PurePath(text).suffix)
+    for text in words.get("against", ()):
+        kind, _, folder = text.partition(":")
+        if place := folder if kind in RUNTIMES else text:
+            yield place
+
+
 def _texts(step: str, key: str, value: Any, parameter: click.Parameter) -> Iterator[str]:
-    """The values of a parameter as words; none for a flag that is not set."""
+    """The values of a parameter as words; none for a flag that is not set, but for one with a `--no-` form."""
     is_flag = isinstance(parameter, click.Option) and parameter.is_flag
     is_several = parameter.multiple or parameter.nargs == -1
     if value is None or (is_flag and isinstance(value, bool)):
-        yield from ["true"] if value else []
+        yield from [ON] if value else [OFF] if value is False and parameter.secondary_opts else []
         return
     values = value if isinstance(value, list) and is_several else [value]
     for one in values:
@@ -160,7 +220,7 @@ def _options(known: Mapping[str, click.Parameter], words: Mapping[str, list[str]
     for key, texts in words.items():
         parameter = known[key]
         if isinstance(parameter, click.Option):
-            option = max(parameter.opts, key=len)
+            option = max(parameter.secondary_opts if parameter.is_flag and texts == [OFF] else parameter.opts, key=len)
             yield from (option if parameter.is_flag else f"{option}={text}" for text in texts)
 
 

@@ -377,3 +377,125 @@ def test_a_step_that_failed_is_done_once_more_and_not_twice(tmp_path: Path) -> N
     weights.write_bytes(whole)
     assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "done"}
     assert statuses(file) == {"to-hf": "unchanged", "merge-lora": "unchanged"}
+
+
+CHAIN = """
+steps:
+  - to-hf: {source: run.pt, output: build/base}
+  - merge-lora: {base: build/base, adapters: adapter, output: build/merged}
+  - export: {model: build/merged, prefill: true, incremental: true}
+  - verify: {folder: build/merged, scenario: "prefill, 33 tokens"}
+  - generate:
+      model: build/merged
+      prompt: ["-- The sea", "A 'word'"]
+      max-new-tokens: 5
+      temperature: 0
+      add-special-tokens: false
+      output-file: build/texts.jsonl
+"""
+
+
+@pytest.mark.slow
+def test_a_chain_ends_in_text(tmp_path: Path) -> None:
+    file = prepared(tmp_path, CHAIN)
+    found = run(file, "--report", str(tmp_path / "report"))
+    assert [step["status"] for step in found["steps"]] == ["done"] * 5
+    lines = [json.loads(line) for line in (tmp_path / "build/texts.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["-- The sea", "A 'word'"]
+    shown = (tmp_path / "report/run.md").read_text()
+    assert "| generate | done |" in shown and "llmconv generate '--prompt=-- The sea'" in shown
+    assert statuses(file) == dict.fromkeys(("to-hf", "merge-lora", "export", "verify", "generate"), "unchanged")
+    (tmp_path / "build/texts.jsonl").unlink()
+    again = statuses(file, "--set", "generate.prompt=Once")
+    assert again["verify"] == "unchanged" and again["generate"] == "done"
+    assert json.loads((tmp_path / "build/texts.jsonl").read_text())["prompt"] == "Once"
+
+
+TEXTS = """
+steps:
+  - generate: {model: MODEL, backend: torch, prompt-file: prompts.txt, max-new-tokens: 3, output-file: texts.jsonl}
+"""
+
+
+@pytest.fixture
+def texts(finished: Path, tmp_path: Path) -> Path:
+    """A run file with one step, whose texts are written."""
+    (tmp_path / "prompts.txt").write_text("The sea\n")
+    file = tmp_path / "model.yaml"
+    file.write_text(TEXTS.replace("MODEL", str(finished.parent / "build/merged")))
+    assert statuses(file) == {"generate": "done"}
+    return file
+
+
+def prompts_of(file: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in (file.parent / "texts.jsonl").read_text().splitlines()]
+
+
+def test_texts_are_written_again_when_the_prompts_changed(texts: Path) -> None:
+    assert planned(texts) == {"generate": ""}
+    (texts.parent / "prompts.txt").write_text("The sea\nThe land\n")
+    assert planned(texts) == {"generate": "`prompts.txt` changed"}
+    assert statuses(texts) == {"generate": "done"}
+    assert prompts_of(texts) == ["The sea", "The land"]
+
+
+def test_a_file_of_texts_that_no_run_of_this_file_made_is_kept(texts: Path) -> None:
+    record(texts.parent).unlink()
+    (texts.parent / "prompts.txt").write_text("The land\n")
+    assert statuses(texts, code=3) == {"generate": "failed"}
+    assert prompts_of(texts) == ["The sea"]
+
+
+def test_a_generate_step_that_was_interrupted_starts_again_if_its_prompts_changed(texts: Path) -> None:
+    begun = json.loads(record(texts.parent).read_text())
+    begun["steps"]["generate"]["command"] = ""
+    record(texts.parent).write_text(json.dumps(begun))
+    (texts.parent / "prompts.txt").write_text("The land\n")
+    assert statuses(texts) == {"generate": "done"}
+    assert prompts_of(texts) == ["The land"]
+
+
+def test_a_misspelled_intermediate_path_is_no_model_of_the_hub(tmp_path: Path) -> None:
+    file = prepared(tmp_path, FILE.replace("base: build/base", "base: build/bas"))
+    for options in ([], ["--dry-run"]):
+        result = CliRunner().invoke(main, ["run", str(file), *options])
+        assert (result.exit_code, (tmp_path / "build").exists()) == (3, False)
+        assert "input `build/bas` does not exist, and no earlier step writes it" in result.stderr
+        assert "is `build/base` meant, the output of step `to-hf`?" in result.stderr
+        assert "a model of the Hub is `hf://build/bas`" in result.stderr
+
+
+def test_a_model_of_the_hub_with_another_name_is_one(tmp_path: Path) -> None:
+    file = prepared(tmp_path, FILE.replace("base: build/base", "base: meta-llama/Llama-3.2-1B"))
+    assert "`meta-llama/Llama-3.2-1B` is not here, so it is a model of the Hub" in planned(file)["merge-lora"]
+
+
+def test_what_a_later_step_writes_is_no_model_of_the_hub(tmp_path: Path) -> None:
+    text = "steps: [{export: {model: build/base}}, {to-hf: {source: run.pt, output: build/base}}]"
+    result = CliRunner().invoke(main, ["run", str(prepared(tmp_path, text)), "--dry-run"])
+    assert result.exit_code == 3 and "step `to-hf` writes it: put that step first" in result.stderr
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    text = """
+steps:
+  - to-hf: {source: gone.pt, output: build/base}
+  - merge-lora: {base: build/base, adaptors: adapter, dtyp: x, output: build/merged}
+  - exprt: {model: build/merged}
+  - export: {model: build/merged, quant: int5}
+  - verify: {folder: "${x}"}
+  - generate: {model: build/merged}
+"""
+    result = CliRunner().invoke(main, ["run", str(prepared(tmp_path, text)), "--dry-run"])
+    assert result.exit_code == 3 and "`model.yaml` has 7 mistakes" in result.stderr
+    for mistake in (
+        "input `gone.pt` does not exist",
+        "no option `adaptors` (hint: is `adapters` meant?)",
+        "no option `dtyp` (hint: is `dtype` meant?)",
+        "unknown command `exprt`",
+        "invalid value",
+        "no variable `x`",
+        "step `generate`: no text is given",
+    ):
+        assert result.stderr.count(mistake) == 1, result.stderr
+    assert result.stderr.count("\n- ") == 7

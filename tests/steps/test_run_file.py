@@ -210,3 +210,34 @@ def test_two_steps_that_write_to_one_place_by_other_names_are_refused(tmp_path: 
         text = f"steps: [{{to-hf: {{source: a, output: out}}}}, {{to-hf: {{source: b, output: '{name}'}}}}]"
         with pytest.raises(MalformedInput, match="two steps that write"):
             read(tmp_path, text)
+
+
+def test_a_flag_with_two_forms_can_be_turned_off(tmp_path: Path) -> None:
+    generate = "generate: {model: a, texts: [b], add-special-tokens: false}"
+    text = f"steps: [{{{generate}}}, {{verify: {{folder: a, low-memory: false}}}}]"
+    assert lines(read(tmp_path, text)) == [
+        "llmconv generate --no-add-special-tokens -- a b",
+        "llmconv verify --no-low-memory -- a",
+    ]
+
+
+def test_a_step_of_texts_knows_what_it_reads(tmp_path: Path) -> None:
+    steps = read(
+        tmp_path,
+        """
+        steps:
+          - generate: {model: m, prompt-file: p.jsonl, template: own.jinja, output-file: out.jsonl}
+          - embed: {model: e, texts: [some text], output-file: out.npy}
+          - bench: {folder: m, against: [torch, "optimum:other", third], csv: out.csv}
+        """,
+    ).steps
+    assert [{*step.inputs} for step in steps] == [{"m", "p.jsonl", "own.jinja"}, {"e"}, {"m", "other", "third"}]
+    assert [step.outputs for step in steps] == [("out.jsonl",), ("out.npy",), ("out.csv",)]
+
+
+@pytest.mark.parametrize(
+    "step", ["generate: {model: a}", "embed: {model: a}", "generate: {model: a, prompt-file: '-'}"]
+)
+def test_a_step_that_would_read_standard_input_is_refused(step: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="no text is given|no standard input"):
+        read(tmp_path, f"steps: [{{{step}}}]")

@@ -18,6 +18,8 @@ GOOD = (
     "steps: [{name: x, merge-lora: {base: a, adapters: b, output: c, weight: [0.5, 1]}}]",
     "{variables: {m: a}, steps: [{verify: {folder: '${m}', suite: '${s}', report: r}}]}",
     "steps: [{push: {folder: a, repository: me/a, private: true}}]",
+    "steps: [{generate: {model: a, prompt: [b, c], temperature: 0.7, add-special-tokens: false, output-file: d}}]",
+    "steps: [{embed: {model: a, texts: b}}, {bench: {folder: a, against: [torch], csv: c}}]",
 )
 WRONG = (
     "steps: []",
@@ -26,6 +28,8 @@ WRONG = (
     "steps: [{export: {model: a, quant: int5}}]",
     "steps: [{export: {model: a, prefill: 1}}]",
     "steps: [{chat: {model: a}}]",
+    "steps: [{generate: {model: a, temperature: warm}}]",
+    "steps: [{generate: {model: a, json: true}}]",
     "steps: [{export: {model: a}, verify: {folder: a}}]",
 )
 
