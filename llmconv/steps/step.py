@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from llmconv.bench.runtimes import RUNTIMES
 from llmconv.errors import MalformedInput, UsageProblem, listing
 from llmconv.files.paths import without_credentials
 
@@ -29,6 +28,9 @@ NOT_IN_A_FILE = {"help", "json", "dry-run", "part", "finish"}
 
 READ_METAVARS = ("PATH", "FILE", "FOLDER", "FILE|default")
 """Metavars of options that name something to read; those that are written have a type with `is_written`."""
+
+RUNTIMES = ("onnx", "packed", "torch", "optimum", "genai")
+"""What `bench` takes before a folder, or alone."""
 
 NO_FILES = ("repository", "texts")
 """Arguments that name nothing to read."""

@@ -9,9 +9,11 @@ from pathlib import Path
 import click
 import pytest
 
+from llmconv.bench import runtimes as bench_runtimes
 from llmconv.cli import main
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from llmconv.steps.run_file import RunFile, read_run_file
+from llmconv.steps.step import RUNTIMES
 
 GROUP: click.Group = main
 
@@ -241,3 +243,7 @@ def test_a_step_of_texts_knows_what_it_reads(tmp_path: Path) -> None:
 def test_a_step_that_would_read_standard_input_is_refused(step: str, tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="no text is given|no standard input"):
         read(tmp_path, f"steps: [{{{step}}}]")
+
+
+def test_the_runtimes_of_bench_are_known() -> None:
+    assert {*RUNTIMES} == {*bench_runtimes.RUNTIMES}
