@@ -8,6 +8,10 @@ from typing import TypedDict
 
 from llmconv.output.plan import DEFAULT_SIZE
 
+GENERATE, EMBED, CLASSIFY, RERANK = "generate", "embed", "classify", "rerank"
+SCORING = "scoring"
+"""Values of the option `task`, and the role of the graph of `no_cache`."""
+
 
 class ExportOptions(TypedDict, total=False):
     """The keyword arguments of `export`, with the names of the command's options.

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmconv.errors import InputRefused
-from llmconv.export.quantization.quantized_sizes import QuantizedSizes
 from llmconv.output.writer import Place
+
+if TYPE_CHECKING:  # it needs torch, which an early refusal does without
+    from llmconv.export.quantization.quantized_sizes import QuantizedSizes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ package is one call of `register_input_map`, or an entry point in the group `llm
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -244,6 +245,43 @@ INPUT_MAPS: dict[str, InputMap] = {
     ),
     "zamba2": InputMap(cache="state_space", note="Mamba-2 and layers with a shared transformer before it"),
 }
+
+
+MULTI_MODAL: dict[str, str] = {
+    "aya_vision": "",
+    "gemma3": "",
+    "gemma4": "",
+    "got_ocr2": "",
+    "idefics3": "",
+    "internvl": "",
+    "llama4": "",
+    "llava": "",
+    "llava_next": "",
+    "llava_onevision": "",
+    "mistral3": "",
+    "qwen2_5_vl": "",
+    "qwen2_vl": "",
+    "qwen3_vl": "",
+    "qwen3_vl_moe": "",
+    "smolvlm": "",
+    "vipllava": "",
+}
+"""`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
+
+
+TOKENS_FIRST = {"gemma4"}
+"""Those whose graphs take tokens and no images, unless embeddings are asked for."""
+
+
+def is_multi_modal(fields: Mapping[str, Any], *, embeds: bool) -> bool:
+    """Whether graphs take embeddings of text and features of images.
+
+    Args:
+        fields: content of `config.json`.
+        embeds: embeddings are asked for.
+    """
+    kind = fields.get("model_type")
+    return kind in MULTI_MODAL and (kind not in TOKENS_FIRST or (embeds and bool(fields.get("vision_config"))))
 
 
 @checked

@@ -246,12 +246,6 @@ def _require_plain_products(options: GraphOptions, spec: GraphSpec) -> None:
         )
 
 
-def files_of(entry: dict[str, Any]) -> list[str]:
-    """The files that an entry of the manifest lists."""
-    parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
-    return [part["file"] for part in parts if "file" in part]
-
-
 def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
     """`file`, or `stages` with the weight files, inputs and outputs of each."""
     if len(names) == 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
@@ -72,3 +74,24 @@ def _problem(name: str) -> str:
     if len(name.encode()) > LONGEST:
         return f"a name of at most {LONGEST} bytes is needed"
     return f"`{name}` is the name of another graph" if name.casefold() in (EMBEDDINGS, VISION) else ""
+
+
+def files_of(entry: dict[str, Any]) -> list[str]:
+    """The files that an entry of the manifest lists."""
+    parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
+    return [part["file"] for part in parts if "file" in part]
+
+
+def existing_files(
+    folder: Path, recorded: Mapping[str, Any], roles: Collection[str], more: Sequence[str] = ()
+) -> list[str]:
+    """The files of graphs that a folder has already.
+
+    Args:
+        folder: of the graphs.
+        recorded: entries of its manifest, by role.
+        roles: of the graphs to write.
+        more: further names of files to look for.
+    """
+    names = [*(name for role in roles if role in recorded for name in files_of(recorded[role])), *more]
+    return [name for name in names if os.path.lexists(folder / name)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.caches import CACHE_KINDS
+from llmconv.export.caches import CACHE_KINDS, cache_kind
 from llmconv.export.caches.kind import CacheKind
 from llmconv.runtime.cache_names import layer_of
 from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, resolved_inputs
@@ -79,7 +79,7 @@ class InputMap:
         """
         if self.cache not in CACHE_KINDS:
             raise UnsupportedInput(f"unknown cache kind `{self.cache}`", hint=f"one of: {', '.join(CACHE_KINDS)}")
-        return CACHE_KINDS[self.cache]
+        return cache_kind(self.cache)
 
     def inputs(self, config: Any) -> tuple[Port, ...]:
         """Inputs of every graph, in order; `past_sequence_length` may be 0.

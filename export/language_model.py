@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.families import find_input_map, known_input_maps
+from llmconv.export.families import MULTI_MODAL, find_input_map, is_multi_modal, known_input_maps
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_map import InputMap
 from llmconv.export.traced_graph import TracedGraph
@@ -26,12 +26,10 @@ from llmconv.export.tracing.fake_model import (
     shortened,
 )
 from llmconv.export.tracing.multimodal import (
-    MULTI_MODAL,
     WITHOUT,
     TensorNaming,
     alone,
     find_naming,
-    is_multi_modal,
 )
 from llmconv.export.vision.graph import build_vision
 from llmconv.export.vision.towers import VISION_TOWERS

@@ -1,4 +1,4 @@
-"""The options of an export that depend on each other: checked, and completed by the target."""
+"""The options of an export that exclude or need each other, checked before the model is opened."""
 
 from __future__ import annotations
 
@@ -7,18 +7,93 @@ from dataclasses import fields
 from typing import Any
 
 from llmconv.argument_checks import require_choice
-from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import DEFAULT, Client
-from llmconv.export.export_options import ExportOptions
-from llmconv.export.folders.new_folder import main_dtype
+from llmconv.export.clients import Client
+from llmconv.export.export_options import CLASSIFY, DEFAULTS, EMBED, GENERATE, RERANK, SCORING, ExportOptions
 from llmconv.export.graph_spec import FLOAT32, ShapeOptions
-from llmconv.export.language_model import LanguageModel
-from llmconv.export.rewrite.grouped_query import fits_grouped_query
-from llmconv.export.targets.presets import TARGETS, Preset, find_preset
+from llmconv.export.targets.presets import TARGETS
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
 from llmconv.tensors import FLOATS, LazyTensor
+
+TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)
+"""Values of the option `task`."""
+
+FITTING = (
+    "task",
+    "no_cache",
+    "opset",
+    "strict_target",
+    "dtype",
+    "max_shard_size",
+    "graphs_only",
+    "overwrite",
+    "resume",
+    "dry_run",
+    "logits_dtype",
+    "trust_remote_code",
+)
+"""Options that graphs without a cache take; all others are about generating, or about weights that were changed."""
+
+
+def require_fitting(given: ExportOptions) -> None:
+    """Refuses options that graphs without a cache do not have.
+
+    Raises:
+        UsageProblem: an unknown task, both options, or an option of graphs that generate.
+    """
+    task = given["task"]
+    require_choice(task, TASKS, "task")
+    if task == GENERATE and not given["no_cache"]:
+        return
+    if task != GENERATE and given["no_cache"]:
+        raise UsageProblem(f"graphs of `--task {task}` keep no cache anyway", hint="leave out `--no-cache`")
+    option = "--no-cache" if given["no_cache"] else f"--task {task}"
+    for name, value in given.items():
+        if name not in FITTING and value != DEFAULTS[name]:  # type: ignore[literal-required]
+            raise UsageProblem(
+                f"`--{name.replace('_', '-')}` is not supported with `{option}`", hint="leave one of the two out"
+            )
+    if given["trust_remote_code"] and task != GENERATE:
+        raise UsageProblem(
+            f"`--task {task}` exports models of transformers only", hint="leave out `--trust-remote-code`"
+        )
+
+
+def roles_of_task(given: ExportOptions) -> list[str]:
+    """The graph without a cache that is asked for, by its role; none for graphs that generate."""
+    if given["task"] != GENERATE:
+        return [given["task"]]
+    return [SCORING] if given["no_cache"] else []
+
+
+def option_that_computes(given: ExportOptions) -> str | None:
+    """The name of an option for which all of the model is read and run, None if there is none."""
+    computed = {"quant": given["quant"], "kv-cache": given["kv_cache"], "calibrate": given["calibrate"]}
+    return next((name for name, value in computed.items() if value), None)
+
+
+def require_possible(given: ExportOptions, *, writes: bool) -> None:
+    """Refuses options that contradict `graphs_only`.
+
+    Raises:
+        UsageProblem: no output, or an option that reads or writes weights.
+    """
+    if not given["graphs_only"]:
+        return
+    if not writes:
+        raise UsageProblem(
+            "`--graphs-only` has no effect: without `-o` no weights are written", hint="add `-o OUT`, or leave it out"
+        )
+    if name := option_that_computes(given):
+        raise UsageProblem(
+            f"`--{name}` reads the weights, and `--graphs-only` only their headers",
+            hint="leave one of the two out",
+        )
+    if given["max_shard_size"] != DEFAULT_SIZE:
+        raise UsageProblem(
+            "`--max-shard-size` has no effect: `--graphs-only` writes no weights", hint="leave one of the two out"
+        )
 
 
 def check_target(given: ExportOptions) -> None:
@@ -51,41 +126,6 @@ def shape_options(given: ExportOptions) -> ShapeOptions:
     """The options that decide axes, cache and precision."""
     values: dict[str, Any] = {one.name: given[one.name] for one in fields(ShapeOptions)}  # type: ignore[literal-required]
     return ShapeOptions(**{name: value for name, value in values.items() if value is not None})
-
-
-def for_target(
-    given: ExportOptions, clients: Sequence[Client], model: LanguageModel, checkpoint: Checkpoint
-) -> ExportOptions:
-    """The options, with those that the target decides.
-
-    Args:
-        given: the options of the call.
-        clients: the chosen layouts, which may not read caches in shared buffers.
-        model: its key/value heads decide whether the fused operator of the target fits.
-        checkpoint: its dtype is the precision that some targets prefer.
-
-    Raises:
-        UsageProblem: an option that the target does not have.
-    """
-    if given["target"] is None:
-        return given
-    dynamic = given["shapes"] == "dynamic"
-    fits = (
-        dynamic
-        and not model.input_map.both_ways(model.config)
-        and not given["prefix"]
-        and given["stages"] == 1
-        and (given["opset"] or 24) >= 24
-    )
-    fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
-    preset = find_preset(
-        given["target"],
-        Preset(given["precision"] or "", given["cache"] or "", given["opset"]),
-        main_dtype(checkpoint),
-        buffers=fits and fits_grouped_query(model.input_map.past(model.config)),
-        growing=dynamic,
-    )
-    return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}
 
 
 def check_weight_options(given: ExportOptions, *, writes: bool) -> None:

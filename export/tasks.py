@@ -4,60 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmconv.argument_checks import require_choice
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
-from llmconv.export.export_options import DEFAULTS, ExportOptions
+from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.export.export_options import EMBED, GENERATE, RERANK, SCORING, ExportOptions
 from llmconv.export.graph_spec import NO_CACHE, GraphSpec
 from llmconv.export.language_model import LanguageModel
 from llmconv.export.sentence_modules import MODULES, SentenceHead, SentenceModules, TokenScore, read_sentence_modules
-from llmconv.export.tracing.fake_model import CLASSIFY
-from llmconv.export.tracing.single_pass import EMBED, RERANK
 from llmconv.progress import say
-
-GENERATE, SCORING = "generate", "scoring"
-TASKS = (GENERATE, EMBED, CLASSIFY, RERANK)
-"""Values of the option `task`."""
-
-FITTING = (
-    "task",
-    "no_cache",
-    "opset",
-    "strict_target",
-    "dtype",
-    "max_shard_size",
-    "graphs_only",
-    "overwrite",
-    "resume",
-    "dry_run",
-    "logits_dtype",
-    "trust_remote_code",
-)
-"""Options that graphs without a cache take; all others are about generating, or about weights that were changed."""
-
-
-def require_fitting(given: ExportOptions) -> None:
-    """Refuses options that graphs without a cache do not have.
-
-    Raises:
-        UsageProblem: an unknown task, both options, or an option of graphs that generate.
-    """
-    task = given["task"]
-    require_choice(task, TASKS, "task")
-    if task == GENERATE and not given["no_cache"]:
-        return
-    if task != GENERATE and given["no_cache"]:
-        raise UsageProblem(f"graphs of `--task {task}` keep no cache anyway", hint="leave out `--no-cache`")
-    option = "--no-cache" if given["no_cache"] else f"--task {task}"
-    for name, value in given.items():
-        if name not in FITTING and value != DEFAULTS[name]:  # type: ignore[literal-required]
-            raise UsageProblem(
-                f"`--{name.replace('_', '-')}` is not supported with `{option}`", hint="leave one of the two out"
-            )
-    if given["trust_remote_code"] and task != GENERATE:
-        raise UsageProblem(
-            f"`--task {task}` exports models of transformers only", hint="leave out `--trust-remote-code`"
-        )
 
 
 def with_task(

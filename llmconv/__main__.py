@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
 
-REFUSED, BUG = 3, 70
+REFUSED, BUG, INTERRUPTED = 3, 70, 130
 """Exit codes of an installation that cannot load; Python's own is 1, which means that a difference was found."""
 
 
 def main() -> None:
     """Loads the command line and runs it; what it needs for that is checked without any package."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, _interrupted)
     try:
         from llmconv.interpreters import leave_current_folder  # noqa: PLC0415 - as below
 
@@ -21,6 +26,12 @@ def main() -> None:
         print("\nhint: install it again with the packages that it needs: docs/installing.md", file=sys.stderr)
         sys.exit(REFUSED if isinstance(error, ImportError) else BUG)
     command()
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C before the command begins, such as in an import: there is nothing to undo. `CommandGroup` replaces it."""
+    os.write(2, b"error: interrupted\n\nhint: run the same command again\n")
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

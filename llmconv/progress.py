@@ -80,3 +80,31 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     text = rich.TextColumn("{task.description}")
     with rich.Progress(text, *columns, console=Console(stderr=True), transient=True) as bar:
         yield partial(bar.advance, bar.add_task(title, total=total))
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Names what runs for seconds in the last line of a terminal; the line is removed at the end.
+
+    Args:
+        name: such as `loading torch`.
+    """
+    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    outer = _steps[-1:]
+    _steps.append(name)
+    _show_step()
+    try:
+        yield
+    finally:
+        _steps[:] = _steps[: _steps.index(name)] if name in _steps else outer
+        _show_step()
+
+
+_steps: list[str] = []
+
+
+def _show_step() -> None:
+    """Replaces the last line by the innermost step, or by nothing."""
+    print(f"\r\x1b[K{_steps[-1]} …" if _steps else "\r\x1b[K", end="", file=sys.stderr, flush=True)

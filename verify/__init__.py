@@ -1,19 +1,38 @@
 """Graphs against the eager model: `verify` for folders of llmconv, `verify_graphs` for other exporters."""
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is not a top-level package")
 if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
-from llmconv.verify.other_exporters.maps import register_port_map
-from llmconv.verify.other_exporters.port_map import PortMap
-from llmconv.verify.other_exporters.run import verify_graphs
-from llmconv.verify.results.report import Check, Report
-from llmconv.verify.run import verify
+if TYPE_CHECKING:  # at run time each is loaded when it is first used: an early refusal needs none of torch
+    from llmconv.verify.other_exporters.maps import register_port_map
+    from llmconv.verify.other_exporters.port_map import PortMap
+    from llmconv.verify.other_exporters.run import verify_graphs
+    from llmconv.verify.results.report import Check, Report
+    from llmconv.verify.run import verify
 
 __all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
+
+_PLACES = {
+    "Check": "llmconv.verify.results.report",
+    "PortMap": "llmconv.verify.other_exporters.port_map",
+    "Report": "llmconv.verify.results.report",
+    "register_port_map": "llmconv.verify.other_exporters.maps",
+    "verify": "llmconv.verify.run",
+    "verify_graphs": "llmconv.verify.other_exporters.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used."""
+    if name not in _PLACES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from llmconv.causal_lm import require_causal_folder, require_sizes
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.sources import is_remote, local_path
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+
+CODES = "quantized*.safetensors"
+"""Weight files of `llmconv export --quant`."""
+
+PATH_LIMIT = 4096
+"""Maximum length of a path in characters (`PATH_MAX`)."""
 
 
 def require_folder(name: str | Path) -> Path:
@@ -71,3 +77,24 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
         f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
         hint=f"compare them with their model: `llmconv verify --graph {graph} --reference HF_FOLDER`",
     )
+
+
+def recorded_reference(folder: Path) -> Path:
+    """The model folder that the manifest names, else `folder`.
+
+    Raises:
+        InputRefused: the folder that the manifest names does not exist.
+        UsageProblem: it names none, and the weights in `folder` are quantized.
+    """
+    name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
+    if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
+        raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
+    if name is None and any(folder.glob(CODES)):
+        raise UsageProblem(
+            f"the weights in `{folder}` are quantized, so they are compared with the model they were made from",
+            hint="give `--reference MODEL`, the folder that was exported",
+        )
+    path = folder / name if name else folder
+    if not (path / "config.json").is_file():
+        raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
+    return path

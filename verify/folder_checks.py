@@ -10,6 +10,7 @@ from pathlib import Path
 from llmconv.errors import UsageProblem
 from llmconv.output.manifest import read_manifest
 from llmconv.verify.adapted_folder import adapted, unseen_factors
+from llmconv.verify.arguments import CODES
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client import Client
 from llmconv.verify.comparison.cache_copies import has_codes
@@ -17,7 +18,7 @@ from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.float_folder import FloatFolder
 from llmconv.verify.folder_audits import audit_recorded_files
 from llmconv.verify.generation_checks import then_generation
-from llmconv.verify.graph_folder import CODES, GraphFolder
+from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.method import Method
 from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations

@@ -10,26 +10,17 @@ from pathlib import Path
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
-from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.vision import VISION, has_vision
-from llmconv.verify.arguments import require_weights
+from llmconv.verify.arguments import recorded_reference, require_weights
 from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.results.report import Report
 from llmconv.verify.single_pass.comparison import SinglePassFolder
 from llmconv.verify.verification import Session
-
-CODES = "quantized*.safetensors"
-"""Weight files of `llmconv export --quant`."""
-
-PATH_LIMIT = 4096
-"""Maximum length of a path in characters (`PATH_MAX`)."""
 
 
 @dataclass(frozen=True)
@@ -117,24 +108,3 @@ def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.Model
         if has_vision(folder):
             models[VISION] = load_guarded(folder / VISION)
     return models
-
-
-def recorded_reference(folder: Path) -> Path:
-    """The model folder that the manifest names, else `folder`.
-
-    Raises:
-        InputRefused: the folder that the manifest names does not exist.
-        UsageProblem: it names none, and the weights in `folder` are quantized.
-    """
-    name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
-    if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
-        raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
-    if name is None and any(folder.glob(CODES)):
-        raise UsageProblem(
-            f"the weights in `{folder}` are quantized, so they are compared with the model they were made from",
-            hint="give `--reference MODEL`, the folder that was exported",
-        )
-    path = folder / name if name else folder
-    if not (path / "config.json").is_file():
-        raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
-    return path

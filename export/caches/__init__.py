@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from llmconv.export.caches import convolution, delta_rule, selective_scan, state_space
+from importlib import import_module
+
 from llmconv.export.caches.kind import CacheKind
 
-CACHE_KINDS: dict[str, CacheKind] = {
-    "heads": CacheKind(mixed=False),
-    "convolution": convolution.KIND,
-    "selective_scan": selective_scan.KIND,
-    "state_space": state_space.KIND,
-    "delta_rule": delta_rule.KIND,
-    "channel_delta_rule": delta_rule.CHANNEL_KIND,
+CACHE_KINDS: dict[str, tuple[str, str] | None] = {
+    "heads": None,
+    "convolution": ("convolution", "KIND"),
+    "selective_scan": ("selective_scan", "KIND"),
+    "state_space": ("state_space", "KIND"),
+    "delta_rule": ("delta_rule", "KIND"),
+    "channel_delta_rule": ("delta_rule", "CHANNEL_KIND"),
 }
-"""Kinds by `InputMap.cache`."""
+"""Kinds by `InputMap.cache`: module and name. Their functions need torch, and the table of families does not."""
+
+
+def cache_kind(name: str) -> CacheKind:
+    """A kind of cache.
+
+    Args:
+        name: a key of `CACHE_KINDS`.
+    """
+    place = CACHE_KINDS[name]
+    if place is None:
+        return KEYS_AND_VALUES
+    found: CacheKind = getattr(import_module(f"{__name__}.{place[0]}"), place[1])
+    return found
+
+
+KEYS_AND_VALUES = CacheKind(mixed=False)

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.library_patches import replaced_attributes
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
@@ -81,6 +80,8 @@ class CacheKind:
         Raises:
             UnsupportedInput: `module` lacks one, so its loop would be traced for one length only.
         """
+        from llmconv.export.library_patches import replaced_attributes  # noqa: PLC0415 - torch, of a trace alone
+
         missing = [name for name in self.replacements if not hasattr(module, name)]
         if missing:
             raise UnsupportedInput(

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, own_file, read_small
-from llmconv.errors import InputRefused, UsageProblem
-from llmconv.export.export_options import ExportOptions
+from llmconv.errors import InputRefused
 from llmconv.export.folders.in_place import InPlace
 from llmconv.export.folders.new_folder import sources_of
 from llmconv.export.graph_files import GraphFiles, GraphPlan
@@ -19,38 +18,9 @@ from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.paths import local_only
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import steps_of_weights
-from llmconv.output.plan import DEFAULT_SIZE, Plan, json_bytes, plan_checkpoint
+from llmconv.output.plan import Plan, json_bytes, plan_checkpoint
 from llmconv.output.writer import Place, destination_of, write_checkpoint
 from llmconv.tensors import Array
-
-
-def option_that_computes(given: ExportOptions) -> str | None:
-    """The name of an option for which all of the model is read and run, None if there is none."""
-    computed = {"quant": given["quant"], "kv-cache": given["kv_cache"], "calibrate": given["calibrate"]}
-    return next((name for name, value in computed.items() if value), None)
-
-
-def require_possible(given: ExportOptions, *, writes: bool) -> None:
-    """Refuses options that contradict `graphs_only`.
-
-    Raises:
-        UsageProblem: no output, or an option that reads or writes weights.
-    """
-    if not given["graphs_only"]:
-        return
-    if not writes:
-        raise UsageProblem(
-            "`--graphs-only` has no effect: without `-o` no weights are written", hint="add `-o OUT`, or leave it out"
-        )
-    if name := option_that_computes(given):
-        raise UsageProblem(
-            f"`--{name}` reads the weights, and `--graphs-only` only their headers",
-            hint="leave one of the two out",
-        )
-    if given["max_shard_size"] != DEFAULT_SIZE:
-        raise UsageProblem(
-            "`--max-shard-size` has no effect: `--graphs-only` writes no weights", hint="leave one of the two out"
-        )
 
 
 @contextmanager

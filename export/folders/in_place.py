@@ -12,7 +12,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused
 from llmconv.export.clients import FileContent
 from llmconv.export.folders.new_folder import file_tensors, main_dtype
-from llmconv.export.graph_files import GraphFiles, GraphPlan, files_of
+from llmconv.export.graph_files import GraphFiles, GraphPlan
+from llmconv.export.graph_names import existing_files, files_of
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
@@ -64,8 +65,8 @@ class InPlace:
         graphs = {role: plan.file_names(role) for role in plan.specs}
         _require_replaceable(self.place, [*sum(graphs.values(), []), *plan.clients.names, MANIFEST])
         recorded = read_manifest(self.place).graphs
-        names = [name for role in graphs if role in recorded for name in (*graphs[role], *files_of(recorded[role]))]
-        existing = [name for name in (*names, *plan.clients.names) if os.path.lexists(self.place / name)]
+        written = [name for role in graphs if role in recorded for name in graphs[role]]
+        existing = existing_files(self.place, recorded, list(graphs), [*written, *plan.clients.names])
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 

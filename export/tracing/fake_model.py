@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
+from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
@@ -139,10 +140,6 @@ def _is_computed(config: Any, name: str) -> bool:
     """Whether the config computes a field from others and does not accept it."""
     stated = getattr(type(config), type(config).attribute_map.get(name, name), None)
     return isinstance(stated, property) and stated.fset is None
-
-
-CLASSIFY = "classify"
-"""The task of a model with a head for classes of texts; all others have one for tokens, or none."""
 
 
 def embedding_size(config: Any) -> int:

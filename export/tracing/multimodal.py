@@ -12,47 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.traced_graph import TracedGraph
-
-MULTI_MODAL: dict[str, str] = {
-    "aya_vision": "",
-    "gemma3": "",
-    "gemma4": "",
-    "got_ocr2": "",
-    "idefics3": "",
-    "internvl": "",
-    "llama4": "",
-    "llava": "",
-    "llava_next": "",
-    "llava_onevision": "",
-    "mistral3": "",
-    "qwen2_5_vl": "",
-    "qwen2_vl": "",
-    "qwen3_vl": "",
-    "qwen3_vl_moe": "",
-    "smolvlm": "",
-    "vipllava": "",
-}
-"""`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
-
-
-TOKENS_FIRST = {"gemma4"}
-"""Those whose graphs take tokens and no images, unless embeddings are asked for."""
-
-
-def is_multi_modal(fields: Mapping[str, Any], *, embeds: bool) -> bool:
-    """Whether graphs take embeddings of text and features of images.
-
-    Args:
-        fields: content of `config.json`.
-        embeds: embeddings are asked for.
-    """
-    kind = fields.get("model_type")
-    return kind in MULTI_MODAL and (kind not in TOKENS_FIRST or (embeds and bool(fields.get("vision_config"))))
-
 
 WITHOUT: Mapping[str, Mapping[str, float]] = defaultdict(dict, {"aya_vision": {"logit_scale": 1.0}})
 """`model_type` to fields of the language model that the whole model does not apply: its head is a matrix alone."""

@@ -11,15 +11,14 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.traced_layers import TracedCache
+from llmconv.export.export_options import CLASSIFY, EMBED, RERANK
 from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_map import InputMap, Port
 from llmconv.export.sentence_modules import Dense, SentenceHead, TokenScore
-from llmconv.export.tracing.fake_model import CLASSIFY, depth
+from llmconv.export.tracing.fake_model import depth
 from llmconv.runtime.cache_names import is_recurrent
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE
 from llmconv.runtime.library_patches import cache_parameter
-
-EMBED, RERANK = "embed", "rerank"
 
 RESULTS: dict[str, tuple[str, ...]] = {
     "": ("logits",),

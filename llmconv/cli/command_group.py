@@ -34,6 +34,9 @@ PRINT_ONLY = ("inspect", "formats", "families", "doctor")
 """Commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0."""
 
 REPORTS_VERSIONS = "doctor"
+EARLY = "_interrupted"
+"""Name of the function in `__main__.py` that ends the program on Ctrl-C before a command begins."""
+
 HELP = {"-h", "--help"}
 
 READER_LEFT = 141
@@ -102,6 +105,8 @@ class CommandGroup(click.Group):
         hung_calls.watch(_report_interrupt)
         asks_help = bool({*ctx.args} & HELP)
         try:
+            if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == EARLY:  # now there may be something to undo
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             require_platform()
             result = super().invoke(ctx)
             sys.stdout.flush()

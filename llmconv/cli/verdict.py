@@ -80,7 +80,7 @@ def verify_export(folder: Path, model: str, given: Mapping[str, Any], show: Show
         LlmconvError: as `verify`; a line on stderr states that the export stays.
     """
     from llmconv.verify import verify
-    from llmconv.verify.graph_folder import CODES
+    from llmconv.verify.arguments import CODES
 
     text = given["calibrate"] if given["kv_cache"] or given["static_activations"] else None
     try:

@@ -179,6 +179,7 @@ def command(
     from llmconv.verify.report.github import annotation_lines
 
     _require_compatible(folder, graphs, choices)
+    _refuse_early(folder, choices)
     started = time.perf_counter()
     shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
@@ -192,6 +193,21 @@ def command(
     where = f", report in {choices['report']}" if choices["report"] else ""
     say(f"{time.perf_counter() - started:.1f} s{where}")
     ctx.exit(report.exit_code)
+
+
+def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
+    """Refuses what options and JSON alone show, before torch is imported; `verify` checks all of it again."""
+    from llmconv.files.sources import is_remote
+    from llmconv.runtime.onnxruntime.graph_entry import graph_entries, single_pass_entries
+    from llmconv.verify.arguments import recorded_reference, require_folder
+    from llmconv.verify.scenarios.selection import Selection
+
+    Selection(choices["suite"], choices["scenario"], choices["repeat"])
+    if folder is None or is_remote(folder):
+        return
+    path = require_folder(folder)
+    if choices["reference"] is None and (graph_entries(path) or single_pass_entries(path)):
+        recorded_reference(path)
 
 
 def _verified(

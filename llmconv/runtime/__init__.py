@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from llmconv.runtime.onnxruntime.graph import OrtGraph
-from llmconv.runtime.onnxruntime.runner import OrtRunner
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # at run time each is loaded when it is first used: names and tables need no onnxruntime
+    from llmconv.runtime.onnxruntime.graph import OrtGraph
+    from llmconv.runtime.onnxruntime.runner import OrtRunner
+    from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+    from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 
 __all__ = [
     "Cache",
@@ -16,6 +20,20 @@ __all__ = [
     "Step",
     "default_positions",
 ]
+
+_PLACES = {
+    "OrtGraph": "llmconv.runtime.onnxruntime.graph",
+    "OrtRunner": "llmconv.runtime.onnxruntime.runner",
+    "SessionSettings": "llmconv.runtime.onnxruntime.session_settings",
+    **dict.fromkeys(("Cache", "Runner", "Step", "default_positions"), "llmconv.runtime.runner"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used."""
+    if name not in _PLACES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:

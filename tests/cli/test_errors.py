@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,3 +93,26 @@ def test_a_bug_has_its_own_exit_code_and_one_line_to_report(monkeypatch: pytest.
     assert hint.startswith("hint: report this line and the command that you ran; `-v` ")
     shown = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything", "-v"])
     assert shown.exit_code == 70 and "Traceback" in shown.stderr
+
+
+@pytest.mark.parametrize("module", ["llmconv.interpreters", "click", "llmconv.cli.export", "llmconv.convert.inspect"])
+def test_ctrl_c_is_no_traceback_while_the_program_starts(module: str) -> None:
+    code = f"""
+import os, signal, sys
+import llmconv.__main__
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in [name for name in sys.modules if name == {module!r}]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["llmconv", "inspect", "nothing"]
+llmconv.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and not done.stdout
+    assert done.stderr == "error: interrupted\n\nhint: run the same command again\n"

@@ -120,7 +120,7 @@ class FolderComparison:
 
     def _note_images(self) -> None:
         """Notes that nothing was verified of a model's images, where it takes any."""
-        from llmconv.export.tracing.multimodal import MULTI_MODAL  # noqa: PLC0415 - the table alone
+        from llmconv.export.families import MULTI_MODAL  # noqa: PLC0415 - the table alone
 
         fields, unseen = read_json(self.eager.folder / "config.json"), "faults of prompts with images"
         if fields.get("vision_config") and unseen not in self.report.unseen:

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from llmconv.export.caches import CACHE_KINDS
+from llmconv.export.caches import CACHE_KINDS, cache_kind
 from llmconv.export.caches.scan_functions import DOMAIN, function_proto
 
 Arrays = dict[str, NDArray[Any]]
 
-TEXTS = {name: text for kind in CACHE_KINDS.values() for name, text in kind.functions.items()}
+TEXTS = {name: text for kind in map(cache_kind, CACHE_KINDS) for name, text in kind.functions.items()}
 LENGTHS = (1, 2, 63, 64, 65, 130)
 """Around the chunks of 64 and of 16 tokens."""
 

@@ -1,0 +1,334 @@
+"""The export of an open checkpoint: everything that needs torch. What can be refused without is in `exporter.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from torch import nn
+
+from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.errors import UsageProblem
+from llmconv.export.calibration import Calibration, text_of
+from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
+from llmconv.export.clients.image_model import Edits, ImageModel, edited
+from llmconv.export.context_limit import check_context
+from llmconv.export.export_options import ExportOptions
+from llmconv.export.exported import Exported, ExportSizes
+from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
+from llmconv.export.folders.graphs_only import GraphsOnly
+from llmconv.export.folders.in_place import InPlace
+from llmconv.export.folders.model_in_memory import checkpoint_in_memory, require_output
+from llmconv.export.folders.new_folder import NewFolder, OutputFolder, file_tensors, main_dtype
+from llmconv.export.graph_files import GraphPlan
+from llmconv.export.graph_names import graph_names
+from llmconv.export.graph_options import GraphOptions
+from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
+from llmconv.export.input_map import decoder_config
+from llmconv.export.language_model import LanguageModel, open_language_model
+from llmconv.export.option_checks import (
+    check_weight_options,
+    require_exact,
+    shape_options,
+    warn_of_padding,
+)
+from llmconv.export.quantization.cache_options import require_kv_cache
+from llmconv.export.quantization.name_patterns import require_used
+from llmconv.export.quantization.product_groups import grouped
+from llmconv.export.quantization.quantized_sizes import QuantizedSizes
+from llmconv.export.quantization.selection import QuantizedWeight, select
+from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.smoothing import Smoothing
+from llmconv.export.quantization.smoothing_groups import Graphs
+from llmconv.export.quantization.stored_formats import StoredFormats
+from llmconv.export.rewrite.grouped_query import fits_grouped_query
+from llmconv.export.rewrite.lora_inputs import lora_targets
+from llmconv.export.rewrite.passes.postprocess import TokenChoice
+from llmconv.export.rewrite.passes.quantized_cache import require_grouped_query
+from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
+from llmconv.export.targets.presets import Preset, find_preset
+from llmconv.export.tasks import with_task
+from llmconv.export.tracing.fake_model import depth
+from llmconv.export.weights.bind import match_weights
+from llmconv.export.weights.stage_parts import graph_parts, stage_parts
+from llmconv.files.paths import Placed, local_only, output_place
+from llmconv.files.sources import local_path
+from llmconv.model_code import code_of
+from llmconv.output.manifest import step
+from llmconv.progress import warn
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.runtime.context_length import context_length
+from llmconv.runtime.custom_code import uses_custom_code
+from llmconv.runtime.prefix.trained import open_prefix
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    source: Path,
+    output: Placed | None,
+    given: ExportOptions,
+    clients: Sequence[Client],
+    roles: Sequence[str],
+) -> Exported:
+    """Exports an open checkpoint.
+
+    Args:
+        checkpoint: the model.
+        source: its folder, for the manifest.
+        output: new folder; None for that of the model.
+        given: the options.
+        clients: the chosen layouts.
+        roles: of the graphs.
+
+    Raises:
+        LlmconvError: as `export`.
+    """
+    settings = QuantizationSettings.parse(given)
+    checkpoint, quantization = _with_plain_weights(checkpoint, settings)
+    if settings:
+        require_used(settings.patterns, checkpoint)
+    choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
+    prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
+    language_model, checkpoint = _open_language_model(checkpoint, given)
+    checkpoint, single = with_task(checkpoint, language_model, given)
+    given = _for_target(given, clients, language_model, checkpoint)
+    check_weight_options(given, writes=output is not None)
+    warn_of_padding(given, clients)
+    if given["kv_cache"]:
+        past = language_model.input_map.past(language_model.config)
+        require_kv_cache(given, checkpoint.config.get("model_type"), fits=fits_grouped_query(past))
+    shapes = shape_options(given)
+    text = text_of(given) if given["kv_cache"] else None
+    rest = given["strict_target"], quantization, text.sha256 if text else "", lora_targets(given["lora_inputs"])
+    layouts = [client.name for client in clients if client.name != DEFAULT]
+    names = graph_names(given["graph_name"], list(single or roles), layouts)
+    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"], *rest, names)
+    extras = language_model.extra_inputs
+    for option in (name for name in ("prefix", "kv_cache") if given[name]):
+        refuse_option(extras, f"--{option.replace('_', '-')}")
+    specs = single or graph_specs(roles, shapes, language_model.embeddings, quantized=quantization is not None)
+    specs = with_fixed_inputs(specs, extras, clients)
+    check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
+    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint, specs, given["quant"]), changes)
+    if quantization:
+        require_exact(given, checkpoint)
+    folder = _output_folder(language_model, checkpoint, output, given, plan.clients.edits())
+    folder.check(plan)
+    return _make(language_model, checkpoint, plan, folder, source, given)
+
+
+@contextmanager
+def opened_in_memory(model: Any, output: Placed | None, *, graphs_only: bool) -> Iterator[Checkpoint]:
+    """The checkpoint of a causal language model in memory.
+
+    Args:
+        model: of transformers.
+        output: the folder for its weights.
+        graphs_only: an option that such a model does not have.
+
+    Raises:
+        UsageProblem: not a module of torch, or no output.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageProblem(
+            f"`model` must be a path or a `Module`, and is a `{type(model).__name__}`",
+            hint="give a folder, or a causal language model of transformers",
+        )
+    require_output(output, graphs_only=graphs_only)
+    with checkpoint_in_memory(model) as checkpoint:
+        yield checkpoint
+
+
+def _make(
+    language_model: LanguageModel,
+    checkpoint: Checkpoint,
+    plan: GraphPlan,
+    folder: OutputFolder,
+    source: Path,
+    given: ExportOptions,
+) -> Exported:
+    """Traces the graphs, makes all files, and writes them unless this is a dry run."""
+    graphs, traced_layers = language_model.trace(plan.specs)
+    weights = folder.weights()
+    distinct = {id(traced): traced for traced in graphs.values()}
+    matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
+    for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
+        require_grouped_query(traced.model, checkpoint.config.get("model_type"))
+    pairs = [(distinct[key], matched) for key, matched in matches.items()]
+    folder = _divided(folder, pairs, plan)
+    weights = folder.weights()
+    calibration = Calibration.of(language_model, checkpoint, graphs, given)
+    quantized: dict[str, QuantizedWeight] = {}
+    if formats := plan.options.quantization:
+        quantized, folder = _quantized(pairs, formats, calibration, folder, given)
+        folder.check(plan)
+        weights = folder.weights()
+    scales = calibration.cache_scales() if calibration and given["kv_cache"] else None
+    files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches, scales)
+    sizes = None
+    if not given["dry_run"]:
+        count = sum(prod(tensor.shape) for tensor in checkpoint.values()) if formats else None
+        kept = {name: given[name] for name in ("dtype", "graphs_only", "embeds")}
+        done = step("export", source, **kept, layers_traced=traced_layers, parameters=count, **plan.manifest_options())
+        sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
+    return Exported(
+        folder.place,
+        {role: plan.file_names(role) for role in graphs},
+        sizes,
+        weight_bytes,
+        weight_bytes if isinstance(folder, NewFolder) else 0,
+        traced_layers,
+        depth(language_model.config),
+        plan.clients.names,
+        {**folder.planned(), **made},
+        QuantizedSizes.of(quantized, checkpoint, weights) if given["quant"] else None,
+        folder.missing() if isinstance(folder, GraphsOnly) else {},
+    )
+
+
+def _divided(folder: OutputFolder, graphs: Graphs, plan: GraphPlan) -> OutputFolder:
+    """The output folder, in which each stage, or each graph for some clients, has weight files of its own."""
+    stages, layers = plan.options.stages, graphs[0][0].num_layers
+    if stages > 1:
+        require_stages(stages, layers)
+        return folder.divided(stage_parts(graphs, first_layers(stages, layers)))
+    return folder.divided(graph_parts([matched for _, matched in graphs])) if plan.clients.divide_weights else folder
+
+
+def _quantized(
+    pairs: Graphs,
+    formats: QuantizationSettings | StoredFormats,
+    calibration: Calibration | None,
+    folder: OutputFolder,
+    given: ExportOptions,
+) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
+    """The weights that are stored as codes, and the output folder with these."""
+    quantized = grouped(pairs, select(pairs, formats))
+    text = calibration if isinstance(formats, QuantizationSettings) and formats.text else None
+    if text and given["static_activations"]:
+        text.require_ranges(quantized)
+    importance = text.importance() if text and any(weight.is_searched for weight in quantized.values()) else {}
+    smoothing = Smoothing()
+    if text and given["method"] == "awq":
+        smoothing = text.activation_aware(pairs, quantized, importance)
+    elif text:
+        smoothing = text.smoothing(pairs, quantized)
+    if text and given["static_activations"]:
+        quantized = text.with_ranges(quantized, smoothing)
+    if text and given["method"] == "gptq" and not given["dry_run"]:
+        quantized = text.with_feedback(quantized, local_only(folder.place) or Path(gettempdir(), folder.place.name))
+    return quantized, folder.quantized(quantized, importance, smoothing)
+
+
+def _client_files(
+    clients: Sequence[Client],
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    specs: Mapping[str, GraphSpec],
+    quant: str | None,
+) -> ClientFiles:
+    path = checkpoint.path / "generation_config.json"
+    generation = read_json(path) if path.is_file() else None
+    spec = next(iter(specs.values()))
+    kinds = spec.cache, spec.precision, spec.target, quant
+    fed = replace(model.input_map, extras=()) if spec.fixed_inputs else model.input_map
+    images = ImageModel.of(model.whole, checkpoint) if model.whole else None
+    described = ClientModel(decoder_config(model.config), fed, generation, *kinds, images, tuple(specs))
+    return ClientFiles(clients, described)
+
+
+def _with_plain_weights(
+    checkpoint: Checkpoint, settings: QuantizationSettings | None
+) -> tuple[Checkpoint, QuantizationSettings | StoredFormats | None]:
+    """A quantized checkpoint with plain weights, and the formats of its codes; any other as it is."""
+    if (found := quantized_checkpoint(checkpoint)) is None:
+        return checkpoint, settings
+    formats = StoredFormats.of(found)
+    if settings and len(formats.without_operator) < len(formats.weights):
+        raise UsageProblem(
+            f"the weights are quantized already ({formats.method})",
+            hint="leave out `--quant`: the graphs read the codes that the model has",
+        )
+    if again := formats.without_operator:
+        bits = f"as `--quant {settings.preset}` says" if settings else "to 8 bits, in blocks of 32"
+        warn(
+            f"onnxruntime has no operator for the codes of {len(again)} weights ({formats.method}): they are quantized "
+            f"again, {bits}; `llmconv verify` measures what that costs"
+        )
+    return found.plain, settings or formats
+
+
+def _open_language_model(checkpoint: Checkpoint, given: ExportOptions) -> tuple[LanguageModel, Checkpoint]:
+    """The language model, and the checkpoint with the model's own code as side files if that is run."""
+    code = checkpoint.path if uses_custom_code(checkpoint.config, given["trust_remote_code"]) else None
+    if code:
+        files = code_of(code, checkpoint.config, checkpoint.side_files)
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **files})
+    return open_language_model(checkpoint, code, embeds=given["embeds"]), checkpoint
+
+
+def _output_folder(
+    model: LanguageModel, checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions, edits: Edits
+) -> OutputFolder:
+    overwrite, resume = given["overwrite"], given["resume"]
+    place = output_place(output) if output is not None else checkpoint.path
+    is_new = not isinstance(place, Path) or place.resolve() != checkpoint.path.resolve()
+    if given["quant"] and not is_new:
+        raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
+    if is_new:
+        checkpoint = edited(checkpoint, edits)
+    elif edits:
+        warn(
+            f"`{', '.join(edits)}` of the model folder stays as it is, and the layout needs other fields in it: give "
+            "`-o OUT`, or see docs/clients.md"
+        )
+    if is_new and given["graphs_only"]:
+        return GraphsOnly(place, InPlace(checkpoint, given["dtype"]), overwrite, resume)
+    if is_new:
+        precision = given["precision"] or FLOAT32
+        dtype = given["dtype"] if precision == FLOAT32 else precision
+        rest = given["max_shard_size"], overwrite, resume
+        return NewFolder(place, checkpoint, dtype, *rest, model.kept_in_float32(dtype))
+    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)
+
+
+def _for_target(
+    given: ExportOptions, clients: Sequence[Client], model: LanguageModel, checkpoint: Checkpoint
+) -> ExportOptions:
+    """The options, with those that the target decides.
+
+    Args:
+        given: the options of the call.
+        clients: the chosen layouts, which may not read caches in shared buffers.
+        model: its key/value heads decide whether the fused operator of the target fits.
+        checkpoint: its dtype is the precision that some targets prefer.
+
+    Raises:
+        UsageProblem: an option that the target does not have.
+    """
+    if given["target"] is None:
+        return given
+    dynamic = given["shapes"] == "dynamic"
+    fits = (
+        dynamic
+        and not model.input_map.both_ways(model.config)
+        and not given["prefix"]
+        and given["stages"] == 1
+        and (given["opset"] or 24) >= 24
+    )
+    fits = fits and all("shared-buffer" in client.caches for client in clients if client.name != DEFAULT)
+    preset = find_preset(
+        given["target"],
+        Preset(given["precision"] or "", given["cache"] or "", given["opset"]),
+        main_dtype(checkpoint),
+        buffers=fits and fits_grouped_query(model.input_map.past(model.config)),
+        growing=dynamic,
+    )
+    return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}
