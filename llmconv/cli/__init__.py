@@ -35,24 +35,6 @@ from llmconv.version import __version__
 def main() -> None:
     """From a training checkpoint to verified ONNX graphs.
 
-    \b
-    llmconv to-hf      SOURCE -o OUT           training checkpoint -> Hugging Face folder
-    llmconv from-hf    MODEL -o OUT --to KIND  Hugging Face folder -> training checkpoint
-    llmconv merge-lora BASE ADAPTER -o OUT     merge adapters into the weights
-    llmconv delta apply BASE DELTA -o OUT      add delta weights; `delta extract` makes them
-    llmconv export     MODEL                   prefill and decode graphs next to the weights they map
-    llmconv onnx-adapter MODEL ADAPTER -o FILE LoRA factors for graphs that take them as inputs
-    llmconv verify     MODEL                   compare the graphs with the eager model
-    llmconv push       FOLDER ORG/NAME         upload to the Hugging Face Hub, as one commit
-    llmconv run        FILE                    do the steps above that a YAML file lists, if they are not done
-    llmconv generate   MODEL --prompt TEXT     continue a prompt with the graphs
-    llmconv embed      MODEL TEXT...           embeddings, classes or scores of texts
-    llmconv chat       MODEL                   chat in the terminal
-    llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
-    llmconv serve-stage FOLDER --stage I       run some of the layers for models on other hosts
-    llmconv bench      MODEL --against OTHER   measure how fast they are
-    llmconv clean      URI                     delete what an interrupted run left in an object store
-
     Exit codes: 0 success, 1 a difference was found, 2 usage error, 3 input refused,
     4 I/O or a stage on another host failed (safe to --resume), 5 nothing could be compared, 70 a bug of llmconv,
     130 interrupted and 143 terminated (--resume continues).

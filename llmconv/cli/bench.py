@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
@@ -30,7 +31,7 @@ class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the 
         return numbers
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @click.argument("folder")
 @click.option(
     "--against",

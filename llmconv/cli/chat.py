@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from llmconv.cli import generation_options, options
+from llmconv.cli.help_page import Command
 
 
-@click.command("chat")
+@click.command("chat", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of the chat.")
 @generation_options.template

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 
 RULE = "let a lifecycle rule of the bucket abort incomplete multipart uploads after a day"
 UNLISTED = {
@@ -18,7 +19,7 @@ WITHOUT_BOTO3 = (
 )
 
 
-@click.command(name="clean")
+@click.command(name="clean", cls=Command)
 @click.argument("uri")
 @click.option("--dry-run", is_flag=True, help="List what would be deleted, and stop.")
 @options.as_json
@@ -29,9 +30,6 @@ def command(uri: str, dry_run: bool, as_json: bool) -> None:
     Deletes the journal, the shards that were not published, and open multipart uploads, which the store bills. A
     published output and files of others stay. Make sure that no run is writing there; to continue a run instead, give
     its command again with --resume.
-
-    \b
-    llmconv clean s3://bucket/models/base
     """
     from llmconv.output.clean import clean
     from llmconv.stores.address import parse_address

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from llmconv.cli.help_page import Group
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.cli.other_spellings import hint_for
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable
@@ -54,16 +55,19 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-class CommandGroup(click.Group):
+def _take_signals() -> None:
+    """From here on a signal is an exception: a command may have something to undo."""
+    signal.signal(signal.SIGTERM, _terminated)
+    if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == EARLY:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class CommandGroup(Group):
     """The group of all commands: what they share in errors, signals and standard streams."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """As click's; the command also refuses empty paths."""
         super().add_command(refuse_empty_paths(cmd), name)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order of the work, not of the alphabet."""
-        return list(self.commands)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -101,12 +105,10 @@ class CommandGroup(click.Group):
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads busy-wait for a while
         gc.set_threshold(*GC_THRESHOLDS)
-        signal.signal(signal.SIGTERM, _terminated)
+        _take_signals()
         hung_calls.watch(_report_interrupt)
         asks_help = bool({*ctx.args} & HELP)
         try:
-            if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == EARLY:  # now there may be something to undo
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             require_platform()
             result = super().invoke(ctx)
             sys.stdout.flush()

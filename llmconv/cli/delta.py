@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import completions, options, plans
+from llmconv.cli.help_page import Command, Group
 
 if TYPE_CHECKING:
     from llmconv.convert.delta import Extracted
 
 
-@click.group(name="delta")
+@click.group(name="delta", cls=Group)
 def command() -> None:
     """Apply or extract the difference between a tuned model and its base."""
 
 
-@command.command(name="apply")
+@command.command(name="apply", cls=Command)
 @click.argument("base")
 @click.argument("delta")
 @options.changes
@@ -30,10 +31,6 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
     or Stanford Alpaca, a Hugging Face folder of tuned - base, whose vocabulary may be larger; or from LLaMA2-Accessory.
     The last two are added in float32 and rounded once to --dtype; with `keep` that is the base's type, or the delta's
     if that has more bits. If the delta has a checksum, it is compared, and a mismatch is reported.
-
-    \b
-    llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b
-    llmconv delta apply llama-2-13b accessory-diff -o tuned       consolidated.NN.pth and ….model-diff.pth
     """
     from llmconv.convert.delta import apply_delta
 
@@ -44,7 +41,7 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
         plans.print_plan(done.plan, output, dry_run, f"; base + {done.kind} delta")
 
 
-@command.command(name="extract")
+@command.command(name="extract", cls=Command)
 @click.argument("base")
 @click.argument("tuned")
 @options.writes
@@ -72,11 +69,6 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
     With --to, OUT is a delta for another tool: FastChat's apply_delta (float16), Stanford Alpaca's weight_diff.py
     (float32), or LLaMA2-Accessory's weight_operate.py (float16, over Meta's shards). Reports how many elements that
     tool does not restore, since it rounds, and in which tensors.
-
-    \b
-    llmconv delta extract llama-2-7b tuned -o tuned-delta
-    llmconv delta extract llama-2-7b tuned -o tuned-lora --rank 64
-    llmconv delta extract llama-2-7b tuned -o tuned-delta --to fastchat
     """
     from llmconv.convert.delta import extract_delta
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.errors import UnsupportedInput, listing
 
 if TYPE_CHECKING:
     from llmconv.doctor import Finding
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @options.as_json
 @options.talk
 def command(as_json: bool) -> None:
@@ -23,10 +24,6 @@ def command(as_json: bool) -> None:
 
     Versions of all packages with the supported ranges, compiled modules, providers and devices, extras, free memory and
     disk. Add its output to a report of a bug.
-
-    \b
-    llmconv doctor
-    llmconv doctor --json
 
     Exit code 3: a required package is missing, does not load, or is out of range.
     """

@@ -9,10 +9,11 @@ import click
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.file_names import refuse_file_name
+from llmconv.cli.help_page import Command
 from llmconv.errors import UsageProblem
 
 
-@click.command("embed")
+@click.command("embed", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
 @click.option("--text-file", metavar="FILE", help="File with one text per line; - for standard input.")

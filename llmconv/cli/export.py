@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import click
 
 from llmconv.cli import completions, options
+from llmconv.cli.help_page import Command
 from llmconv.cli.verdict import print_report, printer, require_verifiable, say_it_stays, verify_export
 from llmconv.errors import LlmconvError
 from llmconv.progress import is_quiet, say
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from llmconv.verify import Report
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @click.argument("model")
 @click.option(
     "-o",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.progress import say
 
 if TYPE_CHECKING:
     from llmconv.export.input_map import InputMap
 
 
-@click.command("families")
+@click.command("families", cls=Command)
 @options.as_json
 @options.talk
 def command(as_json: bool) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 
 
-@click.command(name="formats")
+@click.command(name="formats", cls=Command)
 @options.as_json
 @options.talk
 def command(as_json: bool) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from llmconv.cli import completions, options, plans
+from llmconv.cli.help_page import Command
 
 
-@click.command(name="from-hf")
+@click.command(name="from-hf", cls=Command)
 @click.argument("model")
 @options.output
 @options.shares
@@ -32,9 +33,6 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **c
     """Convert the Hugging Face folder MODEL into the training checkpoint OUT.
 
     `to-hf` converts OUT back to the same tensors, bit for bit. A model that the format does not support is refused.
-
-    \b
-    llmconv from-hf base -o llama --to meta --shards 2    a folder of consolidated.NN.pth
     """
     from llmconv.convert.from_hf import from_hf
 

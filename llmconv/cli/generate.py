@@ -11,6 +11,7 @@ import click
 
 from llmconv.cli import completions, generation_options, options
 from llmconv.cli.file_names import is_file, refuse_file_name
+from llmconv.cli.help_page import Command
 from llmconv.cli.text_printer import TextPrinter
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.progress import say
@@ -35,7 +36,7 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
         )
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.argument("texts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue. May be repeated.")

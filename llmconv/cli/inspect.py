@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.errors import printable
 from llmconv.files.paths import is_address
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection
 
 
-@click.command(name="inspect")
+@click.command(name="inspect", cls=Command)
 @click.argument("path")
 @options.as_json
 @options.talk

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options, plans
+from llmconv.cli.help_page import Command
 
 if TYPE_CHECKING:
     from llmconv.convert.merge_lora import Merge
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear", "dare_ties"]
 
 
-@click.command(name="merge-lora")
+@click.command(name="merge-lora", cls=Command)
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
 @options.changes
@@ -76,12 +77,6 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
     mlx-lm, torchtune, LitGPT, MindFormers or LLaMA2-Accessory, detected by their files. Several are summed in one
     pass, in float64 with one rounding, or combined by --combine. An adapter tensor that matches no weight of BASE is
     an error.
-
-    \b
-    llmconv merge-lora base adapter -o merged
-    llmconv merge-lora base style facts -o merged --weight 0.7 --weight 1
-    llmconv merge-lora base style facts -o merged --combine ties --density 0.4 --check
-    llmconv merge-lora base-nf4 adapter -o merged --base-quant dequantize
 
     Exit code 1: --check found a difference.
     """

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.progress import say
 
 
-@click.command(name="onnx-adapter")
+@click.command(name="onnx-adapter", cls=Command)
 @click.argument("folder")
 @click.argument("adapter")
 @click.option(
@@ -27,11 +28,6 @@ def command(folder: str, adapter: str, output: Path, as_json: bool, **choices: A
 
     FOLDER is the base with graphs of `llmconv export --lora-inputs`; ADAPTER is a LoRA that merge-lora reads. The file
     is for onnxruntime's `LoraAdapter` and for `llmconv generate --adapter`: one base serves many adapters.
-
-    \b
-    llmconv export base --lora-inputs all-linear
-    llmconv onnx-adapter base style -o style.onnx_adapter
-    llmconv generate base --adapter style.onnx_adapter --prompt "Once"
     """
     from llmconv.convert.onnx_adapter import onnx_adapter
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.errors import printable
 
 if TYPE_CHECKING:
     from llmconv.push import Push
 
 
-@click.command(name="push")
+@click.command(name="push", cls=Command)
 @click.argument("folder")
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Make the repository private; one that exists must be private.")
@@ -32,10 +33,6 @@ def command(folder: str, repository: str, as_json: bool, dry_run: bool, **choice
     llmconv that FOLDER does not have are deleted in the same commit; a repository with weights of others is refused.
     If there is no README.md, a model card is written, and replaced by later ones until you edit it. The token is that
     of HF_TOKEN or `hf auth login`.
-
-    \b
-    llmconv push merged me/merged --private
-    llmconv push merged me/merged --revision v2 --verify-upload
 
     Exit code 1: --verify-upload found a difference.
     """

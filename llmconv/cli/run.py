@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.cli.help_page import Command
 from llmconv.progress import is_quiet, say, set_quiet
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ STDERR = 2
 """Descriptor: with `--json` the lines of the steps go there."""
 
 
-@click.command("run")
+@click.command("run", cls=Command)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--set",
@@ -56,10 +57,6 @@ def command(
     of options are checked first. A step whose command, inputs and outputs are as the last run left them is not done
     again: sizes and times of files are compared, ETags of objects, commits of the Hub. After an error the others are
     not run; the same command continues there.
-
-    \b
-    llmconv run model.yaml --dry-run
-    llmconv run model.yaml --set adapter=runs/lora-2 --set verify.suite=full
 
     The exit code is that of the step that failed.
     """

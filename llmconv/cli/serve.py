@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from llmconv.cli import generation_options, options
+from llmconv.cli.help_page import Command
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")

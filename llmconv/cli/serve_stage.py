@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from llmconv.cli import generation_options, options
+from llmconv.cli.help_page import Command
 from llmconv.progress import say
 
 
-@click.command("serve-stage")
+@click.command("serve-stage", cls=Command)
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
 @click.option("--stage", "number", type=click.IntRange(1), required=True, metavar="I", help="Which stage, from 1.")
 @click.option(

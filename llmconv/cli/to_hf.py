@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from llmconv.cli import options, plans
+from llmconv.cli.help_page import Command
 
 
-@click.command(name="to-hf")
+@click.command(name="to-hf", cls=Command)
 @click.argument("source")
 @options.converts
 @options.shares
@@ -57,16 +58,6 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
 
     SOURCE is a file or folder; its format is detected by its content. Nothing in it is executed without
     --trust-remote-code. A Hugging Face folder is rewritten with --dtype or --max-shard-size.
-
-    \b
-    llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
-    llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
-    llmconv to-hf epoch3 -o tuned --base llama-2    trained by LLaMA2-Accessory
-    llmconv to-hf llama.ckpt -o base --config run.yaml     a MindFormers checkpoint
-    llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run with only the adapter
-    llmconv to-hf saved -o model --config config.json      written by accelerate's save_state or save_model
-    llmconv to-hf model -o half --dtype bfloat16           a Hugging Face folder in another element type
-    llmconv to-hf run.pt -o own --code baichuan-13b --trust-remote-code    a model that only its own code computes
     """
     from llmconv.convert.to_hf import to_hf
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import completions, options
+from llmconv.cli.help_page import Command
 from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
 from llmconv.progress import is_quiet, say
@@ -22,7 +23,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 """Options that apply only to `--graph`, and only to FOLDER."""
 
 
-@click.command("verify")
+@click.command("verify", cls=Command)
 @click.argument("folder", required=False)
 @click.option(
     "--graph",

@@ -16,6 +16,7 @@ import llmconv.embedding
 import llmconv.export
 import llmconv.generation
 import llmconv.push
+import llmconv.runtime.tokenizer
 import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.errors import InputRefused, LlmconvError
@@ -46,6 +47,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,
+        "TooManyTokens": 3,
         "StageFailed": 4,
         "Inconclusive": 5,
     }
