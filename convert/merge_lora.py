@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_folder, refuse_unmerged
 from llmconv.convert.opening.adapters import open_adapters
+from llmconv.convert.opening.training_checkpoint import recognized
 from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
@@ -34,6 +36,9 @@ from llmconv.output.work import Part, Shards, Work, done_by, repeatable, require
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.tensors import BLOCK_BYTES, cast
+
+PLAIN = ("safetensors", "torch")
+"""Formats of which `open_checkpoint` says itself what is missing."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +143,23 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base, in_parts=True))
+        path = local_path(base, in_parts=True)
+        _refuse_training(path, base, adapters)
+        checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)
         refuse_unmerged(checkpoint.tensors, checkpoint.config, checkpoint.path.name)
         return with_copied_code(checkpoint)
+
+
+def _refuse_training(path: Path, base: str | Path, adapters: Sequence[str | Path]) -> None:
+    """Refuses a training checkpoint as the base, with the commands that convert and merge it."""
+    if not path.exists() or is_model_folder(path) or not (found := recognized(path)[1]) or found.name in PLAIN:
+        return
+    given = shlex.join(map(str, adapters))
+    raise InputRefused(
+        f"the base `{base}` is a training checkpoint ({found.name}), not a Hugging Face model folder",
+        hint=f"`llmconv to-hf {shlex.quote(str(base))} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
+    )
 
 
 def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_run: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
-from llmconv.export.families_not_exported import NOT_EXPORTED
+from llmconv.export.families_not_exported import NOT_EXPORTED, OWN_CODE
 from llmconv.export.input_map import InputMap
 from llmconv.runtime.extra_inputs import BATCH, FULL, SEQUENCE, SLIDING, ExtraInput
 from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS, ROTARY_AXES
@@ -358,7 +358,13 @@ def find_input_map(model_type: str) -> InputMap:
             f"models of type `{model_type}` are not exported: {reason}",
             hint="docs/families.md lists the types that are exported, and the reason for each other type",
         )
-    close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.4)
+    if model_type in OWN_CODE:
+        raise UnsupportedInput(
+            f"models of type `{model_type}` are converted, but not exported: {OWN_CODE[model_type]}",
+            hint="`llmconv generate MODEL --backend torch --trust-remote-code` runs it; docs/own-code.md describes such "
+            "models, and what graphs of one take",
+        )
+    close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.7)
     matches = f" (close matches: {', '.join(close)})" if close else ""
     raise UnsupportedInput(
         f"no input map for model_type `{model_type}`{matches}",

@@ -51,3 +51,9 @@ NOT_EXPORTED: dict[str, str] = {
     "zaya": STATES,
 }
 """The reason in words, by `model_type`; `llmconv families` and docs/families.md list them."""
+
+OWN_CODE: dict[str, str] = {
+    "baichuan": "its code is its own, not of transformers, and no input map describes it",
+    "chatglm": "its code is its own, not of transformers, and no input map describes it; ChatGLM2 and later are `glm`",
+}
+"""Types that conversions write for the code of their publishers."""

@@ -17,7 +17,7 @@ import click
 
 from llmconv.cli.help_page import Group
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
-from llmconv.cli.other_spellings import hint_for
+from llmconv.cli.other_spellings import hint_for, hint_for_value
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers, unusable_package
@@ -142,8 +142,12 @@ class CommandGroup(Group):
             raise error
         message = re.sub(r"'([^']+)'", r"`\1`", " ".join(error.format_message().split()).replace(". (", " ("))
         hint = f"see `{error.ctx.command_path} --help`"
-        if isinstance(error, click.NoSuchOption) and (known := hint_for(error.ctx.info_name or "", error.option_name)):
-            message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
+        if isinstance(error, click.NoSuchOption):
+            ours = [spelling for one in error.ctx.command.params for spelling in one.opts]
+            if known := hint_for(error.ctx.info_name or "", error.option_name, ours):
+                message, hint = f"no such option `{error.option_name}`", f"{known}; {hint}"
+        elif isinstance(error, click.BadParameter) and (known := hint_for_value(message)):
+            hint = f"{known}; {hint}"
         problem = UsageProblem(message[:1].lower() + message[1:], hint=hint)
         self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
 

@@ -25,7 +25,8 @@ def command(path: str, as_json: bool) -> None:
 
     PATH is a training checkpoint, a Hugging Face folder, an adapter, also a file of `onnx-adapter`, a safetensors or
     torch file, or a folder that `export` wrote, whose graphs are listed with their options and the recorded verdict of
-    `verify`, and compared with the files that it judged. Of weights only headers are read, and nothing is executed.
+    `verify`, and compared with the files that it judged. Of weights only headers are read, and
+    nothing is executed; a model of the Hub is downloaded first, weights included.
     """
     from llmconv.convert.inspect import inspect
 

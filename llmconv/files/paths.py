@@ -161,6 +161,11 @@ def kind_of(value: Any) -> str:
 
 def _instead(value: Any) -> str:
     """The hint for a value that is often passed instead of a path."""
+    if hasattr(getattr(value, "model", None), "save_pretrained") and hasattr(value, "train"):
+        return (
+            "give its model, `trainer.model`, where a model in memory is taken (`export`, `pipeline`); or save it first: "
+            "`trainer.save_model(FOLDER)`, then give FOLDER"
+        )
     if hasattr(value, "save_pretrained"):
         return "save it first: `model.save_pretrained(FOLDER)`, `tokenizer.save_pretrained(FOLDER)`; then give FOLDER"
     if hasattr(value, "state_dict"):

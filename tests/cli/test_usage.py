@@ -65,6 +65,30 @@ def test_an_option_of_another_command_is_answered_with_the_one_to_give(line: str
     assert hint in done.stderr and done.stderr.endswith(f"; see `main {line.split()[0]} --help`\n")
 
 
+SEEDS = {
+    "to-hf --composer_path a.pt --hf_output_path b": "the checkpoint is an argument: `llmconv to-hf SOURCE -o OUT`",
+    "to-hf a.pt -o b --output_precision bf16": "`--dtype float32`",
+    "generate m --top_p 0.9 x": "`--top-p`",
+    "generate m --src_length 8 x": "`--src-length`",
+    "generate m --prefix_path p x": "`--prefix-tuning PATH`",
+    "generate m --run_mode predict": "`llmconv run FILE`",
+    "generate --config x.yaml": "`llmconv run FILE`",
+    "generate m --max_seq_len 100 x": "`--max-length N`",
+    "generate m --quant_type weight_only_int8": "`llmconv export MODEL --quant int8`",
+    "export m --quant_type weight_only_int8": "`llmconv export MODEL --quant int8`",
+    "export m --quant weight_only_int8": "here it is `int8`",
+    "export m --export_batch_size 1": "graphs take any batch",
+    "export m --max_seq_len 32000": "`--max-seq-len`",
+    "merge-lora --model_name_or_path a": "BASE is an argument",
+}
+
+
+@pytest.mark.parametrize("line", SEEDS)
+def test_a_name_of_another_program_is_answered_with_ours(line: str) -> None:
+    done = CliRunner().invoke(llmconv.cli.main, line.split())
+    assert done.exit_code == 2 and SEEDS[line] in done.stderr.partition("hint: ")[2]
+
+
 def test_spellings_of_other_commands_are_not_options() -> None:
     for name, option in HINTS:
         assert option not in {spelling for one in command(name).params for spelling in one.opts}

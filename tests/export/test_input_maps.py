@@ -34,6 +34,13 @@ def test_an_unknown_family_lists_close_matches() -> None:
     assert "adding-a-family" in refused.value.hint
 
 
+@pytest.mark.parametrize("kind", ["chatglm", "baichuan"])
+def test_a_type_that_is_converted_only_says_so(kind: str) -> None:
+    with pytest.raises(UnsupportedInput, match=f"type `{kind}` are converted, but not exported") as refused:
+        find_input_map(kind)
+    assert "docs/own-code.md" in refused.value.hint and "close matches" not in refused.value.message
+
+
 def test_an_unknown_kind_of_cache_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedInput, match="unknown cache kind `ring`") as refused:
         _ = InputMap(cache="ring").kind

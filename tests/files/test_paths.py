@@ -22,6 +22,7 @@ from llmconv.bench.table import write_csv
 from llmconv.cli import main
 from llmconv.cli.options import Output
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.export import export
 from llmconv.files.paths import PLACED, WRITTEN, output_path, path_of
 from llmconv.generation.completion_file import CompletionFile
 from llmconv.verify.report.files import write_report
@@ -123,6 +124,20 @@ def test_an_open_model_is_to_be_saved_first() -> None:
     with pytest.raises(UsageProblem, match="a Model, not a path") as caught:
         path_of(Model(), "model")
     assert "save_pretrained(FOLDER)" in caught.value.hint
+
+
+def test_of_a_trainer_the_model_is_to_be_given() -> None:
+    class Model:
+        def save_pretrained(self, folder: str) -> None: ...
+
+    class Trainer:
+        model = Model()
+
+        def train(self) -> None: ...
+
+    with pytest.raises(UsageProblem, match="a Trainer, not a path") as caught:
+        export(Trainer(), "out")  # type: ignore[arg-type]
+    assert "`trainer.model`" in caught.value.hint
 
 
 def test_a_hyphen_is_not_a_file_to_write() -> None:

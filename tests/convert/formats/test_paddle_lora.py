@@ -153,3 +153,11 @@ def test_the_weights_file_alone_names_the_missing_file(tmp_path: Path) -> None:
     to_hf(save_whole(tmp_path / "base", whole_model()), tmp_path / "hf")
     with pytest.raises(InputRefused, match=r"config\.json"):
         merge_lora(tmp_path / "hf", [tmp_path / "lora"], tmp_path / "out")
+
+
+def test_a_base_that_is_not_converted_is_refused_with_the_commands(tmp_path: Path) -> None:
+    base, adapter = save_whole(tmp_path / "base", whole_model()), tmp_path / "my lora"
+    with pytest.raises(InputRefused, match=r"is a training checkpoint \(paddle\)") as refused:
+        merge_lora(base, adapter, tmp_path / "out")
+    assert f"`llmconv to-hf {base} -o HF_BASE`" in refused.value.hint
+    assert f"`llmconv merge-lora HF_BASE '{adapter}' -o OUT`" in refused.value.hint
