@@ -361,7 +361,7 @@ def find_input_map(model_type: str) -> InputMap:
     if model_type in OWN_CODE:
         raise UnsupportedInput(
             f"models of type `{model_type}` are converted, but not exported: {OWN_CODE[model_type]}",
-            hint="`llmconv generate MODEL --backend torch --trust-remote-code` runs it; docs/own-code.md describes such "
+            hint="`llmconv generate MODEL --backend torch --trust-remote-code` runs it; docs/own-code.md has such "
             "models, and what graphs of one take",
         )
     close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.7)

@@ -163,7 +163,7 @@ def _instead(value: Any) -> str:
     """The hint for a value that is often passed instead of a path."""
     if hasattr(getattr(value, "model", None), "save_pretrained") and hasattr(value, "train"):
         return (
-            "give its model, `trainer.model`, where a model in memory is taken (`export`, `pipeline`); or save it first: "
+            "give its model, `trainer.model`, where a model in memory is taken (`export`, `pipeline`); or save it: "
             "`trainer.save_model(FOLDER)`, then give FOLDER"
         )
     if hasattr(value, "save_pretrained"):
