@@ -9,34 +9,43 @@ from llmconv.version import __version__
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
     from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
     from llmconv.generation.pipeline import pipeline
+    from llmconv.generation.tasks import check_task, get_task, register_model, register_task, supported_tasks
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
 __all__ = [
     "__version__",
     "bench",
+    "check_task",
     "convert",
     "embedding",
     "errors",
     "export",
     "generation",
+    "get_task",
     "output",
     "pipeline",
     "push",
+    "register_model",
+    "register_task",
     "runtime",
     "serve",
+    "supported_tasks",
     "verify",
 ]
+
+
+OF_PIPELINE = ("pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks")
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
-    if name == "pipeline":
-        from llmconv.generation.pipeline import pipeline  # noqa: PLC0415 - loaded when it is first used
-
-        return pipeline
+    if name in OF_PIPELINE:
+        found = importlib.import_module("llmconv.generation.pipeline")  # which registers the tasks
+        tasks = importlib.import_module("llmconv.generation.tasks")
+        return getattr(found if name == "pipeline" else tasks, name)
     return importlib.import_module(f"llmconv.{name}")
 
 

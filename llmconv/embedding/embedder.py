@@ -10,7 +10,7 @@ import numpy as np
 
 from llmconv.argument_checks import checked, require_least
 from llmconv.embedding.prompts import TextRules
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.sources import local_path
 from llmconv.progress import warn
 from llmconv.runtime.context_length import context_length, language_config
@@ -110,6 +110,46 @@ class Embedder:
         for row, tokens in enumerate(batch):
             ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         return ids, mask
+
+
+class TextFeatures:
+    """What `pipeline` returns for the tasks of graphs without a cache: called with texts, it returns a dict for each.
+
+    Attributes:
+        task: `embed`, `classify` or `rerank`.
+        model: the open model.
+
+    Args:
+        task: that the graph must have been exported for.
+        model: a folder that `llmconv export --task` wrote.
+        settings: of onnxruntime.
+
+    Raises:
+        InputRefused: the folder has no such graph, or no tokenizer.
+        UsageProblem: its graph is for another task.
+    """
+
+    def __init__(self, task: str, model: str | Path, settings: SessionSettings | None = None) -> None:
+        self.task, self.model = task, Embedder(model, settings)
+        if self.model.role != task:
+            raise UsageProblem(
+                f"`{model}` was exported with `--task {self.model.role}`", hint=f'`pipeline("{self.model.role}", …)`'
+            )
+
+    def __call__(self, inputs: str | Sequence[str], **options: Any) -> Any:
+        """A dict with `embedding`, `logits` or `score` for one text, and a list of them for several.
+
+        Args:
+            inputs: a text, or a list of texts.
+            options: those of `Embedder.encode`.
+
+        Raises:
+            InputRefused: a text has no tokens.
+            UsageProblem: an unknown option, or no text.
+        """
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
+        found = [{RESULTS[self.task]: row.tolist()} for row in self.model.encode(texts, **options)]
+        return found[0] if isinstance(inputs, str) else found
 
 
 def _entry(folder: Path) -> GraphEntry:

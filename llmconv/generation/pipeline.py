@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from llmconv.argument_checks import checked, fitted, require_least
+from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem
-from llmconv.files.paths import kind_of
+from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.batches import Batches
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.generation.generate import options_of
 from llmconv.generation.graph_placement import placed, require_dtype
 from llmconv.generation.model import TextModel
+from llmconv.generation.other_keywords import own_keywords
 from llmconv.generation.prompt_run import BATCH_SIZE, require_count
 from llmconv.generation.row import TextPiece
 from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streamers import is_streamer, require_streamer
+from llmconv.generation.tasks import TEXT_GENERATION, check_task, get_task, register_task, registered
 from llmconv.generation.wording import several
+from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
 
-TASK = "text-generation"
+TASK = TEXT_GENERATION
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Defaults of transformers' pipeline, below the call and `generation_config.json`."""
 
@@ -37,29 +42,49 @@ def pipeline(
     dtype: Any = None,
     torch_dtype: Any = None,
     **options: Any,
-) -> TextGeneration:
+) -> Any:
     """Opens a model, to be called like transformers' pipeline.
 
     Args:
-        task: `text-generation`, or `text_generation`.
-        model: a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache, `ModelFiles`, an open
-            `TextModel`, or a model of transformers, which is run by torch.
+        task: `text-generation` (also `text_generation`), which gives a `TextGeneration`; `embed`, `classify` or
+            `rerank`, which give a `TextFeatures`; or one of `register_task`.
+        model: a registered name, a model folder, a pair of graphs (prefill, decode), a name in the Hub's cache,
+            `ModelFiles`, an open `TextModel`, or a model of transformers, which is run by torch.
         tokenizer: a tokenizer of transformers, or the folder of one; None for that of the model.
         streamer: of transformers; gets the tokens of every call, see `TextModel.stream`.
-        backend: `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI).
+        backend: `onnx` (the graphs, the default), `torch` (the eager model) or `genai` (ONNX Runtime GenAI); `mslite`
+            is the first, and `ms` the second.
         device: name, number or torch's object of a device; of graphs, the CPU or CUDA.
         dtype: `float32`, `float16` or `bfloat16`, for `torch`; of graphs, the type that they compute in.
         torch_dtype: another name of `dtype`.
-        options: fields of `RunningOptions`, and default options of every call, see `TextGeneration.__call__`.
+        options: fields of `RunningOptions`, default options of every call, see `TextGeneration.__call__`, and keywords
+            of other pipelines, see `own_keywords`.
 
     Raises:
         InputRefused: there is no tokenizer, or nothing to run.
         UsageProblem: another task, no model, or an unknown or invalid option.
     """
-    if task.replace("_", "-") != TASK:
-        raise UsageProblem(f"unsupported pipeline task `{task}`", hint=f'`pipeline("{TASK}", model=…)`')
+    name = check_task(task)
     if model is None:
-        raise UsageProblem("no model given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
+        raise UsageProblem("no model given", hint=f'`pipeline("{name}", model=FOLDER)`')
+    given = {"tokenizer": tokenizer, "streamer": streamer, "backend": backend, "device": device}
+    given |= {"dtype": dtype, "torch_dtype": torch_dtype}
+    return get_task(name)(registered(model), **{key: one for key, one in given.items() if one is not None}, **options)
+
+
+def _text_generation(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    backend: str | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    torch_dtype: Any = None,
+    **options: Any,
+) -> TextGeneration:
+    """See `pipeline`."""
+    backend, device, options = own_keywords(backend, device, options)
     if dtype is not None and torch_dtype is not None:
         raise UsageProblem("`dtype` and `torch_dtype` are the same option", hint="give one of them")
     of_calls = {name: value for name, value in options.items() if name not in RunningOptions.__annotations__}
@@ -70,6 +95,14 @@ def pipeline(
     opened = opener(model, cast(RunningOptions, running))()
     require_dtype(opened, dtype)
     return TextGeneration(opened, **of_calls, **({} if streamer is None else {"streamer": streamer}))
+
+
+def _text_features(task: str, model: Any, **options: Any) -> TextFeatures:
+    """See `pipeline`."""
+    if unknown := sorted(options.keys() - SessionOptions.__annotations__.keys()):
+        raise UsageProblem(f"`{unknown[0]}` is not an option of `{task}`", hint="it has those of `SessionOptions`")
+    settings = session_settings(cast(SessionOptions, options_of(SessionOptions, options)))
+    return TextFeatures(task, path_of(model, "model"), settings)
 
 
 class TextGeneration:
@@ -237,3 +270,8 @@ def _contents(inputs: Any) -> list[Any]:
     if not all(isinstance(content, str) or _is_chat(content) for content in contents):
         raise UsageProblem("an input is neither a text nor a chat", hint="give a text, messages, or a list of either")
     return contents
+
+
+register_task(TASK, _text_generation)
+for _task in ("embed", "classify", "rerank"):
+    register_task(_task, partial(_text_features, _task))
