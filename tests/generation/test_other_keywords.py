@@ -19,7 +19,12 @@ GREEDY: dict[str, Any] = {"do_sample": False}
 
 
 def test_the_call_of_a_pipeline_of_mindspore_lite_gives_the_same_text(talking: Path) -> None:
-    theirs = {"backend": "mslite", "rank_id": 0, "is_sample_acceleration": False, "image_processor": None}
+    theirs: dict[str, Any] = {
+        "backend": "mslite",
+        "rank_id": 0,
+        "is_sample_acceleration": False,
+        "image_processor": None,
+    }
     pipe = llmconv.pipeline("text_generation", model=talking, infer_seq_length=16, **theirs)
     own = llmconv.pipeline("text-generation", model=talking)
     assert pipe("Once", **GREEDY) == own("Once", max_length=16, **GREEDY)
