@@ -3,7 +3,7 @@
     python -m tests.hostile.child JOBS.json RESULTS.json
 
 An audit hook (PEP 578) sees every open, import, exec, process, socket and foreign call, also those of CPython's C code.
-Loaded without torch: what a payload could import is not there by accident.
+What the product may load, torch and transformers included, is loaded before the hook looks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from llmconv.cli.inspect import shown_rows
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
 from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
+from llmconv.convert.models.meta_model import meta_model
 from llmconv.errors import LlmconvError
 from llmconv.quantized_weights.methods import methods
 
@@ -59,6 +60,8 @@ PARSED = (None, "<unknown>")
 """What `compile` calls a tree that was read before, and source that `ast.parse` only reads; `exec` shows either."""
 
 tuners(), methods()  # llmconv's own modules, imported when the first adapter or quantized model asks for them
+meta_model({"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1})
+"""torch and transformers, which build a model of shapes where the names of a model in memory are asked for."""
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "to-hf": to_hf,
@@ -145,9 +148,15 @@ def main(jobs_file: str, results_file: str) -> None:
     honest = [job for job in jobs if job["honest"]]
     for job in honest:
         _both(job, watch, "warm")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    limit = MEMORY + _address_space()  # torch alone reserves gigabytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     results = {job["name"]: _both(job, watch, "out") for job in jobs}
     Path(results_file).write_text(json.dumps(results))
+
+
+def _address_space() -> int:
+    """Bytes that this process has reserved."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 class Hangs(BaseException):

@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
         "not a causal language model", lambda own: None, {"model_type": ["llama"]}
     ),
     "config: sizes of 400 digits": state(
-        "shape|says|impossible|layer|head", lambda own: None, {"hidden_size": HUGE, "num_hidden_layers": HUGE}
+        "more than any model has", lambda own: None, {"hidden_size": HUGE, "num_hidden_layers": HUGE}
     ),
     "config: sizes that are lists": state(None, lambda own: None, {"head_dim": [1], "intermediate_size": {}}),
     "config: no heads": state("not positive numbers", lambda own: None, {"num_attention_heads": 0}),

@@ -120,6 +120,7 @@ def run(kind: str, folder: Path) -> None:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "tmp").mkdir()
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")  # torch makes it when it is imported
     command = [sys.executable, "-m", "tests.hostile.child", str(folder / "jobs.json"), str(folder / "results.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
