@@ -34,7 +34,7 @@ from llmconv.convert.models.config_file import YAML_LIMIT, read_config_file
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, listing
 from llmconv.files.paths import is_address
 from llmconv.steps.places import place_of
-from llmconv.steps.step import COMMANDS, Step, make_step, option_problems
+from llmconv.steps.step import COMMANDS, NO_FILES, Step, find_command, make_step, option_problems, parameters, reads
 
 KEYS = {"variables", "steps"}
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -142,7 +142,7 @@ def read_steps(path: Path, changes: Mapping[str, str], group: click.Group) -> tu
 
 
 def _step(named: Named, variables: Mapping[str, Any], group: click.Group, problems: list[LlmconvError]) -> Step:
-    """A step; one with mistakes is a stand-in that writes every text of its options."""
+    """A step; one with mistakes is a stand-in that writes every text that it does not read."""
     name, command, options = named
     before = len(problems)
     with _kept(problems):
@@ -150,7 +150,13 @@ def _step(named: Named, variables: Mapping[str, Any], group: click.Group, proble
         problems += option_problems(name, command, filled, group)
         if len(problems) == before:
             return make_step(name, command, filled, group)
-    return Step(name, command, ("--",), outputs=(*_texts_in(options, variables),), is_complete=False)
+    known = parameters(find_command(group, command))
+    read = {key for key in options if (one := known.get(key.replace("_", "-"))) and reads(one)} - {*NO_FILES}
+    inputs, outputs = (
+        tuple(_texts_in({key: value for key, value in options.items() if (key in read) is is_read}, variables))
+        for is_read in (True, False)
+    )
+    return Step(name, command, ("--",), inputs, outputs, is_complete=False)
 
 
 def _listed(path: Path) -> tuple[dict[str, Any], list[Any]]:

@@ -52,7 +52,7 @@ class Step:
         outputs: paths and addresses that it writes.
         can_overwrite: the command has `--overwrite`.
         can_resume: the command has `--resume`.
-        is_complete: it has no mistake; of one that has, `outputs` are all texts of its options.
+        is_complete: it has no mistake; of one that has, `outputs` are all texts of its other options.
     """
 
     name: str
@@ -155,13 +155,13 @@ def make_step(name: str, command_name: str, options: Mapping[str, Any], group: c
     _require_texts(name, command_name, words)
     arguments = (*_options(known, words), "--", *_positional(known, words))
     _require_accepted(name, command_name, command, arguments)
-    reads = [key for key, parameter in known.items() if _reads(parameter) and key not in NO_FILES]
+    read = [key for key, parameter in known.items() if reads(parameter) and key not in NO_FILES]
     writes = [key for key, parameter in known.items() if _writes(parameter)]
     return Step(
         name,
         command_name,
         arguments,
-        (*(text for key in reads for text in words.get(key, ())), *_read_within(words)),
+        (*(text for key in read for text in words.get(key, ())), *_read_within(words)),
         tuple(text for key in writes for text in words.get(key, ())),
         "overwrite" in known,
         "resume" in known,
@@ -249,7 +249,8 @@ def _writes(parameter: click.Parameter) -> bool:
     return bool(getattr(parameter.type, "is_written", False))
 
 
-def _reads(parameter: click.Parameter) -> bool:
+def reads(parameter: click.Parameter) -> bool:
+    """Whether the values of a parameter are files, folders or models that the command reads."""
     if _writes(parameter):
         return False
     if isinstance(parameter, click.Argument):

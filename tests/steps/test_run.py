@@ -480,16 +480,17 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     text = """
 steps:
   - to-hf: {source: gone.pt, output: build/base}
-  - merge-lora: {base: build/base, adaptors: adapter, dtyp: x, output: build/merged}
+  - merge-lora: {base: build/bas, adaptors: adapter, dtyp: x, output: build/merged}
   - exprt: {model: build/merged}
   - export: {model: build/merged, quant: int5}
   - verify: {folder: "${x}"}
   - generate: {model: build/merged}
 """
     result = CliRunner().invoke(main, ["run", str(prepared(tmp_path, text)), "--dry-run"])
-    assert result.exit_code == 3 and "`model.yaml` has 7 mistakes" in result.stderr
+    assert result.exit_code == 3 and "`model.yaml` has 8 mistakes" in result.stderr
     for mistake in (
         "input `gone.pt` does not exist",
+        "input `build/bas` does not exist",
         "no option `adaptors` (hint: is `adapters` meant?)",
         "no option `dtyp` (hint: is `dtype` meant?)",
         "unknown command `exprt`",
@@ -498,4 +499,4 @@ steps:
         "step `generate`: no text is given",
     ):
         assert result.stderr.count(mistake) == 1, result.stderr
-    assert result.stderr.count("\n- ") == 7
+    assert result.stderr.count("\n- ") == 8
