@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ def set_quiet(quiet: bool) -> None:
 def is_quiet() -> bool:
     """Whether `-q` was given."""
     return _level["quiet"]
+
+
+def status(text: str) -> None:
+    """Shows what is being done in a line of stderr that the next one replaces; an empty text removes it.
+
+    Nothing is shown with `-q`, or where stderr is not a terminal.
+    """
+    if not _level["quiet"] and sys.stderr is not None and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[2K{printable(text)[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -49,6 +60,7 @@ def warnings_to(take: Callable[[str], object]) -> Iterator[None]:
 
 
 def _print(line: str) -> None:
+    status("")
     if sys.stderr is not None:  # None: closed by the caller; `print` would write to stdout, among the data
         print(line, file=sys.stderr, flush=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,9 @@ from llmconv.export import export
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.verify import Report, verify
+from llmconv.verify.comparison import candidates
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.sigma import GATES, ExpectedOutput, Gates, Measure
 from llmconv.verify.verification import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny
@@ -28,7 +31,7 @@ from tools.calibration_page import render_page, render_plot
 from tools.half_precision_page import half_lines, render_half_plot
 from tools.half_precision_runs import FAMILIES, half_runs
 from tools.other_checks import RULES
-from tools.random_weights import SETTINGS, SIZES, draw_weights
+from tools.random_weights import SETTINGS, SIZES, draw_outliers, draw_weights
 
 PAGE = Path("docs/calibration.md")
 
@@ -124,6 +127,48 @@ def family_runs(model_type: str, seeds: int, folder: Path) -> Family:
     return family
 
 
+LONG_PASTS = ("chunked prefill, pieces of 1 to 48 tokens", "pasts of 30 to 1,022 tokens")
+"""Scenarios in which correct graphs of outliers have the largest sigma."""
+
+
+def margin_runs(model_type: str, quant: str, seeds: int, folder: Path) -> list[tuple[float, float]]:
+    """For each draw of outliers, the largest share of a gate by the noise of one run, and by which outputs were judged.
+
+    Args:
+        model_type: the family.
+        quant: a preset, or empty for floats.
+        seeds: number of draws.
+        folder: an empty folder.
+    """
+    model, out = save_tiny(model_type, folder / "model"), folder / "out"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    weights, found = (model / "model.safetensors").read_bytes(), list[tuple[float, float]]()
+    judge, shares = candidates.with_checked_noise, list[tuple[float, float]]()
+
+    def share(one: Measure) -> float:
+        return max(one.sigma / GATES["float32"].aggregate, one.row_sigma / GATES["float32"].row)
+
+    def seen(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
+        judged = judge(truth, measured, gates)
+        shares.append((share(measured(truth)), share(judged)))
+        return judged
+
+    candidates.with_checked_noise = seen
+    for seed in range(seeds):
+        (model / "model.safetensors").write_bytes(weights)
+        draw_outliers(model, seed)
+        shutil.rmtree(out, ignore_errors=True)
+        export(model, out, incremental=True, **({"quant": quant} if quant else {}))
+        shares.clear()
+        report = verify(out, reference=model, scenario=LONG_PASTS)
+        once, judged = (max(column) for column in zip(*shares, strict=True))
+        found.append((once, judged))
+        print(model_type, quant, seed, report.verdict, f"{once:.2f} {judged:.2f}", flush=True)
+    candidates.with_checked_noise = judge
+    return found
+
+
 def main() -> None:
     """Runs all families and writes the page, `calibration.json` and the plots; other families keep their results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -133,7 +178,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(CONFIGS), help="this family")
     parser.add_argument("--dtype", action="append", choices=["float32", *HALF_PRECISION], help="this precision")
     parser.add_argument("--write", type=Path, default=PAGE)
+    parser.add_argument("--margins", action="store_true", help="only print how near to the gates right graphs come")
+    parser.add_argument("--quant", default="", help="preset of the graphs of --margins")
     options = parser.parse_args()
+    if options.margins:
+        for model_type in options.only or CONFIGS:
+            with TemporaryDirectory() as name:
+                margin_runs(model_type, options.quant, options.seeds, Path(name))
+        return
     path = options.write.with_suffix(".json")
     data = json.loads(path.read_text()) if path.is_file() else {"families": [], "halves": {}}
     data["versions"] = library_versions()

@@ -108,7 +108,7 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
         if coded:
             checks = _coded_checks(coded, floats, choices.eager, stack)
         elif is_quantized(verified.models):
-            checks = _quantized_checks(floats, choices.eager, cost)
+            checks = _quantized_checks(floats, choices, cost)
         else:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
         if choices.clients:
@@ -212,11 +212,12 @@ def _coded_checks(coded: CodedFolder, folder: FloatFolder, eager: Eager | None, 
     return result
 
 
-def _quantized_checks(folder: FloatFolder, eager: Eager | None, cost: QuantizationOptions) -> Checking:
+def _quantized_checks(folder: FloatFolder, choices: Choices, cost: QuantizationOptions) -> Checking:
     """All checks of graphs with quantized weights; `cost` has their options."""
     files = folder.verified, folder.reference, folder.report, folder.session
     yield from audit_recorded_files(folder.verified, folder.report, allow_changed=folder.allow_changed)
-    return (yield from compare_quantized_folder(*files, eager, cost))
+    anyway = choices.low_memory is False
+    return (yield from compare_quantized_folder(*files, choices.eager, cost, in_any_memory=anyway))
 
 
 def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None) -> QuantizationOptions:

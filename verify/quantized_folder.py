@@ -33,6 +33,7 @@ from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.run import compare_graph_files
 from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
 from llmconv.verify.quantized_entries.comparison import compare_entries
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Report
 from llmconv.verify.verification import Checking, Session
@@ -52,6 +53,8 @@ def compare_quantized_folder(
     session: Session,
     eager: Eager | None,
     options: QuantizationOptions,
+    *,
+    in_any_memory: bool = False,
 ) -> Checking:
     """Compares all graphs, prefill and decode together.
 
@@ -62,11 +65,18 @@ def compare_quantized_folder(
         session: the options of the verification.
         eager: an open reference of the model.
         options: options of the cost of quantization.
+        in_any_memory: begin even if the memory seems too small.
+
+    Raises:
+        InputRefused: the memory is too small.
     """
     yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared)]
     entries, copies = distinct_entries(compared.path, compared.entries)
     report.copies = {name: first for first, names in copies.items() for name in names}
     models = {name: model for name, model in compared.models.items() if name not in report.copies}
+    if eager is None:
+        estimate = CostEstimate.of_quantized(reference, len(entries))
+        choose(estimate, False if in_any_memory else None, "quantized graphs are compared whole")
     once = replace(compared, entries=entries, models=models)
     return (yield from with_copies(_of_distinct(once, reference, report, session, eager, options), copies))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmconv.argument_checks import checked
+from llmconv.errors import InputRefused
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
@@ -94,8 +95,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 
     Raises:
-        InputRefused: the folder or reference cannot be used, a graph refers to other folders, memory is too small, or a
-            client is not installed.
+        InputRefused: the folder has no graphs, it or the reference cannot be used, a graph refers to other folders,
+            memory is too small, or a client is not installed.
         OutOfMemory: memory ran out during the run.
         UsageProblem: an unknown suite or scenario, options that exclude each other or that the graphs do not have,
             quantized weights without `reference`, or the folder for the smallest failing piece is not empty.
@@ -115,8 +116,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     made = session.new_report(path.name)
     opened = GraphFolder.open(path, reference, made, session, allow_changed=allow_changed, trusted=trust_remote_code)
     if opened is None:
-        made.notes.append(f"no graphs in `{require_model(path)}`; make them with `llmconv export {path}`")
-        return written(made)
+        raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {path}`")
     accuracy = Path(text) if text else None, AccuracyLimits(max_divergence, min_agreement)
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)

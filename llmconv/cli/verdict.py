@@ -11,6 +11,7 @@ import click
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.files.paths import local_only
 from llmconv.hub.address import HubAddress
+from llmconv.progress import status
 from llmconv.stores.address import StoreAddress
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def printer(*, every: bool) -> Show:
 
     def show(checks: list[Check]) -> None:
         for line in lines_of(checks) if every else scenarios.add(checks) if checks else scenarios.close():
+            status("")
             click.echo(line)
 
     return show

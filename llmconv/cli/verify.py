@@ -13,7 +13,7 @@ from llmconv.cli import completions, options
 from llmconv.cli.help_page import Command
 from llmconv.cli.verdict import Show, print_report, printer
 from llmconv.errors import UsageProblem
-from llmconv.progress import is_quiet, say
+from llmconv.progress import is_quiet, say, status
 
 if TYPE_CHECKING:
     from llmconv.verify import Report
@@ -181,6 +181,8 @@ def command(
 
     _require_compatible(folder, graphs, choices)
     _refuse_early(folder, choices)
+    if not as_json:
+        status("loading torch, transformers and onnxruntime …")
     started = time.perf_counter()
     shown = printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()

@@ -41,10 +41,10 @@ def test_a_mutant_exits_1_with_the_location(broken: Callable[..., Path], exporte
     assert (content["verdict"], content["where"]["layer"]) == ("fail", 2)
 
 
-def test_a_folder_without_graphs_is_inconclusive(tiny: Callable[[str], Path]) -> None:
+def test_a_folder_without_graphs_is_refused(tiny: Callable[[str], Path]) -> None:
     result = run(tiny("llama"), "--json")
-    assert result.exit_code == 5
-    assert json.loads(result.stdout)["verdict"] == "inconclusive"
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "no graphs in `" in result.stderr and "hint: make them: `llmconv export " in result.stderr
 
 
 ONE = ("--scenario", "left padding")

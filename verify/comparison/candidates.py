@@ -209,7 +209,7 @@ def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure
 
 
 def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
-    """The measured errors; if few rows fail, they are measured again with noise from more runs.
+    """The measured errors; where they fail by little, they are measured again with noise from more runs.
 
     Args:
         truth: the expected output.

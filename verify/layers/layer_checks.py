@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
+from llmconv.progress import status
 from llmconv.runtime.cache_names import is_past, is_state
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.low_memory.runner import StreamedRunner
@@ -117,7 +118,8 @@ class SingleLayerChecks:
         expected, blank = ExpectedLayers(run.runs, self.dtype), Check(f"{NAME}{self.named}", name, "")
         first = run.names[min(run.names)]
         yield [self._check(blank, HIDDEN, expected.hidden(first, before=True), rows) for rows in run.start().values()]
-        for number, layer in run.names.items():
+        for at, (number, layer) in enumerate(run.names.items()):
+            status(f"layer {number} by itself, {at + 1} of {len(run.names)}")
             found = run.layer(number)
             yield [self._hidden(blank, number, expected.hidden(layer), found.pop("hidden"), run)] + [
                 self._cached(blank, output, expected, array, run.runs) for output, array in found.items()

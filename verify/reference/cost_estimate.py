@@ -29,6 +29,13 @@ PER_ELEMENT = 8 + 4
 """Bytes per element of the model, which is held in float64 and in float32."""
 SECONDS = 0.45e-6
 """Seconds per element for the quick suite on two idle cores, scaled weights included; see docs/benchmarks.md."""
+SECONDS_QUANTIZED = 4e-6
+"""The same for quantized graphs, which are dequantized into a second model, and whose cost is measured."""
+QUANTIZED_PER_ELEMENT = 24, 28
+"""Bytes per element for two models in float64 and float32, and for the copies of each distinct graph: 10.9 GB were
+measured for two graphs of 135 million elements with 4 bits."""
+WORTH_SAYING_QUANTIZED = 20_000_000
+"""The estimate is printed for quantized models with at least this many elements."""
 GB = 1e9
 
 
@@ -41,12 +48,14 @@ class CostEstimate:
         whole: bytes of memory with the whole model held.
         layered: bytes of memory layer by layer.
         mapped: bytes of mapped files, which take address space.
+        seconds: per element.
     """
 
     elements: int
     whole: int
     layered: int
     mapped: int
+    seconds: float = SECONDS
 
     @classmethod
     def of(cls, reference: Path, graphs: int) -> CostEstimate:
@@ -65,6 +74,13 @@ class CostEstimate:
         layered = BASE + 10 * max(layers, default=elements) + min(4 * elements, PIECE_BYTES)
         return cls(elements, BASE + PER_ELEMENT * elements + sessions, layered, (graphs + 2) * stored)
 
+    @classmethod
+    def of_quantized(cls, reference: Path, graphs: int) -> CostEstimate:
+        """The same for graphs with quantized weights, which are never compared layer by layer."""
+        plain, (models, copies) = cls.of(reference, graphs), QUANTIZED_PER_ELEMENT
+        size = BASE + (models + copies * graphs) * plain.elements
+        return cls(plain.elements, size, size, plain.mapped, SECONDS_QUANTIZED)
+
     def lacking(self, size: int) -> int | None:
         """The available bytes if they are fewer than `size`, else None."""
         have, addresses = available_memory(), available_memory(mapped=True)
@@ -75,7 +91,7 @@ class CostEstimate:
     @property
     def minutes(self) -> str:
         """Duration of the quick suite, in words."""
-        minutes = max(1, round(self.elements * SECONDS / 60))
+        minutes = max(1, round(self.elements * self.seconds / 60))
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 
@@ -128,7 +144,8 @@ def choose(estimate: CostEstimate, wanted: bool | None, why_not: str = "") -> tu
             f"layer by layer, as with `--low-memory`: the whole model takes about {estimate.whole / GB:.1f} GB of "
             f"memory, and {have / GB:.1f} GB are available"
         )
-    if estimate.elements >= WORTH_SAYING or note:
+    worth_saying = WORTH_SAYING if estimate.seconds == SECONDS else WORTH_SAYING_QUANTIZED
+    if estimate.elements >= worth_saying or note:
         _say(estimate, layered)
     return layered, note
 

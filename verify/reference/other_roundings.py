@@ -1,17 +1,18 @@
-"""Runs of the eager model that round otherwise, for outputs of a few rows, whose noise may be small by chance."""
+"""Runs of the eager model that round otherwise, for outputs whose noise may be small by chance in one run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.runner import Runner
 from llmconv.tensors import Array
+from llmconv.verify.library_patches import TorchDispatchMode
 from llmconv.verify.reference.chain_runs import rows_of, run_chain
 from llmconv.verify.reference.merged_chain import another_order, joined
 from llmconv.verify.results.sigma import ULPS
@@ -20,8 +21,26 @@ from llmconv.verify.scenarios.calls import Chain
 SEEDS = tuple(range(6))
 """Of the nudged runs."""
 
-EMBEDDED, MULTIPLIED = 0.5, 1.0
-"""Largest moves in units in the last place."""
+aten = torch.ops.aten
+EMBEDDED, COMPUTED = 0.5, 1.0
+SUMS = (
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "mean",
+    "sum",
+    "cumsum",
+    "_softmax",
+    "logsumexp",
+)
+NORMS = "native_layer_norm", "native_group_norm"
+FORMULAS = "exp", "log", "log1p", "rsqrt", "sqrt", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "erf", "softplus"
+MOVED = {aten.embedding: EMBEDDED, **{getattr(aten, name): COMPUTED for name in (*SUMS, *NORMS, *FORMULAS)}}
+"""Largest moves of the results of operators, in units in the last place."""
 
 Rows = dict[str, Array]
 """Outputs as rows, by name."""
@@ -30,8 +49,8 @@ Rows = dict[str, Array]
 def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Callable[[str], Array]]:
     """Functions from the name of an output of the last call to its rows in another run.
 
-    One run has another order of operations, where one exists; in the others embeddings and products are nudged. Nothing
-    is run before its rows are asked for.
+    One run has another order of operations, where one exists; in the others operators are nudged. Nothing is run before
+    its rows are asked for.
 
     Args:
         model: the model in the graph's dtype.
@@ -47,7 +66,7 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
 
     @cache
     def after_a_nudge(seed: int) -> Rows:
-        with nudged(model, seed):
+        with nudged(seed):
             return rows_of(run_chain(runner, calls)[-1], calls[-1].known)
 
     def rows(run: Callable[[], Rows], name: str) -> Array:
@@ -60,39 +79,44 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
     return [partial(rows, run) for run in runs]
 
 
-class TorchModel(Protocol):
-    """A module that computes in one dtype."""
+class _Nudges(TorchDispatchMode):
+    """Moves the results of operators that libraries compute in different ways; operators inside it see no mode.
 
-    dtype: str
+    Args:
+        seed: of the random moves.
+    """
 
-    @property
-    def model(self) -> Any:
-        """The module."""
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computed = func(*args, **(kwargs or {}))
+        units = MOVED.get(func.overloadpacket)
+        if units is None:
+            return computed
+        if isinstance(computed, tuple):  # a norm, with its statistics
+            return self._moved(computed[0], units), *computed[1:]
+        return self._moved(computed, units)
+
+    def _moved(self, computed: torch.Tensor, units: float) -> torch.Tensor:
+        unit = ULPS.get(str(computed.dtype).removeprefix("torch."))
+        if unit is None:
+            return computed
+        moves = torch.rand(computed.shape, generator=self._generator, dtype=torch.float64) - 0.5
+        return (computed.double() * (1 + 2 * units * unit * moves)).to(computed.dtype)
 
 
 @contextmanager
-def nudged(model: TorchModel, seed: int) -> Iterator[None]:
-    """Context in which embeddings and products are moved by a few units in the last place before they are rounded.
+def nudged(seed: int) -> Iterator[None]:
+    """Context in which operators that libraries compute differently are moved by up to a last place.
 
-    Products of another library differ by as much, since it sums in another order. Nudged embeddings alone change no
-    rounding of a residual of 10,000, as first tokens have, to which much smaller products are added.
+    Products of another library sum in another order; its exponentials, roots, sines and norms are other formulas.
+    Nudged embeddings alone change no rounding of a residual of 10,000, as first tokens have, to which much smaller
+    numbers are added.
 
     Args:
-        model: computes in its own dtype.
         seed: of the random moves.
     """
-    generator, unit = torch.Generator().manual_seed(seed), ULPS[model.dtype]
-
-    def nudge(units: float, _module: Any, _inputs: Any, computed: torch.Tensor) -> torch.Tensor:
-        moves = torch.rand(computed.shape, generator=generator, dtype=torch.float64) - 0.5
-        return (computed.double() * (1 + 2 * units * unit * moves)).to(computed.dtype)
-
-    embedding = model.model.get_input_embeddings()
-    products = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
-    hooks = [embedding.register_forward_hook(partial(nudge, EMBEDDED))]
-    hooks += [module.register_forward_hook(partial(nudge, MULTIPLIED)) for module in products]
-    try:
+    with _Nudges(seed):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -66,12 +66,6 @@ and the root of the mean halves it. On bfloat16 embeddings of width 8192, the no
 its size, that of torch by 6e-8.
 """
 
-FEW_ROWS = 64
-"""Before at most this many rows fail, their noise is measured again. All rows attend to the first token, whose noise
-may be many times theirs: with other roundings, 33 tokens differed 2.4 times as much from the exact result (SmolLM2-135M
-with 4 bits). In bfloat16 the residual of a first token moves by few and large steps, and one run may make none: 2 of
-138 rows of a correct graph had 5.9 times their noise."""
-
 LEAST_ROWS = 8
 """Minimum number of rows of which the calmest are judged."""
 
@@ -79,7 +73,12 @@ AT_ONCE = 8
 """Rows of logits per block, to limit the memory of their logarithms."""
 
 CHANCE = 16
-"""The largest factor by which the noise of a row may be below the usual noise by chance."""
+"""The largest factor by which the noise of one run may be below the usual noise by chance.
+
+All rows attend to the first token, whose noise may be many times theirs: with other roundings, 33 tokens differed 2.4
+times as much from the exact result (SmolLM2-135M with 4 bits). In bfloat16 the residual of a first token moves by few
+and large steps, and one run may make none: 2 of 138 rows of a correct graph had 5.9 times their noise.
+"""
 
 
 @dataclass(frozen=True)
@@ -135,14 +134,8 @@ class ExpectedOutput:
         return ExpectedOutput(self.exact[:, -count:], noise, total, self.max_noise[:, -count:], valid, again)
 
     def is_doubtful(self, found: Measure, gates: Gates) -> bool:
-        """Whether the noise may be small by chance: of an output of few rows, or of few rows that fail alone.
-
-        Larger errors than `again` can explain are none of chance.
-        """
-        if found.sigma > CHANCE * gates.aggregate or found.row_sigma > CHANCE * gates.row:
-            return False
-        few_fail = found.sigma <= gates.aggregate and found.rows_above(gates.row) <= FEW_ROWS
-        return bool(self.others) and (few_fail or int(self.valid.sum()) <= FEW_ROWS)
+        """Whether the noise of one run may be small by chance; larger errors than `again` can explain are not."""
+        return bool(self.others) and found.sigma <= CHANCE * gates.aggregate and found.row_sigma <= CHANCE * gates.row
 
     def again(self) -> ExpectedOutput:
         """The same output with the largest noise, row by row, of the measured run and of those that round otherwise.
@@ -196,10 +189,6 @@ class Measure:
     def passes(self, gates: Gates) -> bool:
         """Whether sigma is within the gates and no other problem was found."""
         return not self.problem and not self.flips and self.sigma <= gates.aggregate and self.row_sigma <= gates.row
-
-    def rows_above(self, sigma: float) -> int:
-        """Number of rows with a larger sigma."""
-        return 0 if self.ratios is None else int((self.ratios > sigma).sum())
 
 
 CALMEST = 0.1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
+from llmconv.progress import status
 from llmconv.verify.scenarios.budget import Budget, Named, tokens_of
 from llmconv.verify.scenarios.calls import Chain
 
@@ -32,7 +34,7 @@ class Paced(Generic[Row]):
     def __iter__(self) -> Iterator[tuple[Row, list[Chain]]]:
         budget = self._budget
         if budget is None:
-            yield from self._rows
+            yield from self._shown()
             return
         if budget.opening is None:
             budget.opening = budget.used
@@ -45,3 +47,15 @@ class Paced(Generic[Row]):
             begin = budget.clock()
             yield row, chains
             budget.record(row.name, tokens, budget.clock() - begin, reopens=self._reopens)
+
+    def _shown(self) -> Iterator[tuple[Row, list[Chain]]]:
+        """All rows; a terminal shows the number of each, and the time that the others will take by their tokens."""
+        rows = self._rows
+        sizes = [tokens_of(chains) for _, chains in rows] if isinstance(rows, list) else []
+        begin = time.monotonic()
+        for number, (row, chains) in enumerate(rows):
+            of, done = f" {number + 1} of {len(sizes)}" if sizes else "", sum(sizes[:number])
+            left = (time.monotonic() - begin) / done * sum(sizes[number:]) if done else 0.0
+            status(f"scenario{of}: {row.name}" + (f", about {left:.0f} s left" if left >= 1 else ""))
+            yield row, chains
+        status("")

@@ -136,7 +136,7 @@ def _batch(
 
 
 def _measured(truth: ExpectedOutput, rows: Array, *, tokens: bool) -> Measure:
-    """The error of an output; where few rows fail, their noise is measured again."""
+    """The error of an output; where it fails by little, the noise is measured again."""
     measured = measure(truth, rows, tokens=tokens)
     if not measured.passes(GATES[DTYPE]) and truth.is_doubtful(measured, GATES[DTYPE]):
         measured = measure(truth.again(), rows, tokens=tokens)

@@ -164,5 +164,5 @@ class TaskReference:
 
     def _again(self, texts: Texts, name: str, seed: int) -> Array:
         """The output with other roundings."""
-        with nudged(self._rounded, seed):
+        with nudged(seed):
             return self._rounded.outputs(texts)[name]

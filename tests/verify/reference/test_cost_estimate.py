@@ -13,6 +13,7 @@ from llmconv.errors import InputRefused
 from llmconv.verify import verify
 from llmconv.verify.reference import cost_estimate
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
+from tests.conftest import save_tiny
 
 Tiny = Callable[[str], Path]
 BIG = CostEstimate(elements=10**9, whole=12 * 10**9, layered=2 * 10**9, mapped=10**9)
@@ -119,3 +120,23 @@ def test_memory_that_runs_out_is_reported_as_such(trained: Path) -> None:
     assert done.returncode == 4, done.stderr
     assert "memory ran out" in done.stderr
     assert "config.json" not in done.stderr
+
+
+@pytest.mark.parametrize("gigabytes", [8, 64])
+def test_quantized_graphs_say_what_they_take_and_are_refused_without_it(
+    gigabytes: float, memory: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = CostEstimate(134_515_008, 11 * 10**9, 11 * 10**9, 10**9, cost_estimate.SECONDS_QUANTIZED)
+    memory(gigabytes)
+    if gigabytes < 11:
+        with pytest.raises(InputRefused, match=r"needs about 11\.0 GB of memory, and 8\.0 GB are available"):
+            choose(estimate, None, "quantized graphs are compared whole")
+    else:
+        assert choose(estimate, None, "quantized graphs are compared whole") == (False, "")
+        assert "about 11.0 of 64.0 GB of memory, about 9 minutes" in capsys.readouterr().err
+
+
+def test_a_quantized_model_of_135_million_takes_what_was_measured(tmp_path: Path) -> None:
+    estimate = CostEstimate.of_quantized(save_tiny("llama", tmp_path), 2)
+    per_element = (estimate.whole - cost_estimate.BASE) / estimate.elements
+    assert per_element * 134_515_008 == pytest.approx(10.8e9, rel=0.02)

@@ -35,7 +35,7 @@ def test_several_calls_also_have_another_order(tmp_path: Path) -> None:
 def test_embeddings_are_nudged_within_the_context_only(tmp_path: Path) -> None:
     model = EagerRunner(save_tiny("llama", tmp_path))
     before = model.embed(IDS)
-    with nudged(model, 0):
+    with nudged(0):
         moved = model.embed(IDS)
     assert np.array_equal(model.embed(IDS), before)
     assert 0 < np.abs(moved / before - 1).max() <= 2.0**-23
