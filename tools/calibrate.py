@@ -159,7 +159,7 @@ def margin_runs(model_type: str, quant: str, seeds: int, folder: Path) -> list[t
         (model / "model.safetensors").write_bytes(weights)
         draw_outliers(model, seed)
         shutil.rmtree(out, ignore_errors=True)
-        export(model, out, incremental=True, **({"quant": quant} if quant else {}))
+        export(model, out, incremental=True, quant=quant or None)
         shares.clear()
         report = verify(out, reference=model, scenario=LONG_PASTS)
         once, judged = (max(column) for column in zip(*shares, strict=True))

@@ -79,7 +79,7 @@ def other_roundings(model: EagerRunner, runner: Runner, calls: Chain) -> list[Ca
     return [partial(rows, run) for run in runs]
 
 
-class _Nudges(TorchDispatchMode):
+class _Nudges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Moves the results of operators that libraries compute in different ways; operators inside it see no mode.
 
     Args:
@@ -87,7 +87,7 @@ class _Nudges(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
