@@ -28,7 +28,7 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
     from llmconv.cli.terminal import talk
     from llmconv.generation.chat_session import Chat, answer_settings
 
-    opened = generation_options.opener(model, given)()
+    opened = generation_options.opener(generation_options.with_graphs(model, given), given)()
     picked = generation_options.settings(generation_options.without_running(given))
     settings = answer_settings(opened.defaults, template, **picked)
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)

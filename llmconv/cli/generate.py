@@ -119,6 +119,7 @@ def command(
 
     _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
     contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
+    model = generation_options.with_graphs(model, given)
     run = prepare(model, contents, **generation_options.settings(given))
     run.talks = True
     printer = TextPrinter(run, null=null)

@@ -53,6 +53,13 @@ PICKING = (
 BACKEND = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option(
+        "--export/--no-export",
+        "first_export",
+        default=True,
+        help="Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights.  "
+        "[default: yes]",
+    ),
+    click.option(
         "--decode", type=click.Path(path_type=Path), metavar="FILE", help="Decode graph, for a prefill graph."
     ),
     click.option("--tokenizer", metavar="PATH", help="Folder of another tokenizer.  [default: the model's]"),
@@ -152,6 +159,23 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that `opener` does not use."""
     return {name: value for name, value in given.items() if name not in OF_RUNNING}
+
+
+def with_graphs(model: str, given: dict[str, Any]) -> str:
+    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options.
+
+    Args:
+        model: as given by the user.
+        given: values of the options of `running`.
+    """
+    wanted = given.pop("first_export")
+    others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
+    if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).is_dir():
+        return model
+    from llmconv.generation.first_export import graphs_in_cache
+
+    made = graphs_in_cache(Path(model))
+    return str(made) if made else model
 
 
 def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:

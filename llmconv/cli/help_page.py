@@ -44,7 +44,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "Cost of quantization": ("text", "max_divergence", "min_agreement"),
     "Report": ("report", "github", "bisect", "minimize", "record"),
     "Other clients": ("clients", "pythons"),
-    "Model": ("backend", "decode", "prefix_tuning", "device", "trust_remote_code"),
+    "Model": ("backend", "first_export", "decode", "prefix_tuning", "device", "trust_remote_code"),
     "Runtime": ("provider", "threads", "session_config", "timeout", "prepack", "packed_cache"),
     "Stages on other hosts": ("stage_at", "stage_timeout"),
     MESSAGES: ("as_json", "quiet", "verbose", "help"),
@@ -220,6 +220,14 @@ def heading_of(command: str, parameter: str) -> str:
 
 class Command(click.Command):
     """A command whose help has examples, and headings above many options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's, whose parser names no context for an option without its value."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the examples, and the options below headings in the order of `COMMON`."""

@@ -50,6 +50,7 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     """
     from llmconv.serve import ServerSettings, serve
 
+    model = generation_options.with_graphs(model, given)
     settings = ServerSettings(**generation_options.without_running(given))
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"anyone who can reach {settings.host} can use the model: set an API key in {API_KEY}")

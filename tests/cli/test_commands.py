@@ -30,6 +30,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
         "completions",
         "file-names",
         "generation-options",
+        "help-page",
         "options",
         "other-spellings",
         "plans",

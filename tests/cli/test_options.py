@@ -47,7 +47,7 @@ PRESENTATION = {"as_json", "stream", "null", "github", "help"}
 ELSEWHERE = {
     "export": {"verify"},
     "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
-    "generate": {"texts", "images"},
+    "generate": {"texts", "images", "first_export"},
 }
 """Options for another function, `verify` or `verify_graphs`; and prompts, which are one argument of `generate`."""
 
@@ -59,6 +59,7 @@ SPELLED: dict[str, str] = {
     "csv": "csv_file",
     "plot": "plot_file",
     "stage": "number",
+    "export": "first_export",
 }
 """Options to their parameters where the names differ; those that may be repeated are plural in Python."""
 

@@ -34,6 +34,10 @@ USAGE = {
     "delta aply": "no such command `aply`",
     "delta apply a": "missing argument `DELTA`",
     "to-hf a": "missing option `-o`",
+    "to-hf a -o": "option `-o` requires an argument",
+    "export a --graph-name": "option `--graph-name` requires an argument",
+    "delta apply a b -o": "option `-o` requires an argument",
+    "export a --prefill=3": "option `--prefill` does not take a value",
     "to-hf a -o b --dtype int8": "invalid value for `--dtype`: `int8` is not one of `keep`",
 }
 

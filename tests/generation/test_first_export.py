@@ -1,0 +1,107 @@
+"""A plain model folder: exported once into the cache, and again when it has changed; nothing is written into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import llmconv.cli
+from llmconv.generation.first_export import graphs_in_cache
+from tests.builders.chatting import save_chatting
+from tests.conftest import save_tiny
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chatting(tmp_path_factory.mktemp("exported") / "chatting")
+
+
+@pytest.fixture
+def plain(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model without graphs, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep = shutil.ignore_patterns("*.onnx", "llmconv.json")
+    return Path(shutil.copytree(exported, tmp_path / "my model", ignore=keep))
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Weights and a configuration, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_tiny("llama", tmp_path / "bare")
+    return tmp_path / "bare"
+
+
+def generate(folder: Path, *options: str) -> Result:
+    """One call of `generate`."""
+    words = ["generate", str(folder), "--prompt", "abc", "--max-new-tokens", "5", "--temperature", "0", *options]
+    return CliRunner().invoke(llmconv.cli.main, words)
+
+
+@pytest.mark.slow
+def test_a_plain_folder_is_exported_once_into_the_cache_and_stays_as_it_is(exported: Path, plain: Path) -> None:
+    before = {path.name: path.read_bytes() for path in plain.iterdir()}
+    first, again, reference = generate(plain), generate(plain), generate(exported)
+    assert first.exit_code == again.exit_code == reference.exit_code == 0, first.stderr
+    assert first.stdout == again.stdout == reference.stdout
+    assert first.stderr.startswith(f"`{plain}` has no graphs: they are exported once into `")
+    assert again.stderr.startswith(f"`{plain}` has no graphs; those of an earlier run are in `")
+    assert {path.name: path.read_bytes() for path in plain.iterdir()} == before
+    made = graphs_in_cache(plain)
+    assert made is not None and made.name == "my model"
+    assert os.path.samefile(made / "model.safetensors", plain / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_changed_model_is_exported_anew_and_the_old_graphs_are_removed(plain: Path) -> None:
+    old = graphs_in_cache(plain)
+    weights = plain / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.unlink()
+    weights.write_bytes(content)
+    new = graphs_in_cache(plain)
+    assert old is not None and new is not None and old != new
+    assert not old.exists() and (new / "decode.onnx").is_file()
+    assert (new / "model.safetensors").read_bytes() == content
+
+
+@pytest.mark.slow
+def test_without_the_export_the_one_command_is_named(plain: Path, tmp_path: Path) -> None:
+    done = generate(plain, "--no-export")
+    assert done.exit_code == 3 and f"run `llmconv export {plain}`" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_an_error_with_the_one_command(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    done = generate(plain)
+    assert done.exit_code == 3 and f"`llmconv export {plain}`" in done.stderr and "--backend torch" in done.stderr
+
+
+def test_a_family_that_is_not_exported_is_refused_with_the_eager_model_as_hint(bare: Path, tmp_path: Path) -> None:
+    config = bare / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"lama"'))
+    done = generate(bare)
+    assert done.exit_code == 3 and "no input map for model_type `lama`" in done.stderr
+    assert "--backend torch" in done.stderr
+    assert not list((tmp_path / "cache/llmconv/exported").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["code", "graph", "no weights"])
+def test_other_folders_are_left_to_the_usual_errors(name: str, bare: Path) -> None:
+    if name == "code":
+        (bare / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}')
+    elif name == "graph":
+        (bare / "other.onnx").write_bytes(b"")
+    else:
+        (bare / "model.safetensors").unlink()
+    assert graphs_in_cache(bare) is None
