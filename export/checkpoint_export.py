@@ -60,6 +60,7 @@ from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
 from llmconv.output.manifest import step
+from llmconv.progress import step as progress_step
 from llmconv.progress import warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
@@ -153,7 +154,8 @@ def _make(
     given: ExportOptions,
 ) -> Exported:
     """Traces the graphs, makes all files, and writes them unless this is a dry run."""
-    graphs, traced_layers = language_model.trace(plan.specs)
+    with progress_step(f"tracing layers of {depth(language_model.config)}"):
+        graphs, traced_layers = language_model.trace(plan.specs)
     weights = folder.weights()
     distinct = {id(traced): traced for traced in graphs.values()}
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}

@@ -11,6 +11,10 @@ from functools import partial
 from llmconv.errors import printable
 
 _level = {"quiet": False}
+_steps: list[str] = []
+CLEAR = "\r\x1b[K"
+"""Removes the last line of a terminal."""
+
 _takers: list[Callable[[str], object]] = []
 """Functions that take warnings, the last of them all; without one they are printed."""
 
@@ -62,7 +66,9 @@ def warnings_to(take: Callable[[str], object]) -> Iterator[None]:
 def _print(line: str) -> None:
     status("")
     if sys.stderr is not None:  # None: closed by the caller; `print` would write to stdout, among the data
-        print(line, file=sys.stderr, flush=True)
+        print(CLEAR + line if _steps else line, file=sys.stderr, flush=True)
+        if _steps:
+            _show_step()
 
 
 def warn_all(warnings: Iterable[str]) -> None:
@@ -85,6 +91,8 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
         yield lambda count: None
         return
+    if _steps:
+        print(CLEAR, end="", file=sys.stderr, flush=True)
     from rich import progress as rich  # noqa: PLC0415 - loading rich takes longer than planning a merge
     from rich.console import Console  # noqa: PLC0415
 
@@ -96,7 +104,7 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Names what runs for seconds in the last line of a terminal; the line is removed at the end.
+    """Names what runs for seconds, in the last line of a terminal; the line is removed at the end.
 
     Args:
         name: such as `loading torch`.
@@ -104,19 +112,15 @@ def step(name: str) -> Iterator[None]:
     if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    outer = _steps[-1:]
     _steps.append(name)
     _show_step()
     try:
         yield
     finally:
-        _steps[:] = _steps[: _steps.index(name)] if name in _steps else outer
+        _steps.pop()
         _show_step()
-
-
-_steps: list[str] = []
 
 
 def _show_step() -> None:
     """Replaces the last line by the innermost step, or by nothing."""
-    print(f"\r\x1b[K{_steps[-1]} …" if _steps else "\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(f"{CLEAR}{_steps[-1]} …" if _steps else CLEAR, end="", file=sys.stderr, flush=True)
