@@ -46,8 +46,9 @@ class SampleCheck:
     trusted: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Lines to print: the histogram, and the verdict last."""
-        rows = [f"  {label:>4} ULP  {count:>14,}" for label, count in self.histogram.items()]
+        """Lines to print: the histogram unless all distances are 0, and the verdict last."""
+        exact = not any(count for label, count in self.histogram.items() if label != "0")
+        rows = [] if exact else [f"  {label:>4} ULP  {count:>14,}" for label, count in self.histogram.items()]
         head = f"checked {self.tensors} tensors, {self.elements:,} elements"
         if self.trusted:
             own = self.tensors - len(self.trusted)

@@ -100,7 +100,10 @@ class QuantizationSettings:
         if self.preset not in PRESETS:
             raise UsageProblem(f"`--quant` is {self.preset!r}", hint=f"give one of: {', '.join(PRESETS)}")
         if self.block not in (None, *SIZES):
-            raise UsageProblem(f"`--quant-block` is {self.block}", hint=f"give one of: {', '.join(map(str, SIZES))}")
+            raise UsageProblem(
+                f"`--quant-block {self.block}`: no operator has blocks of {self.block} weights",
+                hint=f"give one of: {', '.join(map(str, SIZES))}",
+            )
         for option, patterns in self.patterns.items():
             for pattern in patterns:
                 require_pattern(option, pattern)

@@ -267,8 +267,7 @@ def _missing(files: Mapping[str, int]) -> str:
 
 def _summary(exported: Exported, verb: str) -> str:
     count = len(exported.graphs)
-    fate = "written" if exported.quantized else "copied"
     return (
         f"{count} graph{'s' * (count != 1)} {verb} {exported.weight_bytes_mapped:,} bytes of weights, "
-        f"{exported.weight_bytes_written:,} {fate}; {exported.traced_layers} of {exported.num_layers} layers traced"
+        f"{exported.weight_bytes_written:,} written; {exported.traced_layers} of {exported.num_layers} layers traced"
     )

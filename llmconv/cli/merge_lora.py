@@ -94,7 +94,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
 
 def _print(merge: Merge, output: Path, dry_run: bool) -> None:
-    counts = f"; {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
+    counts = f"; tensors: {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
     plans.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
     if merge.check:
         click.echo("\n".join(merge.check.lines()))

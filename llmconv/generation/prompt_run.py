@@ -114,7 +114,8 @@ class PromptRun:
 
     def _announce(self) -> None:
         """Prints the settings, and how many prompts are cut."""
-        say(f"{settings_line(self.settings)}; {self.model.backend}, batches of {self.batch_size}")
+        batches = f", batches of {self.batch_size}" if len(self.encoded) > 1 else ""
+        say(f"{settings_line(self.settings)}; {self.model.backend}{batches}")
         cut = [one for one in self.encoded if one.cut_tokens and one.sequence == 0]
         if cut:
             say(f"{len(cut)} of {len(self.prompts)} prompts cut to their last {self.wording.src_length} tokens")

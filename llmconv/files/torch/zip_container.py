@@ -145,7 +145,7 @@ def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
         if found[0] != b"PK\x06\x06" or found[12] != end:
             raise zipfile.BadZipFile("the zip64 end record is misplaced")
     if magic != b"PK\x05\x06" or comment or disk:
-        raise zipfile.BadZipFile("its end is not that of a zip file; it may be truncated")
+        raise zipfile.BadZipFile("its end is not that of a zip file")
     if length > DIRECTORY_LIMIT or start + length != end:
         raise zipfile.BadZipFile("there are bytes before it, or its directory is misplaced")
     archive = zipfile.ZipFile(file)

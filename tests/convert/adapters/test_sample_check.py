@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.sample_check import SAMPLE, _distances, check_written
+from llmconv.convert.adapters.sample_check import SAMPLE, SampleCheck, _distances, check_written
 from llmconv.errors import UsageProblem
 from tests.builders.tuned_models import train_layers
 
@@ -94,11 +94,16 @@ def run(base: Path, adapter: Path, out: Path, *options: str) -> Any:
     return CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(out), "--check", *options])
 
 
-def test_the_command_prints_the_histogram(tmp_path: Path) -> None:
+def test_the_command_prints_one_sentence_and_no_table_of_zeros(tmp_path: Path) -> None:
     base, adapter, _ = train_layers(tmp_path, LORA)
     result = run(base, adapter, tmp_path / "out")
     assert result.exit_code == 0
-    assert "     0 ULP" in result.stdout and "every element" in result.stdout.splitlines()[-1]
+    assert " ULP" not in result.stdout and "every element" in result.stdout.splitlines()[-1]
+
+
+def test_a_table_of_distances_is_printed_where_one_is_not_zero() -> None:
+    lines = SampleCheck(1, 5, {"0": 4, "1": 1}, ("a.weight",)).lines()
+    assert lines[1:] == ["     0 ULP               4", "     1 ULP               1", "differs: a.weight"]
 
 
 def test_json_has_the_histogram(tmp_path: Path) -> None:

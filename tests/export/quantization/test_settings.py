@@ -75,7 +75,7 @@ def test_8_bits_stay_symmetric_and_take_the_block_size() -> None:
     ("options", "message"),
     [
         ({"quant": "int3"}, "`--quant` is 'int3'"),
-        ({"quant": "int4", "quant_block": 48}, "`--quant-block` is 48"),
+        ({"quant": "int4", "quant_block": 48}, "`--quant-block 48`: no operator has blocks of 48 weights"),
         ({"quant": "int4", "quant_exclude": ["("]}, "not a valid regular expression"),
         ({"quant": "int4", "quant_bits": ["head=3"]}, "`--quant-bits` is 'head=3'"),
         ({"quant": "int4", "quant_bits": ["8"]}, "`--quant-bits` is '8'"),
