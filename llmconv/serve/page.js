@@ -7,6 +7,36 @@ let running = null;
 let images = []; /* data URLs of the images of the next message */
 const SIDE = 1024; /* the longer side of an image that is sent, in pixels */
 
+/* The chat stays over a reload of its tab; a browser without room for it (images) keeps none. */
+function remember() {
+  try {
+    sessionStorage.setItem("chat", JSON.stringify({model: at("model").textContent, messages}));
+  } catch {
+    sessionStorage.removeItem("chat");
+  }
+}
+
+function restore() {
+  let kept = null;
+  try {
+    kept = JSON.parse(sessionStorage.getItem("chat"));
+  } catch { /* another page wrote it */ }
+  if (!isChat() || messages.length || !kept || kept.model !== at("model").textContent || !Array.isArray(kept.messages)) return;
+  for (const {role, content} of kept.messages) {
+    const parts = Array.isArray(content) ? content : [{text: content}];
+    const words = parts.map(part => part.text || "").join("");
+    if (role === "user") {
+      showUser(words, parts.filter(part => part.image_url).map(part => part.image_url.url));
+    } else {
+      const made = article("assistant", "Model");
+      made.shown = words;
+      paint(made);
+    }
+  }
+  messages = kept.messages;
+  toEnd();
+}
+
 function headers() {
   const key = at("key").value.trim();
   return key ? {"Authorization": "Bearer " + key} : {};
@@ -201,7 +231,7 @@ async function ask(content) {
   messages.push({role: "user", content: withImages(content, pictures)});
   const chat = messages;
   const undo = () => { chat.pop(); mine.remove(); images = pictures; showImages(); };
-  const keep = () => chat.push({role: "assistant", content: made.shown});
+  const keep = () => { chat.push({role: "assistant", content: made.shown}); remember(); };
   await run(made, "v1/chat/completions", chatRequest(), content, undo, keep, () => chat === messages);
 }
 
@@ -286,6 +316,7 @@ function stop() {
 
 function reset() {
   messages = [];
+  sessionStorage.removeItem("chat");
   images = [];
   showImages();
   stop();
@@ -311,7 +342,10 @@ function setMode() {
 function meet(state) {
   at("model").textContent = document.title = state.model;
   at("attach").hidden = !state.images;
-  if (state.chat) return;
+  if (state.chat) {
+    restore();
+    return;
+  }
   at("mode").value = "text";
   at("mode").disabled = true;
   at("mode").title = "this model has no chat template";

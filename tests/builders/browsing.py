@@ -99,6 +99,8 @@ class Page:
         self.browser = browser
         self.logged()  # of earlier pages
         browser.get(f"{address}/")
+        browser.execute_script("sessionStorage.clear()")  # the tab keeps the chat of an earlier page
+        browser.get(f"{address}/")
         self.until(lambda: self["model"].text == model)
 
     def __getitem__(self, name: str) -> WebElement:

@@ -228,3 +228,18 @@ CONTRAST = """
     return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
 """
 """The contrast of a text with what is behind it, as WCAG 2 computes it; 4.5 is its least for text."""
+
+
+def test_a_reload_keeps_the_chat_and_a_new_chat_forgets_it(page: Page) -> None:
+    page.limit(12)
+    shown = answers(page, "Hello **there**")
+    page.browser.refresh()
+    page.until(lambda: len(page.texts()) == 2)
+    assert page.texts() == shown
+    page.limit(12)
+    assert len(answers(page, "And?")) == 4
+    page["reset"].click()
+    page.browser.refresh()
+    page.until(lambda: page["model"].text == "tiny-chat")
+    assert page.texts() == []
+    assert page.logged() == []
