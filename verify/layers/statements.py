@@ -74,4 +74,6 @@ def unseen_of(induction: Induction) -> list[str]:
     """What an induction cannot show."""
     left = len(induction.classes.names) - len(induction.run)
     found = ["rounding errors that grow from layer to layer"]
-    return found + ([f"wrong numbers of {left} layers, whose weights alone were audited"] if left else [])
+    return found + (
+        [f"wrong numbers of {left} layer{'s' * (left > 1)}, whose weights alone were audited"] if left else []
+    )

@@ -90,7 +90,9 @@ def test_the_chosen_layers_run_by_themselves(choice: str, layers: list[str], lay
     assert run_layers(report) == layers
     left = [text for text in report.unseen if text.endswith("whose weights alone were audited")]
     assert left == (
-        [f"numbers of {4 - len(layers)} layers, whose weights alone were audited"] if layers[3:] == [] else []
+        [f"wrong numbers of {4 - len(layers)} layer{'s' * (len(layers) < 3)}, whose weights alone were audited"]
+        if layers[3:] == []
+        else []
     )
 
 
