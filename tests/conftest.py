@@ -86,6 +86,7 @@ def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
     """Saves a seeded float32 model, every weight random; `changes` are fields beside those in `CONFIGS`."""
     import transformers  # noqa: PLC0415
 
+    assert model_type in CONFIGS or changes, "the default sizes are those of a real model, of many gigabytes"
     config = transformers.AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | changes))
     return save_seeded(config, folder, TEXT)
 

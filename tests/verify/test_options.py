@@ -104,7 +104,7 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path, graph: dict[str, A
         verify(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("mixtral", True)])
+@pytest.mark.parametrize(("kind", "expected"), [("llama", False), ("qwen3_moe", True)])
 def test_the_likeliest_tokens_are_no_choice_of_experts(
     kind: str, expected: bool, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
