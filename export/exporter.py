@@ -30,6 +30,7 @@ from llmconv.export.quantization.cache_options import with_kv_cache
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.model_code import model_class
 from llmconv.output.manifest import read_manifest
 from llmconv.output.writer import destination_of
 from llmconv.progress import step, warn
@@ -98,7 +99,8 @@ def _refuse_early(
     roles: Sequence[str],
 ) -> None:
     """Refuses what file names and `config.json` alone show; the export itself checks all of it again."""
-    if not is_multi_modal(checkpoint.config, embeds=given["embeds"]):
+    is_foreign = model_class(checkpoint.config) and not given["trust_remote_code"]  # refused for its code, if at all
+    if not is_foreign and not is_multi_modal(checkpoint.config, embeds=given["embeds"]):
         find_input_map(str(checkpoint.config.get("model_type")))
     layouts = [client.name for client in clients if client.name != DEFAULT]
     roles = roles_of_task(given) or roles

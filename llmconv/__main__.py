@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import _signal as signal  # not `signal`, which the current folder may shadow: it is still on the path
 import os
-import signal
 import sys
-from types import FrameType
+from typing import Any
 
 REFUSED, BUG, INTERRUPTED = 3, 70, 130
 """Exit codes of an installation that cannot load; Python's own is 1, which means that a difference was found."""
@@ -28,7 +28,7 @@ def main() -> None:
     command()
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _interrupted(number: int, frame: Any) -> None:
     """Ctrl-C before the command begins, such as in an import: there is nothing to undo. `CommandGroup` replaces it."""
     os.write(2, b"error: interrupted\n\nhint: run the same command again\n")
     os._exit(INTERRUPTED)

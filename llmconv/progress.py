@@ -11,7 +11,9 @@ from functools import partial
 from llmconv.errors import printable
 
 _level = {"quiet": False}
-_steps: list[str] = []
+_shown: list[str] = []
+"""The line that the next one replaces, if there is one."""
+
 CLEAR = "\r\x1b[K"
 """Removes the last line of a terminal."""
 
@@ -34,9 +36,15 @@ def status(text: str) -> None:
 
     Nothing is shown with `-q`, or where stderr is not a terminal.
     """
-    if not _level["quiet"] and sys.stderr is not None and sys.stderr.isatty():
+    if (text or _shown) and _is_shown():
         width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[2K{printable(text)[:width]}", end="", file=sys.stderr, flush=True)
+        _shown[:] = [text] if text else []
+        print(f"{CLEAR}{printable(text)[:width]}", end="", file=sys.stderr, flush=True)
+
+
+def _is_shown() -> bool:
+    """Whether lines that are replaced, and bars, are for anybody."""
+    return not _level["quiet"] and sys.stderr is not None and sys.stderr.isatty()
 
 
 def say(text: str) -> None:
@@ -64,11 +72,13 @@ def warnings_to(take: Callable[[str], object]) -> Iterator[None]:
 
 
 def _print(line: str) -> None:
+    if sys.stderr is None:  # closed by the caller; `print` would write to stdout, among the data
+        return
+    shown = "".join(_shown)
     status("")
-    if sys.stderr is not None:  # None: closed by the caller; `print` would write to stdout, among the data
-        print(CLEAR + line if _steps else line, file=sys.stderr, flush=True)
-        if _steps:
-            _show_step()
+    print(line, file=sys.stderr, flush=True)
+    if shown:
+        status(shown)
 
 
 def warn_all(warnings: Iterable[str]) -> None:
@@ -88,11 +98,10 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function that advances the bar by a number of bytes.
     """
-    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
+    if not _is_shown():
         yield lambda count: None
         return
-    if _steps:
-        print(CLEAR, end="", file=sys.stderr, flush=True)
+    status("")
     from rich import progress as rich  # noqa: PLC0415 - loading rich takes longer than planning a merge
     from rich.console import Console  # noqa: PLC0415
 
@@ -109,18 +118,9 @@ def step(name: str) -> Iterator[None]:
     Args:
         name: such as `loading torch`.
     """
-    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
-        yield
-        return
-    _steps.append(name)
-    _show_step()
+    outer = "".join(_shown)
+    status(f"{name} …")
     try:
         yield
     finally:
-        _steps.pop()
-        _show_step()
-
-
-def _show_step() -> None:
-    """Replaces the last line by the innermost step, or by nothing."""
-    print(f"{CLEAR}{_steps[-1]} …" if _steps else CLEAR, end="", file=sys.stderr, flush=True)
+        status(outer)

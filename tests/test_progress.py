@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llmconv.progress import CLEAR, say, set_quiet, step
+from llmconv.progress import CLEAR, say, set_quiet, status, step
 
 
 class Terminal(io.StringIO):
@@ -45,3 +45,14 @@ def test_a_step_that_fails_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError), step("writing"):
         raise OSError
     assert stream.getvalue().endswith(CLEAR)
+
+
+def test_a_message_is_written_above_the_line_that_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    status("scenario 2 of 29")
+    say("a message")
+    status("")
+    assert stream.getvalue().split(CLEAR) == ["", "scenario 2 of 29", "a message\n", "scenario 2 of 29", ""]
+    say("another")
+    assert stream.getvalue().endswith(f"{CLEAR}another\n") and stream.getvalue().count(CLEAR) == 4

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from llmconv.errors import UnsupportedInput
 from llmconv.files import system_calls
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples/tiny-llama"
-
 WINDOWS = """
 import sys, click, click.testing, rich
 sys.platform = "win32"
@@ -29,8 +28,11 @@ sys.modules["fcntl"] = sys.modules["resource"] = None
 
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter."""
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    """Runs code in a fresh interpreter that finds the modules of a folder first."""
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def with_transformers(version: str, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
@@ -52,26 +54,28 @@ def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("module", ["torch", "onnxruntime", "onnx_ir"])
-def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str) -> None:
+def test_a_missing_package_is_named_and_is_no_bug(tmp_path: Path, module: str, tiny: Callable[[str], Path]) -> None:
     hidden = f"import sys; sys.modules[{module!r}] = None; from llmconv.cli import main"
-    done = python(f"{hidden}; main(['export', {str(ROOT / 'examples/tiny-llama')!r}])", tmp_path)
+    done = python(f"{hidden}; main(['export', {str(tiny('llama'))!r}])", tmp_path)
     assert done.stderr.splitlines()[0] == f"error: llmconv needs {module}, which is not installed"
     assert done.returncode == 3
 
 
-def test_a_package_without_what_llmconv_uses_is_named_and_is_no_bug(tmp_path: Path) -> None:
+def test_a_package_without_what_llmconv_uses_is_named_and_is_no_bug(
+    tmp_path: Path, tiny: Callable[[str], Path]
+) -> None:
     (tmp_path / "onnx_ir.py").write_text("")
-    code = f"from llmconv.__main__ import main; import sys; sys.argv[1:] = ['export', {str(TINY)!r}]; main()"
+    code = f"from llmconv.__main__ import main; import sys; sys.argv[1:] = ['export', {str(tiny('llama'))!r}]; main()"
     done = python(code, tmp_path)
     assert done.stderr.splitlines()[0].startswith("error: llmconv cannot use the installed onnx_ir: No module named")
     assert done.returncode == 3
 
 
-def broken(module: str, code: str, folder: Path, command: str = "") -> subprocess.CompletedProcess[str]:
+def broken(module: str, code: str, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command where a package is another one, with this code."""
     (folder / module).mkdir()
     (folder / module / "__init__.py").write_text(code)
-    words = command.split() or ["export", str(TINY), "-o", str(folder / "out")]
+    words = command.split()
     return python(f"from llmconv.__main__ import main; import sys; sys.argv[1:] = {words!r}; main()", folder)
 
 
@@ -84,9 +88,9 @@ def broken(module: str, code: str, folder: Path, command: str = "") -> subproces
     ],
 )
 def test_a_package_that_does_not_load_is_named_and_is_no_bug(
-    tmp_path: Path, module: str, code: str, problem: str
+    tmp_path: Path, module: str, code: str, problem: str, tiny: Callable[[str], Path]
 ) -> None:
-    done = broken(module, code, tmp_path)
+    done = broken(module, code, tmp_path, f"export {tiny('llama')} -o {tmp_path / 'out'}")
     assert done.stderr.splitlines()[0] == f"error: llmconv cannot use the installed {module}: {problem}"
     assert done.stderr.splitlines()[-1] == "hint: `llmconv doctor` shows what is missing"
     assert done.returncode == 3
@@ -130,8 +134,8 @@ BROKEN = {
 @pytest.mark.parametrize("code", BROKEN)
 def test_a_command_line_that_cannot_load_is_never_exit_code_1(code: str, tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "llmconv", "formats"], cwd=tmp_path, capture_output=True, text=True, check=False
+    done = python(
+        "import runpy, sys; sys.argv[1:] = ['formats']; runpy.run_module('llmconv', run_name='__main__')", tmp_path
     )
     exit_code, message = BROKEN[code]
     assert (done.returncode, done.stderr.startswith(message)) == (exit_code, True), done.stderr

@@ -70,7 +70,7 @@ def compare_quantized_folder(
     Raises:
         InputRefused: the memory is too small.
     """
-    yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared)]
+    yield [*_unrecorded(compared, reference, report, options.preset), *_other_levels(compared, options.preset)]
     entries, copies = distinct_entries(compared.path, compared.entries)
     report.copies = {name: first for first, names in copies.items() for name in names}
     models = {name: model for name, model in compared.models.items() if name not in report.copies}
@@ -114,10 +114,10 @@ def _unrecorded(compared: VerifiedFolder, reference: Path, report: Report, prese
     return [Check("structure", as_recorded[0], "", verdict="fail", detail=detail)]
 
 
-def _other_levels(compared: VerifiedFolder) -> list[Check]:
-    """A failed check of each graph with products at another level than an export writes: others round otherwise."""
+def _other_levels(compared: VerifiedFolder, preset: str) -> list[Check]:
+    """A failed check of each graph with products at another level than `export --quant` writes: they round otherwise."""
     checks = []
-    for name, model in compared.models.items() if _exported(compared) else ():
+    for name, model in compared.models.items() if preset and _exported(compared) else ():
         products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
         levels = {attributes(node).get(LEVEL, 0): node for node in products}
         if other := [level for level in levels if level != INT8]:

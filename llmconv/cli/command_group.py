@@ -20,6 +20,7 @@ from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.cli.other_spellings import hint_for, hint_for_value
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import is_out_of_memory
+from llmconv.progress import status
 from llmconv.requirements import require_platform, require_transformers, unusable_package
 from llmconv.stores import hung_calls
 from llmconv.version import __version__
@@ -166,6 +167,7 @@ def _report_interrupt() -> None:
 def _print_error(message: str, hint: str) -> None:
     """Prints to stderr. If that fails, the exit code alone reports the error: it must not become 1, a difference."""
     with suppress(OSError):
+        status("")
         click.echo(f"error: {message}\n\nhint: {hint}", err=True)
 
 

@@ -17,6 +17,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.push
 import llmconv.runtime.tokenizer
+import llmconv.steps.run_file
 import llmconv.verify
 from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.errors import InputRefused, LlmconvError
@@ -44,6 +45,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "UsageProblem": 2,
         "InputRefused": 3,
         "MalformedInput": 3,
+        "Mistakes": 3,
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,

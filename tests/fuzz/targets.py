@@ -198,7 +198,7 @@ TARGETS: dict[str, Target] = {
         "session.json",
         lambda: [
             *fields(session={"intra_op_num_threads": 1}, provider={"name": "cpu"}, free_dimensions={"b": 1}),
-            b"[session]\nintra_op_num_threads = 4\n[entries]\na.b = 0\n[free_dimensions]\nb = 1\n",
+            b"[session]\nintra_op_num_threads = 4\n[entries]\nmlas.use_lut_gemm = 0\n[free_dimensions]\nb = 1\n",
         ],
         read_session_file,
     ),

@@ -86,7 +86,7 @@ def executed(folder: Path) -> bool:
     return bool(list(folder.rglob("ran")))
 
 
-@pytest.mark.parametrize("command", ["export", "verify", "generate --backend torch --prompt a"])
+@pytest.mark.parametrize("command", ["export --overwrite", "verify", "generate --backend torch --prompt a"])
 def test_code_is_not_executed_without_consent(with_code: Callable[..., Path], command: str) -> None:
     folder = with_code("own", OWN)
     name, *options = command.split()
@@ -198,13 +198,13 @@ def test_a_trusted_tokenizer_gives_the_tokens_of_the_same_tokenizer(
 def test_code_from_elsewhere_is_refused(with_code: Callable[..., Path], own_row: None, reference: str) -> None:
     folder = with_code("own", {"AutoModelForCausalLM": reference, "AutoConfig": "own.OwnConfig"})
     with pytest.raises(MalformedInput, match=r"which is not in"):
-        export(folder, trust_remote_code=True)
+        export(folder, overwrite=True, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("code", ["import flash_attention_of_long_ago", "def", "1 / 0"])
-@pytest.mark.parametrize("command", ["export", "verify"])
+@pytest.mark.parametrize("command", ["export --overwrite", "verify"])
 def test_failing_code_gives_one_line(with_code: Callable[..., Path], own_row: None, code: str, command: str) -> None:
-    result = run(command, with_code("own", OWN, code), "--trust-remote-code")
+    result = run(*command.split(), with_code("own", OWN, code), "--trust-remote-code")
     assert result.exit_code == 3 and re.search(r"the code in `|`own\.py` is not valid Python: line 1", result.stderr)
     assert "Traceback" not in result.stderr
 
@@ -231,7 +231,7 @@ def test_values_that_the_code_computes_are_not_lost(with_code: Callable[..., Pat
 @pytest.mark.parametrize("code", ["x = 1", "Own = OwnConfig = None"])
 def test_a_missing_class_is_named(with_code: Callable[..., Path], own_row: None, code: str) -> None:
     with pytest.raises(MalformedInput, match=r"`own\.Own`, and that module of .* has no such class"):
-        export(with_code("own", OWN, code), trust_remote_code=True)
+        export(with_code("own", OWN, code), overwrite=True, trust_remote_code=True)
 
 
 def test_code_that_fails_when_it_runs_gives_a_one_line_error(with_code: Callable[..., Path], own_row: None) -> None:

@@ -49,4 +49,6 @@ def test_the_command_exits_with_3(made: Path) -> None:
 
 
 def test_a_model_without_graphs_gets_the_hint_to_export_them(made: Path) -> None:
-    assert f"make them with `llmconv export {made / 'base'}`" in verify(made / "base").notes[0]
+    with pytest.raises(InputRefused, match="no graphs in") as caught:
+        verify(made / "base")
+    assert f"make them: `llmconv export {made / 'base'}`" in (caught.value.hint or "")

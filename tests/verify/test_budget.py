@@ -50,7 +50,7 @@ def test_the_command_runs_the_core_and_lists_the_rest(exported: Tiny, tmp_path: 
     assert content["settings"]["budget"] == content["budget"]["seconds"] == 0.001
     assert "SKIPPED | batch of 6 | prefill.onnx, decode.onnx | not run: the budget of 0.001 s was used" in lines
     assert any(line.startswith("NOTE | the mandatory scenarios ended") for line in lines)
-    assert last.startswith("PASS: ") and f"{len(content['budget']['not_run'])} scenarios that the budget" in last
+    assert last.startswith("PASS: ") and f"{len(content['budget']['not_run'])} scenarios left out by the budget" in last
 
 
 def test_a_long_budget_leaves_nothing_out(exported: Tiny, eager: Callable[[str], Eager], clean_report: Report) -> None:

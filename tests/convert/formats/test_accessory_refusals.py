@@ -202,7 +202,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "another number of key heads": (configure(n_kv_heads=8), "shape mismatch with the configuration"),
     "odd heads": (configure(n_heads=7, n_kv_heads=None), "has 7 heads and 7 key/value heads for a size of 32"),
     "more layers": (configure(n_layers=3), "lacks 9 tensors of the model"),
-    "countless layers": (configure(n_layers=10**9), "no configuration with `n_layers`"),
+    "countless layers": (configure(n_layers=10**9), "`n_layers` 1000000000, more than any model has"),
     "another multiplier": (configure(ffn_dim_multiplier=2.0), "shape mismatch with the configuration"),
     "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is invalid: '1e-5'"),
     "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is invalid: 0"),
@@ -221,7 +221,7 @@ def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path],
 
 @pytest.mark.parametrize("moe", [3, {"num_experts": 10**9}, {"num_experts": "x"}])
 def test_a_senseless_number_of_experts_is_refused(tmp_path: Path, moe: Any) -> None:
-    with pytest.raises(MalformedInput, match="`moe` of `x` is"):
+    with pytest.raises(MalformedInput, match="`moe` of `x` is|`num_experts` 1000000000, more than any model has"):
         open_training(save(tmp_path / "x", mixtral(), 1, "mixtral", moe=moe))
 
 
