@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal as signal  # not `signal`, which the current folder may shadow: it is still on the path
+import _signal as signal  # type: ignore[import-not-found]  # `signal` may be shadowed: the current folder is on the path
 import os
 import sys
 from typing import Any

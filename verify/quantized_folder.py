@@ -115,7 +115,7 @@ def _unrecorded(compared: VerifiedFolder, reference: Path, report: Report, prese
 
 
 def _other_levels(compared: VerifiedFolder, preset: str) -> list[Check]:
-    """A failed check of each graph with products at another level than `export --quant` writes: they round otherwise."""
+    """A failed check of each graph with products of another level than `export --quant` writes."""
     checks = []
     for name, model in compared.models.items() if preset and _exported(compared) else ():
         products = [node for node in nodes(model) if node.op_type == "MatMulNBits"]
