@@ -182,6 +182,12 @@ def check_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
     Raises:
         MalformedInput: missing keys, another shape, an element type that is not a float, or an unmerged adapter.
     """
+    named = architecture(config)
+    if named and str(config.get("model_type")) not in causal_lm_classes() and depth_is_possible(tensors, config):
+        refuse_unmerged(tensors, config, source)
+        asked = _loaded(tensors, config, source, named)  # a type without a causal class, such as an encoder
+        if not isinstance(asked, str) and not config.get(AUTO_MAP):
+            return _refuse_differences(asked, tensors, config, source, keeps_others=True)
     try:
         return check_complete(tensors, config, source)
     except MalformedInput as why:

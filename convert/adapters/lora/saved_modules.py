@@ -56,8 +56,22 @@ class WholeTensors:
 
 
 def is_saved(name: str, modules: Collection[str]) -> bool:
-    """Whether the tensor is in `modules_to_save`; PEFT compares the end of the module's path."""
-    return name.rpartition(".")[0].endswith(tuple(modules))
+    """Whether the tensor is in `modules_to_save`, or in a module below one of them."""
+    return bool(parts_from_saved(name, modules))
+
+
+def parts_from_saved(name: str, modules: Collection[str]) -> int:
+    """How many parts of a tensor's name the saved module and what is below it are; 0 if it is in none.
+
+    PEFT compares the end of the module's path, and saves all that is below: `classifier.dense.weight` has 3 parts.
+
+    Args:
+        name: of the tensor.
+        modules: `modules_to_save`.
+    """
+    parts = name.split(".")
+    ends = tuple(modules)
+    return next((len(parts) - at + 1 for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]).endswith(ends)), 0)
 
 
 def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:

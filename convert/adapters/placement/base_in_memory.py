@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.experts import fused_tensors, separate_tensors
-from llmconv.convert.adapters.lora.saved_modules import is_saved
+from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.naming import Naming
 from llmconv.convert.adapters.placement.targets import AdapterTargets
@@ -152,9 +152,9 @@ def _expected(adapter: Adapter, targets: AdapterTargets) -> set[str]:
     new = {
         name
         for name in adapter.whole
-        if is_saved(name, adapter.config.modules_to_save)
+        if (parts := parts_from_saved(name, adapter.config.modules_to_save))
         and not (has_head and name.endswith(HEADS))
-        and not any(has_same_end(name, other) for other in targets.tensors)
+        and not any(has_same_end(name, other, parts) for other in targets.tensors)
     }
     return targets.names(adapter.whole.keys() - new)
 

@@ -105,7 +105,7 @@ class Edits:
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
         targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config, self.naming)
         homes = targets.homes(adapter.whole.keys() - new)
-        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name, self.naming.spelled)
+        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name, self.naming.spelled, modules)
         self._replace_all(adapter, homes)
         for module, tokens in adapter.tokens.items():
             self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)

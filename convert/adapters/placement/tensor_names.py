@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
+from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
 from llmconv.errors import MalformedInput
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -70,6 +71,7 @@ def match_saved(
     names: Collection[str],
     adapter: str,
     spelled: Callable[[str], str] = same_name,
+    modules: Collection[str] = (),
 ) -> dict[str, str]:
     """The tensors of the base that `modules_to_save` replace under another name; new ones are left out.
 
@@ -79,6 +81,7 @@ def match_saved(
         names: tensor names of the base.
         adapter: its name, for error messages.
         spelled: returns how the base spells a name.
+        modules: `modules_to_save`.
 
     Raises:
         MalformedInput: a name with an ambiguous match.
@@ -88,7 +91,8 @@ def match_saved(
     for name in sorted(saved):
         moved = {new + name[len(old) :] for old, new in exchanges if name.startswith(old)} & set(names)
         fits = {spelled(name)} & set(names) or moved
-        close = fits or {other for other in names if has_same_end(name, other)}
+        parts = parts_from_saved(name, modules) or 2
+        close = fits or {other for other in names if has_same_end(name, other, parts)}
         if len(fits) == 1 and not fits & {*homes.values(), *result.values()}:
             result[name] = next(iter(fits))
         elif close:
@@ -99,9 +103,9 @@ def match_saved(
     return result
 
 
-def has_same_end(name: str, other: str) -> bool:
-    """Whether module and parameter have the same names, whatever is before them."""
-    return name.split(".")[-2:] == other.split(".")[-2:]
+def has_same_end(name: str, other: str, parts: int) -> bool:
+    """Whether two names have the same last parts, whatever is before them; see `parts_from_saved`."""
+    return name.split(".")[-parts:] == other.split(".")[-parts:]
 
 
 def prefix_fits(

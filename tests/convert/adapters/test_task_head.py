@@ -70,3 +70,35 @@ def test_an_adapter_that_lost_its_head_is_refused(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in load_file(file).items() if "score" not in name}, file)
     with pytest.raises(MalformedInput, match="contains the head"):
         merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+ENCODER: dict[str, Any] = {**SMALL, "intermediate_size": 24, "max_position_embeddings": 32}
+
+
+def encoder_classifier(kind: str, targets: list[str], folder: Path) -> Any:
+    """Saves a model for masked words and a classifier's adapter of it; returns PEFT's merge."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = transformers.AutoConfig.for_model(kind, **ENCODER)
+        transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(folder / "base")
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=3)
+        made = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules=targets))
+        shake(made)
+        made.save_pretrained(folder / "adapter")
+        return made.merge_and_unload()
+
+
+def test_a_head_of_several_layers_is_saved_whole(tmp_path: Path) -> None:
+    exact = encoder_classifier("roberta", ["query", "value"], tmp_path).state_dict()
+    merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").state_dict()
+    assert merged.keys() == exact.keys()
+    for name, tensor in exact.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_an_encoder_that_lacks_what_its_classifier_needs_is_refused(tmp_path: Path) -> None:
+    encoder_classifier("deberta-v2", ["query_proj", "value_proj"], tmp_path)
+    with pytest.raises(MalformedInput, match=r"missing keys: `pooler\.dense\.weight`"):
+        merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
