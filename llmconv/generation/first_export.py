@@ -57,8 +57,11 @@ def graphs_in_cache(folder: Path) -> Path | None:
             for old in entries.iterdir():
                 if old != entry and not old.name.startswith(UNFINISHED):
                     shutil.rmtree(old, ignore_errors=True)
-            if not entry.exists():  # another process may have been faster
+            try:
                 unfinished.rename(entry)
+            except OSError:
+                if not made.is_dir():  # another process was faster
+                    raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
