@@ -104,7 +104,13 @@ def match_saved(
 
 
 def has_same_end(name: str, other: str, parts: int) -> bool:
-    """Whether two names have the same last parts, whatever is before them; see `parts_from_saved`."""
+    """Whether two names have the same last parts, whatever is before them.
+
+    Args:
+        name: a tensor name, parts joined by dots.
+        other: the name it is compared with.
+        parts: the number of last parts; see `parts_from_saved`.
+    """
     return name.split(".")[-parts:] == other.split(".")[-parts:]
 
 
