@@ -15,7 +15,7 @@ from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.sharded import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
-from llmconv.convert.formats.meta.names import LLAMA
+from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION, own_fields

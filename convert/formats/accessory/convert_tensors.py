@@ -12,8 +12,7 @@ from llmconv.convert.algebra.operations import permute_rows, rename, require, ro
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.convert.formats.accessory.names import ATTENTION, INTERNLM, LINEAR, MLP, has_biases, table_of
-from llmconv.convert.formats.meta.names import SUFFIX
-from llmconv.convert.formats.meta.read import file_order
+from llmconv.convert.formats.meta.read import SUFFIX, file_order
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from llmconv.convert.formats.accessory.config import AccessoryParams
-from llmconv.convert.formats.meta.names import LLAMA
+from llmconv.convert.formats.meta.read import LLAMA
 
 NameTable = dict[str, str | None]
 

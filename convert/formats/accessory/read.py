@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from llmconv.convert.algebra.operations import concat, first_missing, slice_rows
-from llmconv.convert.formats.meta.names import split_dim
-from llmconv.convert.formats.meta.read import open_shard
+from llmconv.convert.formats.meta.read import open_shard, split_dim
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed

@@ -17,7 +17,7 @@ from llmconv.convert.formats.accessory.names import NameTable, table_of
 from llmconv.convert.formats.accessory.read import EXPERT
 from llmconv.convert.formats.accessory.shapes import check_shapes
 from llmconv.convert.formats.accessory.write_config import AccessoryArgs, args_of
-from llmconv.convert.formats.meta.names import split_dim
+from llmconv.convert.formats.meta.read import split_dim
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.files.torch.writer import torch_pieces

@@ -10,7 +10,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.accessory.config import AccessoryParams, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP
-from llmconv.convert.formats.meta.write_config import feed_forward_of
+from llmconv.convert.formats.meta.config import feed_forward_of
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 

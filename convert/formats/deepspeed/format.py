@@ -2,19 +2,26 @@
 
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `utils/zero_to_fp32.py`): ZeRO stages 0 to 3, and universal
 checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` next to it.
+
+Reads universal checkpoints: one folder per parameter, whose `fp32.pt` holds the whole float32 master weight.
+
+Layout (deepspeedai/DeepSpeed `checkpoint/ds_to_universal.py`, `merge_tp_slices`): `zero/NAME/fp32.pt`, a dict with
+`param`; next to it the optimizer's moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json, read_side_files
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.deepspeed.read import SavedModel, open_model
-from llmconv.convert.formats.deepspeed.save_folder import Save, is_deepspeed, open_save
+from llmconv.convert.formats.deepspeed.save_folder import ModelStates, Save, is_deepspeed, open_save, refuse
+from llmconv.convert.formats.deepspeed.zero_stages import FlatSlice, joined, open_frozen, open_masters
 from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
@@ -22,7 +29,9 @@ from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.peft_runs.outputs import OPTIONS, opened_with_adapter
 from llmconv.convert.state_dicts.recognition import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.torch.reader import open_torch_file
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
 
@@ -109,3 +118,174 @@ FORMAT = Format(
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "LoRA runs, merged or kept apart; float32 master weights",
 )
+
+
+HALF_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The weights of a save.
+
+    Attributes:
+        tensors: the module's name to tensor.
+        version: such as `deepspeed 0.19.8`.
+        shards: number of files with weights.
+        warnings, dropped: as in Checkpoint.
+    """
+
+    tensors: dict[str, LazyTensor]
+    version: str
+    shards: int
+    warnings: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def open_model(save: Save) -> SavedModel:
+    """Opens the files with the weights; no tensor is read.
+
+    Raises:
+        InputRefused: files are missing, malformed, or of an unsupported kind.
+    """
+    states = ModelStates(_states_path(save))
+    tensors = states.buffers()
+    masters = _masters(save, states)
+    tensors |= open_frozen(save, states) | masters
+    for name, stored in states.shared().items():
+        if stored in tensors and name not in masters:
+            tensors[name] = tensors[stored]
+    rest = _rest(save, states, tensors)
+    version = f"deepspeed {states.version}".strip()
+    shards = len(masters) if save.universal else len(save.optimizers) or 1
+    dropped = ("the optimizer's moments",) if masters else ()
+    return SavedModel(
+        tensors | rest, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest)
+    )
+
+
+def _states_path(save: Save) -> Path:
+    if save.model and save.zero_models:
+        raise MalformedInput(
+            f"`{save.name}` contains model states of ZeRO-3 and of a lower stage",
+            hint="two saves were written into one folder; keep the files of one of them",
+        )
+    path = save.model or save.zero_models.get(0)
+    if path is None:
+        name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if save.zero_models else "mp_rank_00_model_states.pt"
+        raise MalformedInput(
+            f"`{save.name}` has no model states: `{name}` is missing",
+            hint="the first rank writes it; copy it too, it contains names and shapes",
+        )
+    return path
+
+
+def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
+    if save.universal:
+        shapes = states.param_shapes() or []
+        return open_universal(save.universal, {name: shape for group in shapes for name, shape in group.items()})
+    if save.optimizers:
+        return open_masters(save, states)
+    if save.model is None:
+        raise InputRefused(
+            f"`{save.name}` was saved by ZeRO-3 and lacks the optimizer states, which contain the weights",
+            hint="copy the files `*_optim_states.pt` of all ranks into it",
+        )
+    return {}
+
+
+def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors that only the module has: all in stage 0, the frozen ones in stage 1.
+
+    Raises:
+        MalformedInput: a tensor is only an empty placeholder.
+        UnsupportedInput: there is an object that is not a plain tensor.
+    """
+    objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
+    if objects:
+        raise UnsupportedInput(
+            f"`{save.name}` holds {len(objects)} objects that are not plain tensors: {listing(objects)}",
+            hint="save a full (unsharded, unquantized) state dict",
+        )
+    rest = {name: tensor for name, tensor in states.tensors("module").items() if name not in known}
+    empty = [name for name, tensor in rest.items() if not prod(tensor.shape)]
+    if empty:
+        raise MalformedInput(
+            f"missing keys: `{save.name}` has no weights for {len(empty)} parameters: {listing(empty)}",
+            hint="they were frozen and left out (`exclude_frozen_parameters`); take them from the base model",
+        )
+    if not rest and not known:
+        raise MalformedInput(f"`{states.path.name}` contains no weights", hint="it was saved without the module")
+    return rest
+
+
+def _warnings(
+    save: Save, states: ModelStates, masters: Mapping[str, LazyTensor], rest: Mapping[str, LazyTensor]
+) -> tuple[str, ...]:
+    warnings = []
+    half = _half_dtype(states)
+    if masters and half:
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
+    if not masters and states.param_shapes() is not None:
+        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the master weights")
+    return tuple(warnings)
+
+
+def _half_dtype(states: ModelStates) -> str:
+    """The 16-bit dtype of the training run, or empty."""
+    settings = states.content.get("ds_config")
+    for half, field in zip(HALF_DTYPES, ("bf16", "fp16"), strict=True):
+        section = settings.get(field) if isinstance(settings, dict) else None
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return half
+    return next(
+        (tensor.dtype.name for tensor in states.tensors("module").values() if tensor.dtype.name in HALF_DTYPES), ""
+    )
+
+
+def _dropped(states: ModelStates, rest: Mapping[str, LazyTensor]) -> tuple[str, ...]:
+    copies = [name for name, tensor in states.tensors("module").items() if prod(tensor.shape) and name not in rest]
+    parts = []
+    if copies:
+        parts.append("the module's copies of the master weights")
+    if isinstance(states.content.get("optimizer"), dict):
+        parts.append("the optimizer's state")
+    if states.content.get("lr_scheduler") is not None:
+        parts.append("the schedule of the learning rate")
+    return tuple(parts)
+
+
+WEIGHTS = "fp32.pt"
+
+
+def open_universal(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+    """Name to master weight of every parameter of the model.
+
+    Args:
+        folder: contains one folder per parameter.
+        shapes: of the parameters; those from stage 3 are stored flat.
+
+    Raises:
+        MalformedInput: a parameter has no weights, or a shape mismatch.
+    """
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    whole = {name for name in names if (folder / name / WEIGHTS).is_file()}
+    missing = sorted({*shapes, *names} - whole)
+    if missing:
+        raise MalformedInput(
+            f"missing keys: `{folder.name}` lacks the weights of {len(missing)} parameters: {listing(missing)}",
+            hint=f"each has a folder with `{WEIGHTS}`; copy the folder again, all of it",
+        )
+    return {name: _read(folder / name / WEIGHTS, name, shapes.get(name)) for name in names}
+
+
+def _read(path: Path, name: str, shape: tuple[int, ...] | None) -> LazyTensor:
+    file = open_torch_file(path)
+    ref = file.content.get("param") if isinstance(file.content, dict) else file.content
+    if not isinstance(ref, TensorRef):
+        refuse(path, f"contains no tensor for `{name}`")
+    tensor = file.tensor(name, ref)
+    if shape is None or tensor.shape == shape:
+        return tensor
+    if len(tensor.shape) != 1 or tensor.shape[0] != prod(shape):
+        refuse(path, f"has a shape mismatch for `{name}`: expected {list(shape)}, got {list(tensor.shape)}")
+    return joined([FlatSlice(tensor, 0, tensor.shape[0])], shape, tensor.dtype)

@@ -19,10 +19,8 @@ from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.algebra.operations import concat, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts
-from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
-from llmconv.convert.formats.litgpt.names import table_of
-from llmconv.convert.formats.litgpt.read_config import LitConfig, read_settings
+from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, LitConfig, family_of, read_settings
+from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts, table_of
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.state_dicts.files import open_state
 from llmconv.errors import MalformedInput, UnsupportedInput

@@ -1,17 +1,27 @@
 """`config.json` from a LitGPT configuration, and the comparison with a `config.json` next to the weights.
 
 Source: litgpt `model.py` (`build_rope_cache` for the rotary formulas) against transformers' modeling files.
+
+Reads LitGPT's `model_config.yaml` (before 2024 `lit_config.json`): the fields that define the model.
+
+Source: Lightning-AI/litgpt `config.py`, with its defaults.
+
+The Hugging Face family that computes the same as a LitGPT configuration, by a table of fields and values.
+
+Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes) against transformers' modeling files;
+upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, refused
-from llmconv.convert.formats.litgpt.read_config import LitConfig
-from llmconv.errors import MalformedInput
+from llmconv.convert.models.config_file import read_config_file
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 COMPARED = (
@@ -162,3 +172,295 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
             hint="one of the two belongs to another model; remove the wrong one",
         )
     return {**computed, **stored, "vocab_size": computed["vocab_size"]}
+
+
+FILES = ("model_config.yaml", "lit_config.json")
+OLD_NAMES = {"_norm_class": "norm_class_name", "_mlp_class": "mlp_class_name", "condense_ratio": "rope_condense_ratio"}
+DERIVED = ("head_size", "padded_vocab_size", "n_query_groups", "intermediate_size")
+SIZE_LIMIT = 1 << 31
+LAYER_LIMIT = 10_000
+STRIDES: dict[str | int, int] = {"all": 1, "interleaved": 2, 1: 1, 2: 2}
+
+
+@dataclass(frozen=True)
+class LitConfig:
+    """The fields under LitGPT's names, including the sizes that upstream derives."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    head_size: int
+    n_query_groups: int
+    padded_vocab_size: int
+    intermediate_size: int
+    block_size: int = 4096
+    name: str = ""
+    norm_class_name: str = "LayerNorm"
+    norm_eps: float = 1e-5
+    norm_qk: bool = False
+    norm_qk_type: str = "default"
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    parallel_residual: bool = True
+    shared_attention_norm: bool = False
+    attn_bias: bool = False
+    attention_scores_scalar: int | None = None
+    sliding_window_size: int | None = None
+    sliding_window_indices: list[int] | None = None
+    attention_logit_softcapping: float | None = None
+    rope_base: float = 10000
+    rotary_percentage: float = 0.25
+    rope_condense_ratio: float = 1
+    rope_adjustments: dict[str, Any] | None = None
+    rope_interleave: bool = False
+    bias: bool = True
+    mlp_class_name: str = "GptNeoxMLP"
+    gelu_approximate: str = "none"
+    n_expert: int = 0
+    n_expert_per_token: int = 0
+    n_shared_expert: int | None = None
+    n_expert_groups: int | None = None
+    moe_intermediate_size: int | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    scale_embeddings: bool = False
+    lm_head_bias: bool = False
+    final_logit_softcapping: float | None = None
+    norm_1: bool = True
+    norm_2: bool = True
+    latent_attention: dict[str, Any] | None = None
+    rope_local_base_freq: float | None = None
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused matrix."""
+        return (self.n_head + 2 * self.n_query_groups) * self.head_size
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms add one to the weight, which upstream detects by the name (`Config.norm_class`)."""
+        return "Gemma" in self.name
+
+    @property
+    def is_olmo(self) -> bool:
+        """Whether norms have no weights, which upstream detects by the name."""
+        return "OLMo" in self.name
+
+    @property
+    def has_key_per_head(self) -> bool:
+        """Whether each query head has its own key and value."""
+        return self.n_query_groups == self.n_head
+
+    @property
+    def heads_span_width(self) -> bool:
+        """Whether the heads together are as wide as the hidden state."""
+        return self.n_embd == self.n_head * self.head_size
+
+    @property
+    def window_in_every_layer(self) -> bool:
+        """Whether no layer is without a window, if there is one."""
+        return all(self.sliding_window_indices or [1])
+
+    @property
+    def window_alternates(self) -> bool:
+        """Whether every other layer has a window, the first one included."""
+        return (self.sliding_window_indices or [])[: self.n_layer] == [1 - i % 2 for i in range(self.n_layer)]
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "list[int]": (list,),
+    "dict[str, Any]": (dict,),
+}
+
+
+def read_settings(folder: Path, source: str) -> LitConfig:
+    """The configuration in `folder`.
+
+    Raises:
+        InputRefused: there is none.
+        MalformedInput: a field is invalid.
+    """
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise InputRefused(
+            f"`{source}` has no `{FILES[0]}` next to it, which is needed to split its fused matrices",
+            hint="copy the file next to the weights; `litgpt download` and `litgpt finetune` write it",
+        )
+    return settings_of(read_config_file(file), file.name)
+
+
+def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
+    """The fields of `content`; unknown ones do not change what the model computes.
+
+    Raises:
+        MalformedInput: a field is invalid.
+    """
+    values = {OLD_NAMES.get(name, name): value for name, value in content.items()}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in ("n_layer", "n_embd", "n_head"):
+        _size(values, name, source)
+    values.setdefault("head_size", values["n_embd"] // values["n_head"])
+    values.setdefault("n_query_groups", values["n_head"])
+    if "padded_vocab_size" not in values:
+        multiple = values.setdefault("padding_multiple", 512)
+        vocabulary, multiple = _size(values, "vocab_size", source), _size(values, "padding_multiple", source)
+        values["padded_vocab_size"] = -(-vocabulary // multiple) * multiple
+    if values.get("mlp_class_name", "GptNeoxMLP") == "GptNeoxMLP":
+        values.setdefault("intermediate_size", 4 * values["n_embd"])
+    for name in DERIVED:
+        _size(values, name, source)
+    if values["n_head"] % values["n_query_groups"]:
+        raise _invalid("n_query_groups", values["n_query_groups"], source)
+    if values["n_layer"] > LAYER_LIMIT:
+        raise _invalid("n_layer", values["n_layer"], source)
+    if "sliding_window_size" in values and "sliding_window_indices" not in values:
+        values["sliding_window_indices"] = _windows(values, source)
+    return LitConfig(**{one.name: _checked(one, values, source) for one in fields(LitConfig) if one.name in values})
+
+
+def _windows(values: Mapping[str, Any], source: str) -> list[int]:
+    """1 for each layer with a window, else 0, from the fields before April 2025: a placement, a stride, an offset."""
+    placement = values.get("sliding_window_layer_placing", "all")
+    usual = STRIDES.get(placement) if isinstance(placement, str | int) else None
+    stride = values.get("sliding_window_layer_stride", usual)
+    offset = values.get("sliding_window_offset", 0)
+    if type(stride) is not int or stride <= 0 or type(offset) is not int:
+        raise _invalid("sliding_window_layer_placing", placement, source)
+    return [int((number + offset) % stride == 0) for number in range(values["n_layer"])]
+
+
+def _size(values: Mapping[str, Any], name: str, source: str) -> int:
+    value = values.get(name)
+    if type(value) is not int or not 0 < value < SIZE_LIMIT:
+        raise _invalid(name, value, source)
+    return value
+
+
+def _checked(field: Any, values: Mapping[str, Any], source: str) -> Any:
+    value, kind = values[field.name], str(field.type).removesuffix(" | None")
+    is_right = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+    is_right = is_right and (not isinstance(value, int | float) or abs(value) <= sys.float_info.max)
+    if not is_right or (field.default is MISSING and value <= 0):
+        raise _invalid(field.name, value, source)
+    return value
+
+
+def _invalid(name: str, value: Any, source: str) -> MalformedInput:
+    return MalformedInput(f"`{name}` in `{source}` is invalid: {str(value)[:40]!r}", hint="repair or replace the file")
+
+
+SAME_FUNCTION = {
+    "llama": ("llama", "mistral", "phi3"),
+    "mistral": ("mistral", "phi3"),
+}
+"""Families that compute the same under other tensor names: a `config.json` next to the weights decides."""
+
+
+GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
+
+LAYER_NORM = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", "norm_qk": False, "is_olmo": False}
+LAYER_NORM |= {"sliding_window_size": False}
+RMS_NORM = {"norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False, "lm_head_bias": False}
+RMS_NORM |= {"shared_attention_norm": False, "rotary_percentage": 1}
+GEMMA = {**RMS_NORM, "mlp_class_name": "GemmaMLP", "is_gemma": True, "scale_embeddings": True, "norm_qk": False}
+GEMMA |= {"attn_bias": False, "gelu_approximate": "tanh"}
+LLAMA = {**RMS_NORM, "mlp_class_name": "LLaMAMLP", "is_gemma": False, "scale_embeddings": False, "norm_qk": False}
+LLAMA |= {"attn_bias": False, "post_attention_norm": False, "post_mlp_norm": False, "sliding_window_size": False}
+FALCON = {**LAYER_NORM, "lm_head_bias": False, "bias": False, "attn_bias": False, "parallel_residual": True}
+FALCON |= {"rotary_percentage": 1, "gelu_approximate": "none", "heads_span_width": True}
+
+FAMILIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (
+        "phi",
+        {**LAYER_NORM, "lm_head_bias": True, "bias": True, "shared_attention_norm": True, "parallel_residual": True},
+    ),
+    (
+        "gpt_neox",
+        {**LAYER_NORM, "lm_head_bias": False, "bias": True, "shared_attention_norm": False, "has_key_per_head": True},
+    ),
+    ("falcon", {**FALCON, "shared_attention_norm": False}),
+    ("falcon", {**FALCON, "shared_attention_norm": True, "has_key_per_head": True}),
+    ("falcon", {**FALCON, "shared_attention_norm": True, "n_query_groups": 1}),
+    ("gemma", {**GEMMA, "post_attention_norm": False, "post_mlp_norm": False, "sliding_window_size": False}),
+    (
+        "gemma2",
+        {
+            **GEMMA,
+            "post_attention_norm": True,
+            "post_mlp_norm": True,
+            "sliding_window_size": True,
+            "window_alternates": True,
+        },
+    ),
+    (
+        "mixtral",
+        {
+            **{name: value for name, value in LLAMA.items() if name != "sliding_window_size"},
+            "mlp_class_name": "LLaMAMoE",
+            "n_expert": True,
+            "n_shared_expert": False,
+            "n_expert_groups": False,
+            "routed_scaling_factor": 1,
+            "window_in_every_layer": True,
+        },
+    ),
+    ("qwen3", {**LLAMA, "norm_qk": True, "norm_qk_type": "default"}),
+    ("qwen2", {**LLAMA, "attn_bias": True}),
+    ("mistral", {**LLAMA, "sliding_window_size": True, "window_in_every_layer": True}),
+    ("llama", LLAMA),
+)
+"""Families with the fields of `LitConfig` that decide: True and False stand for set and not set (or zero)."""
+
+
+def family_of(lit: LitConfig, source: str) -> str:
+    """The `model_type` that computes the same.
+
+    Raises:
+        UnsupportedInput: llmconv does not know one.
+    """
+    found = next((family for family, fields in FAMILIES if _matches(lit, fields)), "")
+    _require_plain(lit, source, found)
+    if not found:
+        raise refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
+    return found
+
+
+def _matches(lit: LitConfig, fields: Mapping[str, Any]) -> bool:
+    return all(
+        bool(getattr(lit, name)) is value if isinstance(value, bool) else getattr(lit, name) == value
+        for name, value in fields.items()
+    )
+
+
+def _require_plain(lit: LitConfig, source: str, family: str) -> None:
+    """Refuses options that no family in the table has."""
+    options = {
+        "latent attention": lit.latent_attention,
+        "interleaved rope": lit.rope_interleave,
+        "two rope bases": lit.rope_local_base_freq,
+        "no pre-norm": not (lit.norm_1 and lit.norm_2),
+        "capped logits": family != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
+        "its own attention scale": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
+        f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
+    }
+    found = next((option for option, is_set in options.items() if is_set), None)
+    if found:
+        raise refused(source, lit, f"a model with {found}")
+
+
+def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
+    """The error for a model that transformers does not have.
+
+    Args:
+        source: name of the checkpoint.
+        lit: its configuration.
+        description: what transformers lacks.
+    """
+    return UnsupportedInput(
+        f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
+        hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, pythia and falcon",
+    )

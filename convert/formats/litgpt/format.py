@@ -13,10 +13,15 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, has_sign_of
-from llmconv.convert.formats.litgpt.config import reconcile, to_config
+from llmconv.convert.formats.litgpt.config import (
+    SAME_FUNCTION,
+    LitConfig,
+    family_of,
+    read_settings,
+    reconcile,
+    to_config,
+)
 from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
-from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
-from llmconv.convert.formats.litgpt.read_config import LitConfig, read_settings
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config

@@ -2,16 +2,22 @@
 
 Formulas: Megatron core `models/common/embeddings/rotary_pos_embedding.py`, `transformer/{mlp,attention}.py`,
 `transformer/moe/moe_utils.py` (`topk_routing_with_score_function`) against transformers' modeling files.
+
+Which model of transformers the arguments of a Megatron run describe.
+
+A family is one row: what its model has, in Megatron's terms. Everything else about it is in `config` and `names`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llmconv.convert.algebra.operations import HEAD_LIMIT
 from llmconv.convert.formats.megatron.arguments import Arguments
-from llmconv.convert.formats.megatron.families import Family, window_of
-from llmconv.errors import MalformedInput
+from llmconv.convert.models.model_config import ALIASES
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of `RotaryEmbedding._apply_scaling`."""
@@ -245,3 +251,278 @@ def ignored_factor(arguments: Arguments) -> list[str]:
 def _refuse_groups(arguments: Arguments) -> None:
     if query_groups(arguments) != arguments.count("num_attention_heads"):
         raise arguments.unsupported("num_query_groups")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts that distinguish a model.
+
+    Attributes:
+        model_type: of transformers.
+        rope: rotary positions; else a learned table.
+        rms: RMSNorm; else LayerNorm.
+        gated: the feed-forward is gated with SiLU; else it has a GELU.
+        bias: every linear layer has a bias.
+        qkv_bias: queries, keys and values have a bias.
+        qk_norm: queries and keys are normalized.
+        experts: the feed-forward is a mixture of experts.
+        shared: with one expert for all tokens, behind a gate.
+        window: attention may be limited to a window; `None`: it must not be.
+    """
+
+    model_type: str
+    rope: bool = True
+    rms: bool = True
+    gated: bool = True
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    shared: bool = False
+    window: bool = False
+
+
+FAMILIES = (
+    Family("llama"),
+    Family("llama", bias=True, qkv_bias=True),
+    Family("mistral", window=True),
+    Family("qwen2", qkv_bias=True),
+    Family("qwen3", qk_norm=True),
+    Family("mixtral", experts=True, window=True),
+    Family("qwen2_moe", qkv_bias=True, experts=True, shared=True),
+    Family("qwen3_moe", qk_norm=True, experts=True),
+    Family("gpt_neox", rms=False, gated=False, bias=True, qkv_bias=True),
+    Family("gpt2", rope=False, rms=False, gated=False, bias=True, qkv_bias=True),
+)
+"""In this order; the first that fits is taken unless `--config` names another."""
+
+POSITIONS = ("learned_absolute", "rope")
+NORMS = {"layernorm": False, "rmsnorm": True, "layernorm1p": False}
+
+
+def family_of(arguments: Arguments, wanted: str | None) -> Family:
+    """The family of a run.
+
+    Args:
+        arguments: of the run.
+        wanted: the `model_type` that the user gives, which must be one of those that fit.
+
+    Raises:
+        UnsupportedInput: none fits, or not the one that is wanted.
+        MalformedInput: an argument has the wrong type.
+    """
+    parts = _parts(arguments)
+    fitting = [family for family in FAMILIES if _fits(family, parts)]
+    chosen = [family for family in fitting if wanted in (None, family.model_type)]
+    if chosen:
+        return chosen[0]
+    if fitting:
+        raise UnsupportedInput(
+            f"the arguments of `{arguments.source}` describe a {fitting[0].model_type}, `--config` a {wanted}",
+            hint=f"`model_type` may be {' or '.join(family.model_type for family in fitting)}",
+        )
+    raise UnsupportedInput(
+        f"no supported model has what `{arguments.source}` was trained with: {listing(_described(parts))}",
+        hint="convert it with Megatron Bridge, which builds the model with Megatron's own code",
+    )
+
+
+def _parts(arguments: Arguments) -> dict[str, Any]:
+    """The attributes of a Family, from the arguments."""
+    bias = has_bias(arguments)
+    return {
+        "rope": position_kind(arguments) == "rope",
+        "rms": norm_kind(arguments),
+        "gated": arguments.flag("swiglu"),
+        "bias": bias,
+        "qkv_bias": bias or arguments.flag("add_qkv_bias"),
+        "qk_norm": arguments.flag("qk_layernorm"),
+        "experts": bool(arguments.values.get("num_experts")),
+        "shared": bool(arguments.values.get("moe_shared_expert_intermediate_size")),
+        "window": window_of(arguments) is not None,
+    }
+
+
+def _fits(family: Family, parts: Mapping[str, Any]) -> bool:
+    exact = all(getattr(family, name) == value for name, value in parts.items() if name != "window")
+    return exact and (family.window or not parts["window"])
+
+
+def _described(parts: Mapping[str, Any]) -> list[str]:
+    words = {
+        "rope": ("rotary positions", "learned positions"),
+        "rms": ("RMSNorm", "LayerNorm"),
+        "gated": ("a gated feed-forward", "a GELU"),
+        "bias": ("biases", "no biases"),
+        "qkv_bias": ("biases of queries, keys and values", ""),
+        "qk_norm": ("norms of queries and keys", ""),
+        "experts": ("experts", ""),
+        "shared": ("a shared expert", ""),
+        "window": ("a window", ""),
+    }
+    found = [words[name][0 if value else 1] for name, value in parts.items()]
+    return [word for word in found if word]
+
+
+def has_bias(arguments: Arguments) -> bool:
+    """Whether every linear layer has a bias: Megatron's default, under the names of both ages."""
+    if "add_bias_linear" in arguments.values:
+        return arguments.flag("add_bias_linear")
+    return not arguments.flag("disable_bias_linear")
+
+
+def position_kind(arguments: Arguments) -> str:
+    """`rope` or `learned_absolute`; before core 0.5 two flags decided it.
+
+    Raises:
+        UnsupportedInput: another kind of positions.
+    """
+    if arguments.flag("use_rotary_position_embeddings"):
+        return "rope"
+    kind = arguments.word("position_embedding_type", POSITIONS[0])
+    if kind not in POSITIONS:
+        raise arguments.unsupported("position_embedding_type")
+    if kind == POSITIONS[0] and not arguments.flag("add_position_embedding", default=True):
+        raise arguments.unsupported("add_position_embedding")
+    return kind
+
+
+def norm_kind(arguments: Arguments) -> bool:
+    """Whether the norms are RMSNorm.
+
+    Raises:
+        UnsupportedInput: neither that nor LayerNorm.
+    """
+    kind = arguments.word("normalization", "LayerNorm").lower()
+    if kind not in NORMS:
+        raise arguments.unsupported("normalization")
+    return NORMS[kind]
+
+
+def window_of(arguments: Arguments) -> int | None:
+    """The number of tokens that a token sees, itself included; None where it sees all.
+
+    Megatron's pair counts the tokens before and after it (`core/transformer/utils.py`, `window` masks).
+
+    Raises:
+        MalformedInput: not a pair of numbers.
+        UnsupportedInput: tokens would see later ones.
+    """
+    value = arguments.values.get("window_size")
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2 or any(type(side) is not int for side in value):
+        raise arguments.invalid("window_size", value, "a pair of numbers")
+    before, after = value
+    if after not in (0, -1) or before < -1:
+        raise arguments.unsupported("window_size")
+    return None if before == -1 else before + 1
+
+
+SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "layer_norm_eps": "norm_epsilon",
+    "layer_norm_epsilon": "norm_epsilon",
+    "num_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "rotary_pct": "rotary_percent",
+}
+"""Fields of `config.json` with the value of an argument."""
+
+EXACT_GELU = "gelu"
+FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
+"""Fields in which the user's configuration may differ from the run's."""
+
+
+def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
+    """Megatron's arguments for a model of transformers, for checkpoints that have none.
+
+    Args:
+        config: the user's fields: a whole `config.json`, or Megatron's arguments themselves.
+        source: name of the checkpoint, for messages.
+
+    Raises:
+        InputRefused: they are neither.
+    """
+    if "num_layers" in config and "model_type" not in config:
+        return Arguments(source, config)
+    fields = {ALIASES.get(name, name): value for name, value in config.items()}
+    family = next((row for row in FAMILIES if row.model_type == fields.get("model_type")), None)
+    if family is None:
+        raise InputRefused(
+            f"`{source}` does not contain the arguments of its run",
+            hint="give the model's `config.json` with `--config`, or a YAML file with Megatron's arguments",
+        )
+    made = {own: fields[name] for name, own in SIZES.items() if fields.get(name) is not None}
+    bias = family.bias and (family.model_type != "llama" or fields.get("mlp_bias") is True)
+    rope = _rope(fields)
+    window = fields.get("sliding_window")
+    made |= {
+        "rotary_base": rope.get("rope_theta") or fields.get("rotary_emb_base"),
+        "swiglu": family.gated,
+        "normalization": "RMSNorm" if family.rms else "LayerNorm",
+        "position_embedding_type": "rope" if family.rope else "learned_absolute",
+        "add_bias_linear": bias,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+        "bias_gelu_fusion": fields.get("activation_function", fields.get("hidden_act", "")) != EXACT_GELU,
+        "moe_router_pre_softmax": fields.get("norm_topk_prob", True) is False,
+        "moe_shared_expert_gate": family.shared,
+        "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", not family.rope),
+        "window_size": (window - 1, 0) if family.window and isinstance(window, int) and window > 0 else None,
+    }
+    return Arguments(source, made)
+
+
+def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *, compared: bool) -> dict[str, Any]:
+    """The configuration from the arguments, and over it the user's fields, which must not contradict it.
+
+    Args:
+        computed: from `to_config`.
+        given: the user's fields.
+        source: name of the checkpoint, for messages.
+        compared: whether the arguments are those of the run; otherwise the user's fields decide.
+
+    Raises:
+        MalformedInput: names the first field that contradicts the arguments.
+    """
+    own, other = _settings(computed), _settings(given)
+    for name, value in own.items() if compared else ():
+        if name in other and name not in FREE and other[name] not in (None, value):
+            raise MalformedInput(
+                f"`--config` declares `{name}` {str(other[name])[:60]}, the arguments of `{source}` {str(value)[:60]}",
+                hint="the configuration is of another model; leave the field out, the arguments contain it",
+            )
+    replaced = ("rope_theta", "rope_scaling") if isinstance(given.get("rope_parameters"), dict) else ()
+    kept = {name: value for name, value in computed.items() if name not in replaced}
+    return kept | {name: value for name, value in given.items() if value is not None or name not in kept}
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    nested = fields.get("rope_parameters")
+    return {"rope_theta": fields.get("rope_theta"), **(nested if isinstance(nested, dict) else {})}
+
+
+def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields under one name each; frequencies that are not scaled are None."""
+    flat = {ALIASES.get(name, name): value for name, value in fields.items()}
+    scaling = flat.pop("rope_parameters", None) or flat.pop("rope_scaling", None)
+    if isinstance(scaling, dict):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if scaling.get("rope_theta") is not None:
+            flat["rope_theta"] = scaling["rope_theta"]
+        flat["rope factor"] = None if kind in (None, "default") else (kind, scaling.get("factor"))
+    elif "rope_theta" in flat:
+        flat["rope factor"] = None
+    flat.pop("rope_scaling", None)
+    return flat

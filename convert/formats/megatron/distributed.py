@@ -15,8 +15,7 @@ from typing import Any
 from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.megatron.names import EXTRA_HEADS, IGNORED, WRAPPERS, core_name
 from llmconv.convert.formats.megatron.rank_files import PARTS, namespace
-from llmconv.convert.formats.megatron.run_state import RunState
-from llmconv.convert.formats.megatron.save_folder import COMMON
+from llmconv.convert.formats.megatron.save_folder import COMMON, RunState
 from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, named_leaves, open_folder
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.errors import MalformedInput

@@ -3,25 +3,31 @@
 Layout (Megatron core `tensor_parallel/layers.py`, `transformer/{attention,mlp}.py`, `moe/experts.py`): ranks divide the
 rows of the embedding, the head, QKV and the first feed-forward matrix (in each: gate rows, then up rows), and the
 columns of the two output projections; everything else is equal on all of them. Expert ranks divide the experts.
+
+Experts of Megatron core's first grouped layers (`--moe-grouped-gemm` until 0.9), which keep them in two matrices.
+
+Layout (Megatron core `transformer/moe/experts.py`, `GroupedMLP`): the memory of `weight1` is [experts, hidden, rows of
+the first matrix], that of `weight2` [experts, columns of the second, hidden]: each expert's matrices are transposed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, split
+from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, slice_rows, split
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.megatron.arguments import Arguments
 from llmconv.convert.formats.megatron.config import head_dim, query_groups
-from llmconv.convert.formats.megatron.grouped_experts import grouped_matrix, separate_experts
 from llmconv.convert.formats.megatron.names import EMBEDDING, EXPERT, EXTRA_HEADS, FC1, HEAD
 from llmconv.convert.formats.megatron.rank_files import Rank, require_complete, whole_numbers
-from llmconv.convert.formats.megatron.run_state import RunState
+from llmconv.convert.formats.megatron.save_folder import RunState
+from llmconv.convert.state_dicts.distributed.chunks import reshaped
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
+from llmconv.transpose import transposed
 
 ROWS = re.compile(r"\.(?:linear_qkv|linear_fc1)\.(?:weight|bias)$")
 COLUMNS = re.compile(r"\.(?:linear_proj|linear_fc2)\.weight$")
@@ -213,3 +219,36 @@ def _one(grid: Grid, name: str, copies: Sequence[LazyTensor]) -> LazyTensor:
             hint="ranks of different saves are mixed, or the run was damaged; copy all ranks of one save again",
         ),
     )
+
+
+MATRICES = {".mlp.experts.weight1": "linear_fc1", ".mlp.experts.weight2": "linear_fc2"}
+
+
+def grouped_matrix(name: str) -> str | None:
+    """`linear_fc1` or `linear_fc2` if a tensor contains this matrix of all experts of a rank, else None."""
+    return next((matrix for end, matrix in MATRICES.items() if name.endswith(end)), None)
+
+
+def separate_experts(name: str, tensor: LazyTensor, experts: int, hidden: int) -> Iterator[tuple[str, LazyTensor]]:
+    """The matrices of the experts of one rank, by their names with local numbers.
+
+    Args:
+        name: one of which `grouped_matrix` is not None.
+        tensor: [hidden, experts · rows] or [experts · columns, hidden].
+        experts: number of experts of the rank.
+        hidden: size of the hidden state.
+
+    Raises:
+        ValueError: the tensor has another shape.
+    """
+    matrix = grouped_matrix(name)
+    own = 0 if matrix == "linear_fc1" else 1
+    if len(tensor.shape) != 2 or tensor.shape[own] != hidden or not experts or tensor.shape[1 - own] % experts:
+        raise ValueError(f"{list(tensor.shape)} does not hold {experts} experts")
+    size = tensor.shape[1 - own] // experts
+    rows, columns = (hidden, size) if own == 0 else (size, hidden)
+    stacked = reshaped(tensor, (experts * rows, columns))
+    stem = name.rpartition(".")[0]
+    for expert in range(experts):
+        part = slice_rows(stacked, expert * rows, (expert + 1) * rows)
+        yield f"{stem}.{expert}.{matrix}.weight", transposed(part)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.formats.megatron.argument_tables import OFF
+from llmconv.convert.formats.megatron.arguments import OFF
 from llmconv.convert.formats.megatron.config import INTERPOLATION, OWN_FACTOR
 from llmconv.convert.formats.megatron.save_folder import NEMO2_CONTEXT, NEMO_CONFIG
 from llmconv.convert.models.config_file import read_config_file

@@ -16,6 +16,7 @@ from typing import Any
 from llmconv.convert.state_dicts.distributed.folder import is_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.tensors import LazyTensor
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 ITERATION = re.compile(r"iter_(\d{7,12})")
@@ -206,3 +207,21 @@ def _chosen(path: Path) -> Path:
 def _word(tracker: Path) -> str:
     with open(tracker, encoding="utf-8", errors="replace") as file:
         return file.read(SMALL).strip()
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The model of an opened checkpoint.
+
+    Attributes:
+        tensors: Megatron core's name, with the layer's number in the whole model, to the whole tensor; gate and up
+            rows of a gated feed-forward follow each other, rows of queries, keys and values alternate by group.
+        shards: number of files with weights.
+        version: of the layout, for `inspect`.
+        dropped: as in Checkpoint.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    shards: int
+    version: str
+    dropped: tuple[str, ...] = ()

@@ -15,8 +15,7 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.algebra.operations import rename, require
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.meta.config import PARAMS, WeightSizes, is_scaled, read_params, to_config
-from llmconv.convert.formats.meta.names import LLAMA
-from llmconv.convert.formats.meta.read import SHARD, check_shapes, differing_norms, file_order, join, open_shards
+from llmconv.convert.formats.meta.read import LLAMA, SHARD, check_shapes, differing_norms, file_order, join, open_shards
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.formats.meta.write import save
 from llmconv.convert.models.config_file import without_code

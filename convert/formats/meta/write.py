@@ -17,9 +17,9 @@ from llmconv.convert.algebra.operations import (
     slice_rows,
     split,
 )
-from llmconv.convert.formats.meta.names import LLAMA, split_dim
+from llmconv.convert.formats.meta.config import config_of, params_of
+from llmconv.convert.formats.meta.read import LLAMA, split_dim
 from llmconv.convert.formats.meta.tokenizer import TOKENIZER
-from llmconv.convert.formats.meta.write_config import config_of, params_of
 from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.models.unsupported_settings import refuse_shards

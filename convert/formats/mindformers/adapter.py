@@ -24,10 +24,20 @@ from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.algebra.operations import permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
-from llmconv.convert.formats.mindformers.converted_model import Heads
-from llmconv.convert.formats.mindformers.fused_weights import FUSED, layout_of, split_qkv, unfuse
-from llmconv.convert.formats.mindformers.lora_pairs import LORA
-from llmconv.convert.formats.mindformers.names import BLOOM, CORE, DENSE, GLM, GPT2, LLAMA, QWEN
+from llmconv.convert.formats.mindformers.converted_model import LORA, Heads
+from llmconv.convert.formats.mindformers.names import (
+    BLOOM,
+    CORE,
+    DENSE,
+    FUSED,
+    GLM,
+    GPT2,
+    LLAMA,
+    QWEN,
+    layout_of,
+    split_qkv,
+    unfuse,
+)
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

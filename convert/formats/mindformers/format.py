@@ -13,10 +13,9 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_side_files
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import OPTIONS, read_run_config
-from llmconv.convert.formats.mindformers.families import family_of
-from llmconv.convert.formats.mindformers.lora_pairs import merge_lora
+from llmconv.convert.formats.mindformers.converted_model import merge_lora
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters, peek
-from llmconv.convert.formats.mindformers.write import save
+from llmconv.convert.formats.mindformers.write import family_of, save
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, listing

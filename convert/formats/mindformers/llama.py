@@ -25,8 +25,7 @@ from llmconv.convert.formats.mindformers.converted_model import (
     refuse_model,
     require_embedding,
 )
-from llmconv.convert.formats.mindformers.fused_weights import fuse, unfuse
-from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN
+from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN, fuse, unfuse
 from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.own_families import baichuan, needs_code
 from llmconv.convert.models.trusted_code import trusted_code

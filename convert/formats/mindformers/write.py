@@ -1,23 +1,34 @@
-"""A model in Hugging Face names as MindFormers' files: a `.ckpt`, or rank folders and strategy, and the run's YAML."""
+"""A model in Hugging Face names as MindFormers' files: a `.ckpt`, or rank folders and strategy, and the run's YAML.
+
+A model split among the ranks of a model-parallel MindFormers run, with the layouts for the strategy file.
+
+The axes are those of the `shard` methods in mindformers `models/*`; with `vocab_emb_dp` all ranks have the embedding.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.algebra.operations import split
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.converted_model import MindFormersModel
-from llmconv.convert.formats.mindformers.families import FAMILIES, family_of
-from llmconv.convert.formats.mindformers.mindspore.ckpt_writer import ckpt_pieces, strategy_bytes
-from llmconv.convert.formats.mindformers.split_ranks import split_among_ranks
+from llmconv.convert.formats.mindformers.converted_model import MindFormersFamily, MindFormersModel
+from llmconv.convert.formats.mindformers.glm import build_chatglm_6b, build_glm, store_glm
+from llmconv.convert.formats.mindformers.gpt import build_bloom, build_gpt2, store_bloom, store_gpt2
+from llmconv.convert.formats.mindformers.llama import build_core, build_llama, build_qwen, store_core, store_llama
+from llmconv.convert.formats.mindformers.mindspore.ckpt_file import WHOLE, ckpt_pieces, strategy_bytes
+from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout
 from llmconv.convert.models.model_config import ModelSettings, settings_of, tied
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.convert.models.unsupported_settings import refuse_other_settings, refuse_shards
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, Shard
+from llmconv.tensors import LazyTensor
 
 MODEL, RUN = "model.ckpt", "run.yaml"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -79,3 +90,90 @@ def _run(checkpoint: Checkpoint, stored: MindFormersModel) -> dict[str, Any]:
     tokens = {name: checkpoint.config[name] for name in TOKENS if checkpoint.config.get(name) is not None}
     model_config = {**stored.fields, **tokens, **types, "use_past": False, "checkpoint_name_or_path": ""}
     return {"model": {"arch": {"type": stored.arch}, "model_config": model_config}}
+
+
+SPLIT_AXES = (
+    (re.compile(r"\.attention\.w[qkv]\.(?:weight|bias)$|\.feed_forward\.w[13]\.weight$|^lm_head\.weight$"), 0),
+    (re.compile(r"\.attention\.wo\.weight$|\.feed_forward\.w2\.weight$"), 1),
+    (re.compile(r"\.attention\.dense[123]\.(?:weight|bias)$|\.(?:attention|output)\.projection\.weight$"), 0),
+    (re.compile(r"\.output\.mapping\.weight$"), 1),
+    (re.compile(r"\.output\.mapping\.bias$"), 0),
+    (re.compile(r"\.query_key_value\.(?:weight|bias)$|\.dense_h_to_4h\.weight$|\.output_layer\.weight$"), 0),
+    (re.compile(r"\.self_attention\.dense\.weight$|\.dense_4h_to_h\.weight$"), 1),
+    (re.compile(r"\.linear_(?:qkv|fc1)\.weight$|^output_layer\.weight$"), 0),
+    (re.compile(r"\.linear_(?:proj|fc2)\.weight$"), 1),
+)
+"""Name patterns, with the axis along which ranks divide the tensors; of all others every rank has a copy."""
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """The tensors of each rank, and the layout of every tensor."""
+
+    tensors: list[dict[str, LazyTensor]]
+    layouts: dict[str, ParallelLayout]
+
+
+def split_among_ranks(tensors: Mapping[str, LazyTensor], count: int, source: str) -> SplitModel:
+    """Splits the tensors among `count` ranks; the reverse of `join_ranks.merge_ranks`.
+
+    Args:
+        tensors: MindFormers' name to tensor.
+        count: number of ranks.
+        source: name of the model's folder, for error messages.
+
+    Raises:
+        UsageProblem: a tensor cannot be divided among this number of ranks.
+    """
+    ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
+    layouts: dict[str, ParallelLayout] = {}
+    indivisible = []
+    for name, tensor in tensors.items():
+        axis = next((axis for sign, axis in SPLIT_AXES if sign.search(name)), WHOLE)
+        if axis != WHOLE and tensor.shape[axis] % count:
+            indivisible.append(f"{name} {list(tensor.shape)}")
+            continue
+        layouts[name] = ParallelLayout(
+            (count,), tuple((0,) if place == axis else () for place in range(len(tensor.shape)))
+        )
+        parts = [tensor] * count if axis == WHOLE else split(tensor, axis, count)
+        for rank, part in zip(ranks, parts, strict=True):
+            rank[name] = part
+    if indivisible:
+        raise UsageProblem(
+            f"{len(indivisible)} tensors of `{source}` cannot be divided among {count} shards: {listing(indivisible)}",
+            hint="choose another number for `--shards`",
+        )
+    return SplitModel(ranks, layouts)
+
+
+FAMILIES = (
+    MindFormersFamily(
+        re.compile(r"model\.(?:layers\.\d+\.attention|tok_embeddings)\."),
+        build_llama,
+        {"llama": store_llama, "qwen2": store_llama},
+    ),
+    MindFormersFamily(re.compile(r"transformer\.(?:layers\.\d+\.attention\.w[qkvo_]|wte\.)"), build_qwen),
+    MindFormersFamily(re.compile(r"^decoder\.layers\."), build_core, {"qwen3": store_core}),
+    MindFormersFamily(re.compile(r"^backbone\."), build_gpt2, {"gpt2": store_gpt2}),
+    MindFormersFamily(
+        re.compile(r"^(?:transformer\.)?blocks\.\d+\.attention\.dense1\."), build_bloom, {"bloom": store_bloom}
+    ),
+    MindFormersFamily(re.compile(r"^transformer\.encoder\."), build_glm, {"glm": store_glm}),
+    MindFormersFamily(re.compile(r"^transformer\.layers\.\d+\.attention\.query_key_value\."), build_chatglm_6b),
+)
+
+
+def family_of(tensors: Mapping[str, LazyTensor], source: str) -> MindFormersFamily:
+    """The family whose `sign` matches a tensor name.
+
+    Raises:
+        UnsupportedInput: no family matches.
+    """
+    for family in FAMILIES:
+        if any(family.sign.search(name) for name in tensors):
+            return family
+    raise UnsupportedInput(
+        f"`{source}` is a MindSpore checkpoint of an unknown model: it holds {listing(sorted(tensors)) or 'nothing'}",
+        hint="supported are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 in MindFormers' names",
+    )

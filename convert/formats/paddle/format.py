@@ -12,8 +12,15 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.paddle.config import ALIBI, TWO_POSITIONS, number, own_kind, to_config, to_own_config
-from llmconv.convert.formats.paddle.generation import read_generation_config
+from llmconv.convert.formats.paddle.config import (
+    ALIBI,
+    TWO_POSITIONS,
+    number,
+    own_kind,
+    read_generation_config,
+    to_config,
+    to_own_config,
+)
 from llmconv.convert.formats.paddle.join_ranks import apply_rules
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import is_pdparams

@@ -2,13 +2,24 @@
 
 Layout (paddle `framework/io.py`, `framework/io_utils.py`): a dict of name to numpy array, of protocol 2 to 4, and under
 `StructuredToParameterName@@` a table of names that is not needed. bfloat16 is stored as uint16.
+
+Ranges of bytes that a pickle of protocol 2 stores as UTF-8 text (`_codecs.encode(text, "latin1")`).
+
+Bytes from 0x80 on take two in the file, so positions are found by counting characters; counts are kept per chunk.
+
+Writes `.pdparams` as `paddle.save` of a dict of tensors does, streamed; layout in `pdparams.py`.
+
+One pickle of protocol 4, whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,15 +27,15 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.convert.algebra.operations import concat
-from llmconv.convert.formats.paddle.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
 from llmconv.files.pickles.machine import PickleHooks, PickleMachine, Stub
 from llmconv.files.pickles.opcodes import STRING_LIMIT, text
 from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.files.source_file import open_source
-from llmconv.tensors import BY_NAME, DType, LazyTensor
+from llmconv.files.source_file import open_source, read_into
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
 
 KEPT_BYTES = 1024
 """Longer values are not read; only their position is kept."""
@@ -244,3 +255,97 @@ def as_bfloat16(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         else tensor
         for name, tensor in tensors.items()
     }
+
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Utf8Bytes:
+    """The text: `size` bytes of UTF-8 from `position` of a file."""
+
+    path: Path
+    position: int
+    size: int
+
+    def tensor(self, dtype: DType, shape: tuple[int, ...]) -> LazyTensor:
+        """The bytes as a row-major tensor; their number is checked at the first read."""
+        row = prod(shape[1:]) * dtype.itemsize
+
+        def load(start: int, stop: int) -> Array:
+            if self._counts[-1] != prod(shape) * dtype.itemsize:
+                raise self._damaged()
+            flat = np.frombuffer(self._range(start * row, stop * row), dtype.numpy)
+            return flat.reshape(stop - start, *shape[1:])
+
+        return LazyTensor(dtype, shape, load)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """Number of characters before each chunk, and in total."""
+        starts = range(0, self.size, CHUNK_BYTES)
+        return list(accumulate((_characters(self._chunk(start, start + CHUNK_BYTES)) for start in starts), initial=0))
+
+    def _range(self, start: int, stop: int) -> bytes:
+        """Bytes `start:stop` of the decoded text."""
+        if start == stop:
+            return b""
+        first = bisect_right(self._counts, start) - 1
+        last = bisect_right(self._counts, stop - 1)
+        raw = self._chunk(first * CHUNK_BYTES, last * CHUNK_BYTES + 1)
+        whole = raw[int(_continues(raw[:1])) : len(raw) - (last * CHUNK_BYTES < self.size and not _continues(raw[-1:]))]
+        try:
+            decoded = whole.decode().encode("latin1")
+        except ValueError as error:
+            raise self._damaged() from error
+        return decoded[start - self._counts[first] : stop - self._counts[first]]
+
+    def _chunk(self, start: int, stop: int) -> bytes:
+        buffer = bytearray(min(stop, self.size) - start)
+        read_into(self.path, memoryview(buffer), self.position + start)
+        return bytes(buffer)
+
+    def _damaged(self) -> MalformedInput:
+        return MalformedInput(
+            f"`{self.path.name}` has text at byte {self.position} that does not decode to the bytes of its tensor",
+            hint="the file is damaged or hostile; copy it again",
+        )
+
+
+def _characters(data: bytes) -> int:
+    """Number of characters that begin in `data`: all bytes except 0x80 to 0xBF."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
+
+
+def _continues(data: bytes) -> bool:
+    return bool(data) and data[0] & 0xC0 == 0x80
+
+
+CODES = {dtype.name: code for code, dtype in NUMPY_CODES.items() if not dtype.name.startswith("float8")}
+RECONSTRUCT_CALL = PickledName("numpy.core.multiarray", "_reconstruct")
+EMPTY_ARRAY = (PickledName("numpy", "ndarray"), (0,), b"b")
+VERSION = 1
+
+
+def pdparams_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
+    """The pieces of a `.pdparams` file of the tensors, in order.
+
+    Raises:
+        UnsupportedInput: numpy, as paddle uses it, has no code for an element type.
+    """
+    arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
+    # the table gives each parameter its name in the running program; only `paddle.load` reads it
+    return pickle_pieces({**arrays, PARAMETER_NAMES: {name: name for name in tensors}}, protocol=4)
+
+
+def _array(name: str, tensor: LazyTensor) -> PickledCall:
+    """A numpy array, as numpy pickles it: `(version, shape, dtype, column_major, bytes)`."""
+    if tensor.dtype.name not in CODES:
+        raise UnsupportedInput(
+            f"`{name}` is {tensor.dtype.name}, which is unsupported in Paddle's files", hint="give `--dtype bfloat16`"
+        )
+    order = "<" if tensor.dtype.itemsize > 1 else "|"
+    dtype = PickledCall(
+        PickledName("numpy", "dtype"), (CODES[tensor.dtype.name], False, True), (3, order, None, None, None, -1, -1, 0)
+    )
+    return PickledCall(RECONSTRUCT_CALL, EMPTY_ARRAY, (VERSION, tensor.shape, dtype, False, tensor))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.formats.meta.names import split_dim
+from llmconv.convert.formats.meta.read import split_dim
 from llmconv.convert.models.dtype import with_cast
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training

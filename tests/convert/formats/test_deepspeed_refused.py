@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import detect
-from llmconv.convert.formats.deepspeed.read import open_model
+from llmconv.convert.formats.deepspeed.format import open_model
 from llmconv.convert.formats.deepspeed.save_folder import open_save
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput

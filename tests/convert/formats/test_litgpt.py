@@ -15,9 +15,7 @@ import yaml
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
-from llmconv.convert.formats.litgpt.config import to_config
-from llmconv.convert.formats.litgpt.families import family_of
-from llmconv.convert.formats.litgpt.read_config import settings_of
+from llmconv.convert.formats.litgpt.config import family_of, settings_of, to_config
 from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
