@@ -41,11 +41,11 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     """
     recipe = recipe or plain_sum(adapters)
     _check_types(base, adapters)
-    memory = base_in_memory(base, _with_head(base), adapters)
+    memory = base_in_memory(base, with_tied_head(base), adapters)
     stored, base = base, replicated(memory.checkpoint() if memory else base, adapters)
     embedding = find_embedding(base)
     head = find_head(base, embedding)
-    edits = Edits(dict(_with_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
+    edits = Edits(dict(with_tied_head(base)), base.config, naming=memory.naming if memory else AS_STORED)
     if embedding and head not in base and head in edits.tensors:
         edits.tied = (embedding, head)
     vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
@@ -69,8 +69,8 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
 
-def _with_head(base: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors, with a tied head that only the embedding stands for."""
+def with_tied_head(base: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors of a model, with a tied head that only the embedding stands for."""
     embedding = find_embedding(base)
     head = find_head(base, embedding)
     tied = embedding and head not in base and is_tied(base.config)

@@ -57,6 +57,7 @@ class NamesInMemory:
         renamed: stored name to the name in memory, of tensors that are only renamed.
         parts: stored name to the name in memory that its stack of experts begins with, of tensors that are joined.
         shapes: of the tensors in memory.
+        shared: name in memory to the name of the tensor that it is, where the class ties the two.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], config: Mapping[str, Any], class_name: str) -> None:
@@ -73,6 +74,7 @@ class NamesInMemory:
         self._model = model_of_class(config, class_name)
         self._stored = shapes
         self.shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
+        self.shared: Mapping[str, str] = self._model.all_tied_weights_keys
         self.renamed: dict[str, str] = {}
         self.parts: dict[str, str] = {}
         self._sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

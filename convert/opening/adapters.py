@@ -14,12 +14,15 @@ from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter, read_tenso
 from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.adapters.peft_tuner_file import is_tuned, open_tuned
 from llmconv.convert.adapters.placement.initial_weights import with_initial
+from llmconv.convert.algebra.operations import equal
 from llmconv.convert.formats import adapter_format, detect
+from llmconv.convert.peft_runs.split import saved_name
 from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, listing
 from llmconv.files.sources import local_path, reading_safely
+from llmconv.tensors import LazyTensor, cast
 
 PREFIX = "base_model.model."
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")
@@ -98,7 +101,8 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
     """The adapter of a folder in which no other file holds weights that were trained with it.
 
     PEFT saves the adapter alone; what else a trainer changed (a vision tower, a projector, new embeddings) lies next to
-    it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`).
+    it, in a file of the trainer's own (LLaVA's `non_lora_trainables.bin`, LongLoRA's `trainable_params.bin`). A second
+    copy of the adapter is none of them.
 
     Raises:
         UnsupportedInput: there are such files.
@@ -107,6 +111,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
     names = [file.name for file in others if not (OWN.fullmatch(file.name) or training_file_kind(file.name))]
     if is_model_folder(adapter.path):
         names = [name for name in names if not WHOLE_MODEL.fullmatch(name)]
+    names = [name for name in names if not _repeats(adapter.path / name, adapter.weights[0])]
     heads = [name for name in names if VALUE_HEAD.fullmatch(name)]
     if rest := [name for name in names if name not in heads]:
         raise UnsupportedInput(
@@ -119,6 +124,26 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
         return adapter
     note = f"{listing(heads)} is left out: a language model has no value head"
     return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
+
+
+def _repeats(file: Path, weights: Path) -> bool:
+    """Whether a file holds nothing but tensors of the adapter, as accelerate's `pytorch_model_fsdp.bin` may.
+
+    Args:
+        file: next to the adapter's.
+        weights: the adapter's file.
+    """
+    try:
+        found = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(file).items()}
+        own = {saved_name(name)[0] or name: tensor for name, tensor in read_tensors(weights).items()}
+    except LlmconvError:
+        return False
+    return found.keys() <= own.keys() and all(_same(tensor, own[name]) for name, tensor in found.items())
+
+
+def _same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have the same values, but for a rounding of one of them."""
+    return equal(one, cast(other, one.dtype)) or equal(cast(one, other.dtype), other)
 
 
 def _refuse_whole_run(path: Path, base: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
-from llmconv.convert.adapters.merging import merged
+from llmconv.convert.adapters.merging import merged, with_tied_head
 from llmconv.convert.adapters.peft_tensors import to_adapter
-from llmconv.convert.adapters.placement.edits import HEAD
+from llmconv.convert.adapters.placement.base_in_memory import BaseInMemory, base_in_memory
+from llmconv.convert.adapters.placement.naming import AS_STORED
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.models.completeness import check_complete, select
-from llmconv.convert.models.tied_head import is_tied, settled
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.peft_runs.split import PREFIX, PeftRun, find_adapter
 from llmconv.convert.state_dicts.checkpoint import assemble, side_files_of
 from llmconv.convert.state_dicts.files import StateFile
@@ -161,18 +162,30 @@ def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
 
 def _check_places(run: PeftRun, model: Checkpoint) -> None:
     """Refuses factors without a module, and modules that PEFT adapts (`check_target_module_exists`) without factors."""
-    names = model.tensors.keys() | ({HEAD} if is_tied(model.config) else set())
-    homes = match_names({f"{module}.weight" for module in run.modules}, names, run.path.name)
+    wanted = {f"{module}.weight" for module in run.modules}
+    names: Collection[str] = with_tied_head(model).keys()
+    naming = AS_STORED
+    if not wanted <= {*names} and (memory := _in_memory(run, model)):
+        names, naming = memory.model, memory.naming
+    homes = match_names(wanted, names, run.path.name, naming.spelled)
     targets = run.config.get("target_modules")
     if not isinstance(targets, list) or any(run.config.get(field) for field in NARROWING):
         return
     ends = tuple(f".{target}.weight" for target in targets)
     adapted = {*homes.values(), *(name.removeprefix(PREFIX) for name in run.adapter)}
-    if absent := [name for name in model.tensors if f".{name}".endswith(ends) and name not in adapted]:
+    if absent := [name for name in names if f".{name}".endswith(ends) and name not in adapted]:
         raise MalformedInput(
             f"the adapter in `{run.path.name}` lacks the factors of {listing(absent)}",
             hint="the checkpoint is incomplete; give another one of the run",
         )
+
+
+def _in_memory(run: PeftRun, model: Checkpoint) -> BaseInMemory | None:
+    try:
+        adapter = to_adapter(run.path, (run.path,), parse_config(run.config), run.adapter)
+    except UnsupportedInput:
+        return None  # written unchanged, or refused later
+    return base_in_memory(model, with_tied_head(model), [adapter])
 
 
 def _lost_biases(run: PeftRun) -> list[str]:

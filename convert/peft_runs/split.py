@@ -107,7 +107,7 @@ def _separate(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str,
     adapter: dict[str, LazyTensor] = {}
     labels: set[str] = set()
     for name, tensor in tensors.items():
-        saved, label = _saved_name(name)
+        saved, label = saved_name(name)
         half, key = (adapter, saved) if saved else (base, _base_name(name))
         labels |= {label} if saved else set()
         if key in half:
@@ -127,11 +127,14 @@ def _several(source: str, labels: set[str]) -> UnsupportedInput:
     return UnsupportedInput(f"`{source}` holds several adapters: {names}", hint="delete all but one before saving")
 
 
-def _saved_name(name: str) -> tuple[str, str]:
+def saved_name(name: str) -> tuple[str, str]:
     """PEFT's name of an adapter's tensor in files, and the adapter's label; empty for a tensor of the base.
 
     PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) removes the label, the component `modules_to_save`,
     and the `.weight` of a DoRA magnitude.
+
+    Args:
+        name: of a tensor of a running PeftModel, or as PEFT saves it.
     """
     parts = name.split(".")
     kinds = (WHOLE, "trainable_tokens_delta")
@@ -155,7 +158,7 @@ def _add_biases(run: PeftRun, tensors: Mapping[str, LazyTensor]) -> None:
         raise _invalid("bias", expected)
     for name, tensor in tensors.items() if expected != "none" else ():
         module = _base_name(name).removesuffix(".bias")
-        if name.endswith(".bias") and not _saved_name(name)[0] and (expected == "all" or module in run.modules):
+        if name.endswith(".bias") and not saved_name(name)[0] and (expected == "all" or module in run.modules):
             run.adapter.pop(PREFIX + _base_name(name), None)
             run.adapter[name] = tensor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,20 @@ from llmconv.convert.adapters.placement.targets import AdapterTargets
 from llmconv.convert.adapters.placement.tensor_names import has_same_end, prefix_fits
 from llmconv.convert.adapters.placement.weight_updates import WeightChange
 from llmconv.convert.algebra.lines import Lines, Origin, gathered
-from llmconv.convert.models.blueprint.names import HEADS
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.tied_head import find_embedding, find_head
+from llmconv.errors import UnsupportedInput, listing
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 if TYPE_CHECKING:
     from llmconv.convert.models.names_in_memory import Joint, NamesInMemory
 
 FLOAT32 = BY_NAME["float32"]
+
+SHARING = ("diffusion_gemma", "udop", "zamba", "zamba2")
+"""Model types whose modules share weights: a name of an adapter may be in the files, and stand for others, too."""
+
 Tensors = Mapping[str, LazyTensor]
 
 
@@ -56,6 +61,7 @@ class BaseInMemory:
         layouts: of the tensors in memory that those name.
         naming: for placing adapters.
         stored_name: returns the name for a tensor that the base does not have.
+        model: names of all tensors of the model in memory.
     """
 
     stored: Checkpoint
@@ -65,6 +71,7 @@ class BaseInMemory:
     layouts: Mapping[str, Lines]
     naming: Naming
     stored_name: Callable[[str], str]
+    model: Collection[str]
 
     def checkpoint(self) -> Checkpoint:
         """The base to place adapters on."""
@@ -126,8 +133,12 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
         base: the base.
         tensors: those of the base, with a tied head.
         adapters: all adapters.
+
+    Raises:
+        UnsupportedInput: an adapter changes a weight that several modules share.
     """
-    if not any(_lacks(adapter, tensors, base.config) for adapter in adapters):
+    may_share = base.config.get("model_type") in SHARING
+    if not may_share and not any(_lacks(adapter, tensors, base.config) for adapter in adapters):
         return None
     if not may_be_built(base.tensors, base.config):
         return None
@@ -138,6 +149,8 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
     for class_name in classes(base.config, [adapter.config.base_class for adapter in adapters]):
         try:
             names = NamesInMemory(shapes, base.config, class_name)
+            for adapter in adapters:
+                _refuse_shared(adapter, names, base)
             found = _under(base, names, [*_wanted(names, adapters, base.config)])
         except NotBuildable:
             continue
@@ -172,14 +185,42 @@ def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> boo
     return bool(missing) and (has_towers or len(prefix_fits(missing, known, found)) != 1)
 
 
+def _refuse_shared(adapter: Adapter, names: NamesInMemory, base: Checkpoint) -> None:
+    """Refuses changes of weights that several modules share; those of an embedding and its head are told apart later.
+
+    Each module has factors of its own (PEFT gives them to one, or different ones to all), and after a merge all modules
+    would have the sum: PEFT's own merge of such a model is not the model that was trained.
+
+    Raises:
+        UnsupportedInput: there are such changes.
+    """
+    pairs = {
+        name: other
+        for name, other in names.shared.items()
+        if not (name.endswith(HEADS) and other.endswith(EMBEDDINGS)) and not name.endswith("bias")
+    }
+    sources = {*pairs.values()}
+    found = sorted(name for name in _in_memory(names, adapter, base.config) if name in pairs or name in sources)
+    if not found:
+        return
+    source = pairs.get(found[0], found[0])
+    others = [name for name in (source, *(one for one, two in pairs.items() if two == source)) if name != found[0]]
+    raise UnsupportedInput(
+        f"`{adapter.name}` adapts weights that several modules share: `{found[0]}` is also {listing(others)}, "
+        "and merged it would change in all of them",
+        hint=f"use it unmerged, in PEFT or by `llmconv generate {base.path} --adapter {adapter.path} --backend torch`",
+    )
+
+
+def _in_memory(names: NamesInMemory, adapter: Adapter, config: Mapping[str, Any]) -> set[str]:
+    """Names in memory of the tensors that an adapter changes."""
+    model = {name: LazyTensor(FLOAT32, shape, _unread) for name, shape in names.shapes.items()}
+    return {names.spelled(name) for name in _expected(adapter, AdapterTargets(adapter, model, config))}
+
+
 def _wanted(names: NamesInMemory, adapters: Sequence[Adapter], config: Mapping[str, Any]) -> set[str]:
     """Names in memory of all tensors that adapters change or may need, biases among them."""
-    model = {name: LazyTensor(FLOAT32, shape, _unread) for name, shape in names.shapes.items()}
-    found = {
-        names.spelled(name)
-        for adapter in adapters
-        for name in _expected(adapter, AdapterTargets(adapter, model, config))
-    }
+    found = {name for adapter in adapters for name in _in_memory(names, adapter, config)}
     biases = {f"{name.removesuffix('.weight')}.bias" for name in found if name.endswith(".weight")}
     return found | (biases & names.shapes.keys())
 
@@ -224,4 +265,5 @@ def _under(base: Checkpoint, names: NamesInMemory, wanted: Sequence[str]) -> Bas
         {name: each.lines for joint in joints for name, each in joint.origins.items()},
         Naming(names.spelled, stacks),
         names.stored_name,
+        names.shapes.keys(),
     )

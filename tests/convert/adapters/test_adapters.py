@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora
@@ -318,6 +319,29 @@ def test_weights_next_to_an_adapter_are_not_left_out_silently(
         merge_lora(base, [adapter], tmp_path / "out")
     assert "adapter_model.safetensors" in refusal.value.hint
     merge_lora(base, [adapter / "adapter_model.safetensors"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("label", ["", ".default"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_copy_of_the_adapter_next_to_it_is_ignored(
+    label: str, dtype: torch.dtype, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """What accelerate saves of an FSDP run: the trained tensors alone, as PEFT names them in files or in memory."""
+    own = load_file(adapter / "adapter_model.safetensors")
+    copy = {name.replace(".weight", f"{label}.weight"): value.to(dtype) for name, value in own.items()}
+    torch.save(copy, adapter / "pytorch_model_fsdp.bin")
+    assert merge_lora(base, [adapter], tmp_path / "out").warnings == ()
+
+
+@pytest.mark.parametrize("change", ["another value", "another tensor"])
+def test_a_copy_with_something_else_is_not_ignored(change: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+    own = load_file(adapter / "adapter_model.safetensors")
+    name, value = next(iter(own.items()))
+    torch.save(
+        {**own, (name if change == "another value" else "vit.weight"): value + 1}, adapter / "pytorch_model_fsdp.bin"
+    )
+    with pytest.raises(UnsupportedInput, match="contains other weights.*`pytorch_model_fsdp.bin`"):
+        merge_lora(base, [adapter], tmp_path / "out")
 
 
 def test_the_state_of_training_next_to_an_adapter_is_ignored(base: Path, adapter: Path, tmp_path: Path) -> None:

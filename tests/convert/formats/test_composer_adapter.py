@@ -18,14 +18,17 @@ from safetensors.torch import load_file
 from llmconv.cli import main
 from llmconv.convert import inspect, merge_lora, to_hf
 from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.errors import MalformedInput
 from tests.builders.peft_models import (
     adapter_config,
+    adapter_only,
     loaded_with_peft,
     logits,
     save_run,
     save_state,
     trained,
 )
+from tools.tiny_models import tiny_config
 
 FILE = "ep0-ba2-rank0.pt"
 WHOLE, ALONE, BASE = "llama_peft_full", "llama_peft_adapter_only", "llama_peft_base"
@@ -268,3 +271,39 @@ def test_a_conv1d_model_is_merged_into_a_base_whose_names_lack_a_prefix(
     model = trained(tiny("gpt2"), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     to_hf(save_run(tmp_path / "x.pt", model), tmp_path / "hf")
     assert_equal_models(model, tmp_path / "hf")
+
+
+# Names
+
+
+TARGETS = {"axk2": ["fc1", "q_gate_proj"], "hrm_text": ["q_proj", "down_proj"]}
+"""Types whose modules transformers renames when it loads them, and joins or splits the rows of, and some of these."""
+
+
+def run_of(kind: str, folder: Path) -> Any:
+    """A trained PeftModel over a saved base."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(tiny_config(kind, 2), dtype=torch.float32).save_pretrained(folder)
+    return trained(folder, target_modules=TARGETS[kind])
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_an_adapter_of_modules_that_the_files_call_otherwise_merges_as_peft_does(kind: str, tmp_path: Path) -> None:
+    run = run_of(kind, tmp_path / "base")
+    save_run(tmp_path / FILE, run, whole=False)
+    to_hf(tmp_path / FILE, tmp_path / "hf", base=tmp_path / "base")
+    run.double().merge_and_unload().save_pretrained(tmp_path / "exact")
+    found, exact = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "exact"))
+    assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name], exact[name].to(found[name].dtype)) for name in found)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_missing_factors_of_such_modules_are_named(kind: str, tmp_path: Path) -> None:
+    run, target = run_of(kind, tmp_path / "base"), TARGETS[kind][-1]
+    state = adapter_only(run.state_dict())
+    lost = next(name for name in state if target in name).partition(".lora_")[0]
+    rest = {name: value for name, value in state.items() if not name.startswith(lost)}
+    save_state(tmp_path / FILE, rest, run.get_base_model().config.to_diff_dict(), adapter_config(run))
+    with pytest.raises(MalformedInput, match=f"lacks the factors of `{lost.removeprefix('base_model.model.')}.weight`"):
+        to_hf(tmp_path / FILE, tmp_path / "hf", base=tmp_path / "base")
