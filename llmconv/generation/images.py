@@ -43,11 +43,13 @@ class ImageEncoder:
         folder: has the processor's files and `config.json`.
         family: of the model.
         open_features: opens the vision tower.
+        image_processor: an image processor of transformers in place of the folder's; None for that.
     """
 
     folder: Path
     family: ImageFamily
     open_features: Callable[[], ImageFeatures] = field(repr=False)
+    image_processor: Any = None
 
     @cached_property
     def _features(self) -> ImageFeatures:
@@ -70,7 +72,8 @@ class ImageEncoder:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it announces which library resizes images
         try:
-            return self.family.load_processor(self.folder)
+            found = self.family.load_processor(self.folder)
+            return found if self.image_processor is None else self.family.with_images_by(found, self.image_processor)
         except Exception as error:  # an invalid config may raise anything
             raise _refused(f"the processor in `{self.folder}` cannot be read", error) from error
         finally:

@@ -143,6 +143,26 @@ class TextModel:
             )
         return replace(self, runner=with_lora(self.runner, self.folder, adapter), origin=self)
 
+    def with_image_processor(self, processor: Any) -> TextModel:
+        """This model with another image processor than that of its folder; both share graphs and weights.
+
+        Args:
+            processor: an image processor of transformers; its images must have the size that the vision tower takes.
+
+        Raises:
+            UsageProblem: the model takes no images, or `processor` is something else.
+        """
+        encoder = self.require_images()
+        from transformers.image_processing_base import ImageProcessingMixin  # noqa: PLC0415 - imports torch
+
+        if not isinstance(processor, ImageProcessingMixin):
+            has_one = isinstance(getattr(processor, "image_processor", None), ImageProcessingMixin)
+            raise UsageProblem(
+                f"`image_processor` is {kind_of(processor)}, not an image processor of transformers",
+                hint="give its `image_processor`" if has_one else "`AutoImageProcessor.from_pretrained(FOLDER)` is one",
+            )
+        return replace(self, images=replace(encoder, image_processor=processor))
+
     @property
     def decode(self) -> TokenDecoder:
         """Tokens to text, without special tokens."""

@@ -13,8 +13,6 @@ BACKENDS = {"mslite": "onnx", "ms": "torch", "mindspore": "torch"}
 
 INSTEAD = {
     "ge_config_path": "`session_config=FILE` gives options of onnxruntime; those of GE have no meaning there",
-    "image_processor": "images are read with the processor in the model's folder: `generate(FOLDER, Prompt(text, "
-    "images=[PATH]))`, or `llmconv generate FOLDER --image PATH`",
     "audio_processor": "models with sounds are exported without them: their text model alone",
     "model_type": "`model_type` is read from the model's `config.json`; leave it out",
     "model_name": "give the name as `model`, see `register_model`",

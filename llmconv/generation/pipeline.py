@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,18 +12,19 @@ from llmconv.embedding import TextFeatures
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.batches import Batches
-from llmconv.generation.chat.templates import TOKENIZER
+from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.generate import options_of
 from llmconv.generation.graph_placement import placed, require_dtype
 from llmconv.generation.model import TextModel
 from llmconv.generation.other_keywords import own_keywords
 from llmconv.generation.prompt_run import BATCH_SIZE, require_count
+from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
 from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streamers import is_streamer, require_streamer
 from llmconv.generation.tasks import TEXT_GENERATION, check_task, get_task, register_task, registered
-from llmconv.generation.wording import several
+from llmconv.generation.wording import Wording, several
 from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
 
 TASK = TEXT_GENERATION
@@ -31,7 +33,7 @@ DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperatu
 
 
 @checked
-def pipeline(
+def pipeline(  # noqa: PLR0913 - one parameter per option
     task: str = TASK,
     model: Any = None,
     *,
@@ -41,6 +43,7 @@ def pipeline(
     device: Any = None,
     dtype: Any = None,
     torch_dtype: Any = None,
+    image_processor: Any = None,
     **options: Any,
 ) -> Any:
     """Opens a model, to be called like transformers' pipeline.
@@ -57,6 +60,7 @@ def pipeline(
         device: name, number or torch's object of a device; of graphs, the CPU or CUDA.
         dtype: `float32`, `float16` or `bfloat16`, for `torch`; of graphs, the type that they compute in.
         torch_dtype: another name of `dtype`.
+        image_processor: of transformers, in place of that of the folder of a model that takes images.
         options: fields of `RunningOptions`, default options of every call, see `TextGeneration.__call__`, and keywords
             of other pipelines, see `own_keywords`.
 
@@ -68,7 +72,7 @@ def pipeline(
     if model is None:
         raise UsageProblem("no model given", hint=f'`pipeline("{name}", model=FOLDER)`')
     given = {"tokenizer": tokenizer, "streamer": streamer, "backend": backend, "device": device}
-    given |= {"dtype": dtype, "torch_dtype": torch_dtype}
+    given |= {"dtype": dtype, "torch_dtype": torch_dtype, "image_processor": image_processor}
     return get_task(name)(registered(model), **{key: one for key, one in given.items() if one is not None}, **options)
 
 
@@ -81,6 +85,7 @@ def _text_generation(
     device: Any = None,
     dtype: Any = None,
     torch_dtype: Any = None,
+    image_processor: Any = None,
     **options: Any,
 ) -> TextGeneration:
     """See `pipeline`."""
@@ -94,6 +99,8 @@ def _text_generation(
     running = placed(model, backend, device, dtype, running)
     opened = opener(model, cast(RunningOptions, running))()
     require_dtype(opened, dtype)
+    if image_processor is not None:
+        opened = opened.with_image_processor(image_processor)
     return TextGeneration(opened, **of_calls, **({} if streamer is None else {"streamer": streamer}))
 
 
@@ -127,14 +134,16 @@ class TextGeneration:
         """A list of dicts for one text or chat; for several inputs, a list of such lists.
 
         Args:
-            inputs: a text, a chat (messages with `role` and `content`), or a list of either.
+            inputs: a text, a chat (messages with `role` and `content`), a `Prompt` (which may have images), or a list
+                of these.
             options: `return_full_text` (default True: `generated_text` begins with the prompt; for a chat it is the
                 messages with the answer), `return_tensors` (`generated_token_ids`, prompt included, in place of text),
                 `num_return_sequences`, `prefix`, `stop_sequence`, `template`, `add_special_tokens`, `batch_size`,
                 `streamer` (inputs then run one by one); all others are fields of `GenerationSettings`.
 
         Raises:
-            InputRefused: an input has no tokens, is too long, or is a chat without a template.
+            InputRefused: an input has no tokens, is too long, or is a chat without a template; or its images or
+                embeddings cannot be used.
             UsageProblem: an unknown or invalid option, or an input that is neither a text nor a chat.
         """
         given = {**self._options, **options}
@@ -149,13 +158,14 @@ class TextGeneration:
     def _answers(self, inputs: Any, given: dict[str, Any]) -> list[Any]:
         require_options(given)
         shape = {name: given.pop(name) for name in SHAPES if name in given}
-        many = not (isinstance(inputs, str) or _is_chat(inputs))
-        contents = _contents(inputs) if many else [inputs]
-        ids = [self._encode(content, shape) for content in contents]
-        found = self._continued(ids, self._settings(given), shape)
+        many = not (isinstance(inputs, str | Prompt) or _is_chat(inputs))
+        prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in _contents(inputs if many else [inputs])]
+        names = [f"prompt {number}" if len(prompts) > 1 else "the prompt" for number in range(1, len(prompts) + 1)]
+        encoded = [self._encode(*one, shape) for one in zip(prompts, names, strict=True)]
+        texts = self._texts(prompts, encoded, names, self._settings(given), shape)
         records = [
-            [self._record(content, prompt, tokens, shape) for tokens in several]
-            for content, prompt, several in zip(contents, ids, found, strict=True)
+            [self._record(prompt.content, one.ids, tokens, shape) for tokens in several]
+            for prompt, one, several in zip(prompts, encoded, texts, strict=True)
         ]
         return records if many else records[0]
 
@@ -169,27 +179,35 @@ class TextGeneration:
         settings = defaults.but(**unset).but(**given)
         return settings.but(stop_strings=stops) if stops else settings
 
-    def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
-        most = self.model.longest_prompt
-        if _is_chat(content):
-            template = shape.get("template", TOKENIZER)
-            return self.model.without_images(self.model.encode_chat(content, template, most=most))
-        text = (shape.get("prefix") or "") + content
-        special = shape.get("add_special_tokens") is not False
-        return self.model.without_images(self.model.encode(text, add_special_tokens=special, most=most))
+    def _encode(self, prompt: Prompt, name: str, shape: Mapping[str, Any]) -> EncodedPrompt:
+        if _is_chat(prompt.content):
+            wording = Wording(template=shape.get("template") or "")
+        else:
+            special = shape.get("add_special_tokens") is not False
+            wording = Wording(shape.get("prefix") or "", add_special_tokens=special)
+        return wording.encode(self.model, prompt, name)
 
-    def _continued(
-        self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
+    def _texts(
+        self,
+        prompts: Sequence[Prompt],
+        encoded: Sequence[EncodedPrompt],
+        names: Sequence[str],
+        settings: GenerationSettings,
+        shape: Mapping[str, Any],
     ) -> list[list[list[int]]]:
         """For every prompt, the new tokens of each returned sequence; each sampled sequence has its own seed."""
         count, streamer = _count(shape, "num_return_sequences", 1), shape.get("streamer")
         require_count(count, settings)
         if streamer is not None:
             require_streamer(streamer, count, settings)
-        names = [f"prompt {number}" if len(ids) > 1 else "the prompt" for number in range(1, len(ids) + 1)]
+        ids = [one.ids for one in encoded]
         for name, tokens in zip(names, ids, strict=True):
             self.model.limit(name, len(tokens), settings)
-        texts = several(ids, count, settings)
+        self.model.given_inputs(ids, [prompt.inputs for prompt in prompts])
+        texts = several(ids, count, settings, [f"{one.images}{one.embeddings}{one.inputs or ''}" for one in prompts])
+        for at, text in enumerate(texts):
+            number = at // count
+            texts[at] = replace(text, embeddings=encoded[number].embeddings, inputs=prompts[number].inputs)
         together = count if settings.num_beams > 1 else 1
         batches = Batches(self.model, settings, _count(shape, "batch_size", BATCH_SIZE), False, together, streamer)
         tokens_of: list[list[int]] = [[] for _ in texts]
@@ -260,15 +278,19 @@ def _is_chat(content: Any) -> bool:
 
 
 def _contents(inputs: Any) -> list[Any]:
-    """The inputs as a list of texts and chats."""
+    """The inputs as a list of texts, chats and prompts."""
     odd = (bytes, Mapping, set, frozenset)
     if isinstance(inputs, odd):
         raise UsageProblem(
             f"the input is {kind_of(inputs)}", hint="give a text, a list of messages, or a list of either"
         )
     contents = list(inputs) if isinstance(inputs, Iterable) else [inputs]
-    if not all(isinstance(content, str) or _is_chat(content) for content in contents):
-        raise UsageProblem("an input is neither a text nor a chat", hint="give a text, messages, or a list of either")
+    for content in contents:
+        given = content.content if isinstance(content, Prompt) else content
+        if not isinstance(given, str) and not _is_chat(given):
+            raise UsageProblem(
+                "an input is neither a text nor a chat", hint="give a text, messages, or a list of either"
+            )
     return contents
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from click.testing import CliRunner
 
+import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
@@ -228,6 +230,59 @@ def saved(kind: str, file: Any) -> None:
     }
     image, form, options = kinds[kind]
     image.save(file, form, **options)
+
+
+def processor_of(folder: Path, **changes: Any) -> Any:
+    """The folder's image processor, with other fields."""
+    import transformers  # noqa: PLC0415
+
+    return transformers.LlavaImageProcessorPil.from_pretrained(folder, **changes)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_a_pipeline_takes_images_and_the_processor_of_the_caller(
+    folder: Path, pictures: list[Path], backend: str, tmp_path: Path
+) -> None:
+    given = processor_of(folder, image_mean=[0.9] * 3, image_std=[0.02] * 3)
+    prompt = Prompt("Look:~", images=tuple(pictures[:1]))
+    fields = {"return_tensors": True, "max_new_tokens": 8, "do_sample": False, "eos_token_id": ()}
+    own, others = (
+        llmconv.pipeline("text-generation", model=folder, backend=backend, image_processor=one)(prompt, **fields)
+        for one in (None, given)
+    )
+    other_folder = tmp_path / "other"
+    shutil.copytree(folder, other_folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    processor.image_processor = given
+    processor.save_pretrained(other_folder)
+    assert own[0]["generated_token_ids"][-8:] == eager_tokens(folder, "Look:~", pictures[:1], 8)
+    assert others[0]["generated_token_ids"][-8:] == eager_tokens(other_folder, "Look:~", pictures[:1], 8)
+    assert own != others
+
+
+def test_prompts_of_a_pipeline_with_and_without_images_run_together(folder: Path, pictures: list[Path]) -> None:
+    prompts = ["Once", *(Prompt("Look:~", images=(one,)) for one in pictures), [{"role": "user", "content": "hi"}]]
+    pipe = llmconv.pipeline("text-generation", model=folder, do_sample=False, max_new_tokens=4)
+    assert pipe(prompts) == [pipe(one) for one in prompts]
+
+
+def test_what_is_no_image_processor_is_refused(folder: Path, talking: Path) -> None:
+    with pytest.raises(UsageProblem, match="takes no images"):
+        llmconv.pipeline("text-generation", model=talking, image_processor=processor_of(folder))
+    with pytest.raises(UsageProblem, match="`image_processor` is a str"):
+        llmconv.pipeline("text-generation", model=folder, image_processor="x")
+    with pytest.raises(UsageProblem, match="not an image processor") as refused:
+        llmconv.pipeline(
+            "text-generation", model=folder, image_processor=transformers.AutoProcessor.from_pretrained(folder)
+        )
+    assert refused.value.hint == "give its `image_processor`"
+
+
+def test_images_of_another_size_than_the_towers_are_refused(folder: Path, pictures: list[Path]) -> None:
+    larger = processor_of(folder, size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    pipe = llmconv.pipeline("text-generation", model=folder, image_processor=larger)
+    with pytest.raises(InputRefused):
+        pipe(Prompt("Look:~", images=tuple(pictures[:1])))
 
 
 KINDS = ("one pixel", "animation", "CMYK", "gray", "16 bits", "alpha", "gray and alpha", "transparent colors")

@@ -75,6 +75,16 @@ class ImageFamily:
         """
         return load_processor(folder, self.config)
 
+    def with_images_by(self, processor: Any, images: Any) -> Any:
+        """A processor that prepares images by another image processor.
+
+        Args:
+            processor: of `load_processor`; it may be changed.
+            images: an image processor of transformers.
+        """
+        processor.image_processor = images
+        return processor
+
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The text of one image in a prompt that the caller writes no placeholders into.
 

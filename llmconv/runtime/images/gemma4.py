@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ class Gemma4Images(ImageFamily):
         from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
 
         return PatchProcessor.of(folder)
+
+    def with_images_by(self, processor: Any, images: Any) -> Any:
+        """Ours has it under another name, see `ImageFamily.with_images_by`."""
+        from llmconv.runtime.images.gemma4_processor import PatchProcessor  # noqa: PLC0415 - imports transformers
+
+        if isinstance(processor, PatchProcessor):
+            return replace(processor, images=images)
+        return super().with_images_by(processor, images)
 
     def text_of_image(self, placeholder: str, processor: Any) -> str:
         """The placeholder alone, see `ImageFamily.text_of_image`."""
