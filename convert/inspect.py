@@ -153,7 +153,7 @@ def inspect(path: str | Path) -> Inspection:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
     with fetching() as fetched, reading_safely(path):
-        given = local_path(path, in_parts=True)
+        given = local_path(path, in_parts=True, headers=True)
         found = replace(_inspect(given), path=given)
         fetched.keep_for(found)
     return found

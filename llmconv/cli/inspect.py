@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from llmconv.cli import options
 from llmconv.cli.help_page import Command
 from llmconv.errors import printable
+from llmconv.files.hub import snapshot_home
 from llmconv.files.paths import is_address
 
 if TYPE_CHECKING:
@@ -25,13 +27,14 @@ def command(path: str, as_json: bool) -> None:
 
     PATH is a training checkpoint, a Hugging Face folder, an adapter, also a file of `onnx-adapter`, a safetensors or
     torch file, or a folder that `export` wrote, whose graphs are listed with their options and the recorded verdict of
-    `verify`, and compared with the files that it judged. Of weights only headers are read, and
-    nothing is executed; a model of the Hub is downloaded first, weights included.
+    `verify`, and compared with the files that it judged. Of weights only headers are read, also in a bucket and on the
+    Hub, and nothing is executed.
     """
     from llmconv.convert.inspect import inspect
 
     found = inspect(path)
-    named = path if is_address(path) else str(found.path)  # a download is removed by the end
+    is_fetched = is_address(path) or not (Path(path).exists() or snapshot_home(found.path))
+    named = path if is_fetched else str(found.path)  # a download is removed by the end
     if as_json:
         options.print_json({**found.summary(), "path": named})
         return

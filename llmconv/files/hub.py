@@ -9,6 +9,7 @@ from glob import escape
 from pathlib import Path
 
 from llmconv.errors import InputRefused, listing
+from llmconv.files.mirror.hub_files import mirror_hub
 from llmconv.hub.address import HubAddress
 from llmconv.hub.problems import hub_refusal
 
@@ -28,21 +29,28 @@ SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
 """Configuration, tokenizer and code at the top of a repository."""
 
 
-def from_hub(address: HubAddress) -> Path:
+def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
     """The folder of a model in the hub's cache; missing files are downloaded.
 
     Args:
         address: of a repository, or of a folder or file in it, of which nothing else is downloaded.
+        headers_in: an empty folder for a mirror, if not all files are in the cache: then nothing is downloaded but
+            small files, and of weights what is read, see `mirror_hub`. None to download all.
 
     Raises:
         InputRefused: the hub has no such model or folder, or cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
+    from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
 
     repository, revision = address.repository, address.revision or None
     try:
         info = HfApi().model_info(repository, revision=revision, timeout=SECONDS)
         files = _needed_below(address, [file.rfilename for file in info.siblings or []])
+        if headers_in and not _is_cached(repository, str(info.sha), files):
+            listed = HfApi().list_repo_tree(repository, revision=info.sha, recursive=True)
+            sizes = {file.path: file.size for file in listed if isinstance(file, RepoFile)}
+            return mirror_hub(address, str(info.sha), {name: sizes[name] for name in files}, headers_in)
         home = Path(snapshot_download(repository, revision=revision, allow_patterns=[escape(name) for name in files]))
         return home / address.folder
     except InputRefused:
@@ -54,6 +62,12 @@ def from_hub(address: HubAddress) -> Path:
         if problem is None and (found := cached(address)):
             return found
         raise problem or _unreachable(address) from error
+
+
+def _is_cached(repository: str, commit: str, files: list[str]) -> bool:
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    return all(isinstance(try_to_load_from_cache(repository, name, revision=commit), str) for name in files)
 
 
 def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:

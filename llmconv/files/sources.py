@@ -41,7 +41,7 @@ FILE_NAME = re.compile(
 """Bare names that are clearly files, not models of the hub."""
 
 
-def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
+def local_path(name: str | Path, *, in_parts: bool = False, headers: bool = False) -> Path:
     """A local path for `name`: itself if it exists, a download for a URI or a model of the hub.
 
     A model is `org/name[@revision]` or `hf://org/name[@revision][/folder]`, and is downloaded into the hub's cache.
@@ -52,6 +52,7 @@ def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
     Args:
         name: path, URI or hub id.
         in_parts: of a bucket, fetch only what llmconv's own readers ask for; no other library may read weights then.
+        headers: so, too, of a model on the hub that is not in its cache, since little of the weights will be read.
 
     Raises:
         InputRefused: the path does not exist, and is neither a reachable URI nor a hub id.
@@ -59,7 +60,7 @@ def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
     """
     given = path_of(name, "path")
     if is_hub_address(name):
-        return _from_hub(parse_hub_address(str(name)))
+        return _from_hub(parse_hub_address(str(name)), headers)
     if is_address(name):
         return _download(_uri(name), in_parts=in_parts)
     path = follow_local(given)
@@ -71,15 +72,19 @@ def local_path(name: str | Path, *, in_parts: bool = False) -> Path:
         )
     text = str(name)
     if is_hub_id(text):
-        return _from_hub(hub_address(text))
+        return _from_hub(hub_address(text), headers)
     hint = "give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
     if HUB_FOLDER.fullmatch(text) and not FILE_NAME.fullmatch(text):
         hint = f"check the spelling; a folder of a repository on the hub is `hf://{text}`"
     raise InputRefused(f"`{text}` does not exist", hint=hint)
 
 
-def _from_hub(address: HubAddress) -> Path:
-    path = from_hub(address)
+def _from_hub(address: HubAddress, headers: bool) -> Path:
+    if headers:
+        with _temporary() as folder:
+            path = from_hub(address, folder)
+    else:
+        path = from_hub(address)
     _addresses[str(path)] = str(address)
     return path
 
@@ -211,20 +216,33 @@ def _uri(name: str | Path) -> str:
 
 def _download(uri: str, *, in_parts: bool) -> Path:
     """Fetches a URI; object stores with obstore, which can fetch parts, and everything else with fsspec."""
-    folder = make_temporary_folder()
-    _folders.add(folder)
-    if fetched := _fetched.get():
-        fetched.folders.add(folder)
-    try:
+    with _temporary() as folder, _fetching_from(uri):
         if not (is_store_address(uri) and find_spec("obstore")):
             return _download_all(uri, folder)
         path = make_mirror(uri, folder, whole=not in_parts)
         _addresses[str(path)] = uri.rstrip("/")
         return path
-    except BaseException as error:
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    """A folder that is removed with the call that needs it, and at once if the block fails."""
+    folder = make_temporary_folder()
+    _folders.add(folder)
+    if fetched := _fetched.get():
+        fetched.folders.add(folder)
+    try:
+        yield folder
+    except BaseException:
         remove_downloads({folder})
-        if not isinstance(error, OSError | ImportError | ValueError):
-            raise
+        raise
+
+
+@contextmanager
+def _fetching_from(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ImportError, ValueError) as error:
         missing = "`pip install obstore`" if is_store_address(uri) else "install that package"
         raise InputRefused(
             without_credentials(f"cannot fetch `{uri}`: {error}"),

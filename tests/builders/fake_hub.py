@@ -117,6 +117,8 @@ class FakeHub:
         self.objects: dict[str, bytes] = {}
         self.puts: list[str] = []
         self.requests: list[str] = []
+        self.sent = 0
+        """Bytes of files in all answers."""
         self.faults: list[Fault] = []
         self.held, self.hold = threading.Event(), ""
         self.corrupt = self.always_ignores = False
@@ -327,8 +329,10 @@ async def resolve(hub: FakeHub, request: Request, *parts: str) -> Response:
     first, _, last = request.headers.get("range", "").removeprefix("bytes=").partition("-")
     if not first or request.method == "HEAD":
         body = kept.content if request.method == "GET" else b""
+        hub.sent += len(body)
         return Response(body, 200, {**told, "Content-Length": str(size)})
     start, end = int(first), min(int(last or size), size - 1)
+    hub.sent += end + 1 - start
     return Response(kept.content[start : end + 1], 206, {**told, "Content-Range": f"bytes {start}-{end}/{size}"})
 
 

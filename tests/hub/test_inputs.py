@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.files.hub import source_name
 from llmconv.hub.address import HubAddress, parse_hub_address
-from tests.builders.fake_hub import Repository, Stored
+from tests.builders.fake_hub import Fault, Repository, Stored
 from tests.hub.conftest import CHECKPOINT, Client, contents
 
 ADDRESSES = {
@@ -58,13 +59,12 @@ def test_other_addresses_are_refused(text: str, message: str) -> None:
         parse_hub_address(text)
 
 
-def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, model: Path) -> None:
+def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, model: Path, tmp_path: Path) -> None:
     repository = client.hub.repository("org/name", private=True)
     upload(repository, model, "inner/", "v1")
     repository.put("v1", other_safetensors=b"unwanted")
-    done = client.run("inspect", "hf://org/name@v1/inner", "--json")
+    done = client.run("to-hf", "hf://org/name@v1/inner", "-o", tmp_path / "out", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["format"] == "hf"
     fetched = {request for request in client.hub.requests if request.startswith("GET /org/name/resolve")}
     assert len(fetched) == len(contents(model)) and all("/inner/" in request for request in fetched)
     again = client.run("inspect", "hf://org/name@v1/inner")
@@ -73,6 +73,51 @@ def test_a_revision_and_a_folder_of_it_alone_are_downloaded(client: Client, mode
     assert client.run("inspect", "hf://org/name@v1/inner").returncode == 0
     missing = client.run("inspect", "hf://org/name@v2/inner")
     assert missing.returncode == 3 and "HF_HUB_OFFLINE is set" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ["org/name", "hf://org/name/inner"])
+def test_inspect_reads_the_headers_of_weights_alone(client: Client, tmp_path: Path, name: str) -> None:
+    """Each shard has 4 MB of zeros, and what is shown is that of the same folder on the disk."""
+    folder, place = tmp_path / "model", "inner/" if "inner" in name else ""
+    save_large(folder)
+    repository = client.hub.repository("org/name", private=True)
+    upload(repository, folder, place)
+    here, there = (client.run("inspect", path, "--json") for path in (folder, name))
+    assert there.returncode == 0, there.stderr
+    shown = [{**json.loads(done.stdout), "path": ""} for done in (here, there)]
+    assert shown[0] == shown[1] and json.loads(there.stdout)["path"] == name
+    size = sum(len(data) for data in contents(folder).values())
+    assert size > 8_000_000 and client.hub.sent < 1_000_000
+    assert not any(path.suffix == ".safetensors" for path in client.home.rglob("*"))
+    offline = client.run("inspect", name)
+    client.environment["HF_HUB_OFFLINE"] = "1"
+    assert offline.returncode == 0 and client.run("inspect", name).returncode == 3
+
+
+def test_inspect_uses_the_cache_where_it_has_all_files(client: Client, model: Path, tmp_path: Path) -> None:
+    upload(client.hub.repository("org/name"), model)
+    assert client.run("to-hf", "org/name", "-o", tmp_path / "out", "--dtype", "bfloat16").returncode == 0
+    before = client.hub.sent
+    done = client.run("inspect", "org/name", "--json")
+    assert done.returncode == 0 and client.hub.sent == before
+    assert "snapshots" in json.loads(done.stdout)["path"]
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_file_that_the_hub_refuses_is_one_line(client: Client, tmp_path: Path, status: int) -> None:
+    save_large(tmp_path / "model")
+    upload(client.hub.repository("org/name"), tmp_path / "model")
+    client.hub.faults = [Fault("model-00002", status, times=99)]
+    done = client.run("inspect", "org/name")
+    assert done.returncode == 3 and done.stderr.startswith("error: `org/name`") and "Traceback" not in done.stderr
+
+
+def save_large(folder: Path) -> None:
+    """A model in two shards of 4 MB each."""
+    config = transformers.LlamaConfig(
+        vocab_size=8192, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="4MB")
 
 
 def test_a_model_of_a_folder_is_converted_and_its_step_names_repository_and_commit(

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.mirror import registry
-from llmconv.files.mirror.mirrored_file import MirroredFile
+from llmconv.files.mirror.mirrored_file import Blocks, MirroredFile
 from llmconv.files.pointer_files import TEXT_LIMIT, follow
 from llmconv.stores.address import StoreAddress, parse_address
 from llmconv.stores.object_store import Head, ObjectStore
@@ -50,17 +50,30 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
     registry.set_address(root, found)
-    files = [(root / name, head) for name, head in _below(found.key, heads)]
+    mirror_files(tree.store, [(root / name, head) for name, head in _below(found.key, heads)], folder)
+    if whole:
+        registry.complete(folder)
+    return root
+
+
+def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path) -> None:
+    """Fetches small files, and makes the others files of which only what is read is fetched.
+
+    Args:
+        store: contains them.
+        files: path in `folder` and description of each.
+        folder: see `make_mirror`.
+
+    Raises:
+        InputRefused, OutputFailed: see `make_mirror`.
+    """
     pool = fetching_pool()
     for path, head in files:
         _make_folder(path.parent, head)
     lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
     for path, head in lazy:
-        registry.add(MirroredFile(path, tree.store, head, folder, pool))
-    list(pool.map(lambda file: _fetch(tree.store, *file), (file for file in files if file not in lazy)))
-    if whole:
-        registry.complete(folder)
-    return root
+        registry.add(MirroredFile(path, store, head, folder, pool))
+    list(pool.map(lambda file: _fetch(store, *file), (file for file in files if file not in lazy)))
 
 
 @cache
@@ -74,9 +87,9 @@ def _is_small(head: Head) -> bool:
     return suffix in SIDE_FILES or (suffix not in WEIGHTS and head.size <= SMALL)
 
 
-def _fetch(store: ObjectStore, path: Path, head: Head) -> None:
+def _fetch(store: Blocks, path: Path, head: Head) -> None:
     """Writes all of a small object, with the time of the object."""
-    path.write_bytes(store.read_range(head, 0, head.size) if head.size else b"")
+    path.write_bytes(b"".join(store.blocks(head, 0, head.size)) if head.size else b"")
     os.utime(path, ns=(head.modified, head.modified))
 
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
+from llmconv.errors import InputRefused
 from llmconv.files.mirror.chunk_cache import ChunkCache
 from llmconv.files.mirror.chunk_file import CHUNK, write_at
-from llmconv.stores.object_store import Head, ObjectStore
+from llmconv.stores.object_store import Head
 
 SMALL = 2 << 20
 """Bytes of an object that is fetched by one request, its header and its data together."""
@@ -33,6 +35,16 @@ FILES_WITH_EDGES = 64
 """Torch files whose ends stay in memory; a folder may have those of a thousand ranks."""
 
 
+class Blocks(Protocol):
+    """Where the objects are: a store, or a commit on the Hub."""
+
+    def blocks(self, head: Head, start: int, stop: int) -> Iterator[memoryview]:
+        """Bytes `start` to `stop` of an object, see `ObjectStore.blocks`."""
+
+    def changed(self, key: str) -> InputRefused:
+        """The error for an object that is not as its head says."""
+
+
 class MirroredFile:
     """An object, and the file that stands for it.
 
@@ -44,7 +56,7 @@ class MirroredFile:
         pool: its threads fetch.
     """
 
-    def __init__(self, path: Path, store: ObjectStore, head: Head, scratch: Path, pool: Executor) -> None:
+    def __init__(self, path: Path, store: Blocks, head: Head, scratch: Path, pool: Executor) -> None:
         self.path, self.head, self.is_whole = path, head, False
         self._store, self._scratch, self._pool = store, scratch, pool
         self._cache = ChunkCache(self._fetch, head.size, pool)
