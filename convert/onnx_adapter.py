@@ -9,7 +9,7 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import ADAPTER_CONFIG
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
-from llmconv.files.output_parents import make_parents, require_parents
+from llmconv.files.output_parents import parents_made, require_parents
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder
 from llmconv.files.sources import fetches, local_path
@@ -84,8 +84,7 @@ def onnx_adapter(
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        make_parents(path)
-        with Folder.open(path.parent) as place:
+        with parents_made(path), Folder.open(path.parent) as place:
             place.write(path.name, content)
     except OSError as error:
         raise OutputFailed(

@@ -14,6 +14,7 @@ def main() -> None:
         (environments.node, "azurite"),
         (environments.node, "chromium"),
         (environments.python, "chromedriver"),
+        (environments.python, "smollm2"),
     ):
         print(f"{name}: {make(name)}")
 

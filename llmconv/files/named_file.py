@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmconv.files.output_parents import make_parents
+from llmconv.files.output_parents import parents_made
 from llmconv.files.safe_folder import Folder, WritableContent, require_plain
 
 NAME_MAX = 255
@@ -22,8 +22,7 @@ def replace_file(path: Path, content: WritableContent) -> None:
         InputRefused: it is a link, a folder, a pipe or a device.
         OSError: writing failed; the old file is unchanged.
     """
-    make_parents(path)
-    with Folder.open(path.parent) as folder:
+    with parents_made(path), Folder.open(path.parent) as folder:
         require_plain(path)
         folder.write_together({path.name: content})
 

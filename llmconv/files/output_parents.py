@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmconv.errors import InputRefused
+from llmconv.progress import say
 
 
 def require_parents(output: Path) -> None:
@@ -23,11 +26,56 @@ def require_parents(output: Path) -> None:
         )
 
 
-def make_parents(output: Path) -> None:
-    """Makes the missing folders above a file or folder to write.
+@contextmanager
+def parents_made(output: Path) -> Iterator[None]:
+    """The missing folders above a file or folder to write; those that were made are reported at the end.
+
+    If what is done with them fails, they are removed again, unless something is in them.
+
+    Args:
+        output: file or folder.
 
     Raises:
         OSError: one cannot be made.
     """
-    if not output.parent.is_dir():
-        output.parent.mkdir(parents=True, exist_ok=True)
+    made: list[Path] = []
+    try:
+        for folder in reversed([path for path in output.parents if not path.is_dir()]):
+            try:
+                folder.mkdir()
+                made.append(folder)
+            except FileExistsError:  # another process made it, or it is `a/..`
+                if not folder.is_dir():
+                    raise
+        yield
+    except BaseException:
+        _remove_empty(made)
+        raise
+    if made:
+        say(f"made `{made[-1]}`")
+
+
+@contextmanager
+def folder_made(folder: Path) -> Iterator[None]:
+    """A folder for several files, and the missing ones above it, as `parents_made`; the folder itself is not reported.
+
+    Args:
+        folder: it may exist.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with parents_made(folder):
+        made = [] if folder.is_dir() else [folder]
+        folder.mkdir(exist_ok=True)
+        try:
+            yield
+        except BaseException:
+            _remove_empty(made)
+            raise
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in reversed(folders):
+        with suppress(OSError):  # something is in it
+            folder.rmdir()

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files.output_parents import make_parents, require_parents
+from llmconv.files.output_parents import parents_made, require_parents
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, require_plain
 from llmconv.generation.completions import Completion
@@ -132,8 +132,8 @@ class CompletionFile:
 
     def _replaced(self, lines: bytes) -> BinaryIO:
         """Replaces the file by one with the first lines, and opens it to append."""
-        make_parents(self._path)
         with (
+            parents_made(self._path),
             Folder.open(self._path.parent) as folder,
             folder.begin(self._path.name) as file,
             folder.begin(self._side.name) as side,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.files.user_cache import UNFINISHED, unfinished_folder, user_cache
 from llmconv.output.manifest import MANIFEST
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries, single_pass_entries
@@ -22,9 +22,6 @@ from llmconv.version import __version__
 CONFIG, WEIGHTS = "config.json", ".safetensors"
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Suffixes of the files beside the weights that a model needs to run."""
-
-UNFINISHED = "unfinished-"
-"""Prefix of folders that are being made."""
 
 
 def graphs_in_cache(folder: Path) -> Path | None:
@@ -37,12 +34,18 @@ def graphs_in_cache(folder: Path) -> Path | None:
         None if `folder` is not a plain model folder: it has graphs, code of its own, or no weights in safetensors.
 
     Raises:
-        InputRefused: the cache cannot have links to the weights.
+        InputRefused: there is no cache, or it cannot have links to the weights.
         LlmconvError: as `export`, with a hint at the other ways.
     """
     if not _is_plain(folder):
         return None
-    entries = _cache() / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    instead = f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`"
+    try:
+        cache = user_cache("exported")
+    except InputRefused as error:
+        error.hint = f"{error.hint}; or {instead}"
+        raise
+    entries = cache / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     entry = entries / _identity(folder)
     made = entry / (folder.resolve().name or "model")
     if made.is_dir():
@@ -51,8 +54,7 @@ def graphs_in_cache(folder: Path) -> Path | None:
     say(f"`{folder}` has no graphs: they are exported once into `{made}`, which links the weights and copies none")
     try:
         entries.mkdir(parents=True, exist_ok=True, mode=0o700)
-        unfinished = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=entries))
-        try:
+        with unfinished_folder(entries) as unfinished:
             _export(folder, unfinished / made.name)
             for old in entries.iterdir():
                 if old != entry and not old.name.startswith(UNFINISHED):
@@ -62,12 +64,10 @@ def graphs_in_cache(folder: Path) -> Path | None:
             except OSError:
                 if not made.is_dir():  # another process was faster
                     raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise InputRefused(
             f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}",
-            hint=f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`",
+            hint=instead,
         ) from error
     return made
 
@@ -78,10 +78,6 @@ def _is_plain(folder: Path) -> bool:
     if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")) or "auto_map" in read_json(folder / CONFIG):
         return False
     return any((folder / name).is_file() for name in (SINGLE, INDEX))
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmconv" / "exported"
 
 
 def _identity(folder: Path) -> str:

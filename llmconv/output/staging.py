@@ -17,12 +17,13 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import page_cache
 from llmconv.files.named_file import is_inner
-from llmconv.files.output_parents import make_parents
+from llmconv.files.output_parents import parents_made
 from llmconv.files.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at, sync_folder
 from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
 from llmconv.output.existing_folder import partial_folder, require_free
@@ -77,7 +78,7 @@ class StagedFolder:
 
     def __enter__(self) -> StagedFolder:
         with ExitStack() as stack, failing_safely():
-            make_parents(self.path)
+            stack.enter_context(parents_made(self.path))
             self._folder = stack.enter_context(_open_partial(self.path))
             stack.callback(self._close_lock)
             self._take_lock()
@@ -85,12 +86,16 @@ class StagedFolder:
             self._disposable, self._open = self._folder, stack.pop_all()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
-        with self._open:
+        try:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
             if not self._left and not (resumable and self.finished) and self._disposable.is_at(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            self._open.__exit__(kind, error, trace)
 
     def leave(self) -> None:
         """Keeps the folder for other processes; see `UnfinishedOutput`."""

@@ -18,15 +18,19 @@ from typing import Any, BinaryIO
 from llmconv.errors import OutputFailed
 from llmconv.files.named_file import is_inner
 from llmconv.files.safe_folder import Folder, NewFile
+from llmconv.files.user_cache import user_cache
 
 JOURNAL_BYTES = 64 << 20
 """Largest size, in bytes, of a journal that is read."""
 
 
 def uploads_folder() -> Path:
-    """The folder of journals and of shards to send: `$XDG_CACHE_HOME/llmconv/uploads`."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "llmconv" / "uploads"
+    """The folder of journals and of shards to send: `$XDG_CACHE_HOME/llmconv/uploads`.
+
+    Raises:
+        InputRefused: the user has no cache.
+    """
+    return user_cache("uploads")
 
 
 class UploadJournal:

@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
-from llmconv.files.output_parents import require_parents
+from llmconv.files.output_parents import parents_made, require_parents
 from llmconv.files.safe_folder import Folder, WritableContent
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
@@ -200,16 +200,16 @@ def archive(arrays: Mapping[str, Array]) -> bytes:
 
 def _write(folder: Path, files: Mapping[str, bytes], model: onnx.ModelProto, weights: Path) -> None:
     """Writes into a sibling folder, then renames it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        with Folder.open_own(staged) as home:
-            home.write_together({**files, **_graph_files(model, weights)})
-        staged.chmod(0o777 & ~_umask())
-        os.rename(staged, folder)  # also replaces an empty folder
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+    with parents_made(folder):
+        staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            with Folder.open_own(staged) as home:
+                home.write_together({**files, **_graph_files(model, weights)})
+            staged.chmod(0o777 & ~_umask())
+            os.rename(staged, folder)  # also replaces an empty folder
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
 
 
 def _umask() -> int:

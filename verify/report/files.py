@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from llmconv.argument_checks import checked
+from llmconv.files.output_parents import folder_made
 from llmconv.files.paths import Written
 from llmconv.files.report_folder import require_writable, unwritable
 from llmconv.files.safe_folder import Folder
@@ -46,8 +47,7 @@ def write_report(report: Report, folder: Written, date: str = "") -> None:
     texts = [render(report, date) for render in (render_json, render_junit, render_markdown, render_html)]
     files = dict(zip(NAMES, texts, strict=True))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with Folder.open(folder) as home:
+        with folder_made(folder), Folder.open(folder) as home:
             home.sweep()
             home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
     except OSError as error:

@@ -11,8 +11,6 @@ import hashlib
 import os
 import platform
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +20,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import UsageProblem, first_line
+from llmconv.files.user_cache import unfinished_folder, user_cache
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
@@ -36,16 +35,14 @@ LEAST = "256"
 """Minimum bytes of a tensor in the weights' file: more than a shape, which onnxruntime must read in the graph, and less
 than the scales of a matrix, which it must find with the codes."""
 
-UNFINISHED = "unfinished-"
-"""Prefix of folders that are being written; a killed process leaves one."""
-
-ABANDONED = 24 * 3600
-"""Seconds after which an unfinished folder is removed."""
-
 
 def default_folder() -> Path:
-    """The user's folder for packed weights."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmconv" / "packed"
+    """The user's folder for packed weights.
+
+    Raises:
+        InputRefused: the user has none.
+    """
+    return user_cache("packed")
 
 
 def packed_graph(path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> Path | None:
@@ -111,23 +108,13 @@ def _make_private(folder: Path) -> None:
 @contextmanager
 def _replacing(entry: Path, cache: Path) -> Iterator[Path]:
     """A new folder that becomes `entry`; entries of earlier contents of the same graph are removed."""
-    _remove_abandoned(cache)
-    made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=cache))
-    try:
+    with unfinished_folder(cache) as made:
         yield made
         entry.parent.mkdir(exist_ok=True)
         for old in entry.parent.iterdir():
             shutil.rmtree(old, ignore_errors=True)
         if not entry.exists():  # another process may have been faster
             made.rename(entry)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _remove_abandoned(cache: Path) -> None:
-    for folder in cache.glob(UNFINISHED + "*"):
-        if time.time() - folder.stat().st_mtime > ABANDONED:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save(folder: Path, path: Path, model: onnx.ModelProto, settings: SessionSettings, limit: TimeLimit) -> None:

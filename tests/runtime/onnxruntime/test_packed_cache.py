@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmconv.cli import main
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
+from llmconv.files.user_cache import UNFINISHED
 from llmconv.runtime import OrtRunner, SessionSettings, default_positions
-from llmconv.runtime.onnxruntime.packed_cache import ABANDONED, UNFINISHED
 from llmconv.tensors import Array
 from tests.builders.talking import save_letters
 
@@ -140,14 +139,12 @@ def test_a_folder_that_others_can_change_is_refused(folder: Path, cache: Path) -
         logits(folder, cache)
 
 
-def test_what_a_killed_run_left_is_removed_after_a_day(folder: Path, cache: Path) -> None:
+def test_what_a_killed_run_left_is_removed(folder: Path, cache: Path) -> None:
     cache.mkdir(mode=0o700)
-    old, new = cache / f"{UNFINISHED}old", cache / f"{UNFINISHED}new"
-    for path in (old, new):
-        path.mkdir()
-    os.utime(old, (time.time() - ABANDONED - 60,) * 2)
+    left = cache / f"{UNFINISHED}left"
+    left.mkdir()
     logits(folder, cache)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert not left.exists()
 
 
 def test_the_command_keeps_them_in_the_users_cache(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
