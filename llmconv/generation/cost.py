@@ -55,8 +55,8 @@ class GenerationCost:
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds per new token: all of `seconds`, over the new tokens of all prompts."""
-        return 1000 * self.seconds / self.new_tokens if self.new_tokens else 0.0
+        """Milliseconds per new token: the inverse of `rate`, of the same tokens and the same time."""
+        return 1000 / self.rate if self.rate else 0.0
 
     def latency(self, percent: float) -> float:
         """The latency in seconds that `percent` of the prompts do not exceed, interpolated linearly."""
@@ -93,7 +93,7 @@ class GenerationCost:
         """
         spent = f"encode {encode_seconds:.3f} s, generate {self.seconds - self.decode_seconds:.3f} s"
         percentiles = f"p50 {self.latency(50):.3f} s, p90 {self.latency(90):.3f} s"
-        return f"{spent}, decode {self.decode_seconds:.3f} s; {self.ms_per_token:.2f} ms/token; latency {percentiles}"
+        return f"{spent}, decode {self.decode_seconds:.3f} s; latency {percentiles}"
 
     @classmethod
     def sum(cls, costs: Sequence[GenerationCost]) -> GenerationCost:

@@ -58,7 +58,8 @@ class Endpoints:
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are accepted."""
         kinds = {"chat": self.served.chats, "images": self.served.sees}
-        status = {"status": "ok", "model": self.served.name, **kinds, **self.scheduler.load()}
+        known = {"model": self.served.name, **kinds, "defaults": self.served.defaults}
+        status = {"status": "ok", **known, **self.scheduler.load()}
         return JSONResponse(status)
 
     async def models(self, request: HttpRequest) -> Response:

@@ -4,6 +4,7 @@ const CONTINUED = 64; /* default number of tokens of a continuation; the API's o
 const SAMPLING = [["temperature", "temperature"], ["top-p", "top_p"], ["top-k", "top_k"], ["seed", "seed"], ["limit", "max_tokens"]];
 let messages = [];
 let running = null;
+let defaults = {}; /* of the server, for options that are left empty */
 let images = []; /* data URLs of the images of the next message */
 const SIDE = 1024; /* the longer side of an image that is sent, in pixels */
 
@@ -22,7 +23,7 @@ function restore() {
     kept = JSON.parse(sessionStorage.getItem("chat"));
   } catch { /* another page wrote it */ }
   if (!isChat() || messages.length || !kept || kept.model !== at("model").textContent || !Array.isArray(kept.messages)) return;
-  for (const {role, content} of kept.messages) {
+  for (const {role, content, note} of kept.messages) {
     const parts = Array.isArray(content) ? content : [{text: content}];
     const words = parts.map(part => part.text || "").join("");
     if (role === "user") {
@@ -31,6 +32,7 @@ function restore() {
       const made = article("assistant", "Model");
       made.shown = words;
       paint(made);
+      if (note) made.append(element("div", note.failed ? "error" : "note", note.text));
     }
   }
   messages = kept.messages;
@@ -176,7 +178,8 @@ function sampling() {
 
 function chatRequest() {
   const system = at("system").value.trim();
-  return {messages: system ? [{role: "system", content: system}, ...messages] : messages, ...sampling()};
+  const sent = messages.map(({role, content}) => ({role, content}));
+  return {messages: system ? [{role: "system", content: system}, ...sent] : sent, ...sampling()};
 }
 
 async function answer(made, path, body, signal) {
@@ -231,7 +234,11 @@ async function ask(content) {
   messages.push({role: "user", content: withImages(content, pictures)});
   const chat = messages;
   const undo = () => { chat.pop(); mine.remove(); images = pictures; showImages(); };
-  const keep = () => { chat.push({role: "assistant", content: made.shown}); remember(); };
+  const keep = note => {
+    const kept = {text: note.textContent, failed: note.className === "error"};
+    chat.push({role: "assistant", content: made.shown, note: kept});
+    remember();
+  };
   await run(made, "v1/chat/completions", chatRequest(), content, undo, keep, () => chat === messages);
 }
 
@@ -254,7 +261,7 @@ function offerMore(made) {
   made.lastChild.append(more);
 }
 
-/* One request: `undo` reverts a request that never began, `keep` stores the answer, `current` is whether it is shown. */
+/* One request: `undo` reverts a request that never began, `keep` stores the answer with its note, `current` is whether it is shown. */
 async function run(made, path, body, content, undo, keep, current) {
   const controller = new AbortController();
   made.classList.add("growing");
@@ -270,7 +277,7 @@ async function run(made, path, body, content, undo, keep, current) {
     paint(made);
     if (note && current()) {
       made.append(note);
-      keep();
+      keep(note);
     }
     if (running === controller) busy(null);
     toEnd();
@@ -334,13 +341,25 @@ function setMode() {
   at("send").textContent = chat ? "Send" : "Continue";
   at("reset").textContent = chat ? "New chat" : "Clear";
   at("empty").textContent = chat ? "Write a message below." : "Write the beginning of a text below; the model continues it.";
-  at("limit").placeholder = chat ? "default" : String(CONTINUED);
+  showDefaults();
   at("instructed").hidden = !chat;
   at("markdown").parentElement.hidden = !chat;
 }
 
+/* What an empty option means. Top-p alone turns on sampling, as the server does, with the model's temperature. */
+function showDefaults() {
+  const sampled = defaults.do_sample || at("top-p").value !== "";
+  const known = {
+    "temperature": sampled ? defaults.temperature : 0, "top-p": defaults.top_p, "top-k": defaults.top_k,
+    "limit": isChat() ? defaults.max_tokens : CONTINUED,
+  };
+  for (const [id, value] of Object.entries(known)) at(id).placeholder = value ?? "";
+}
+
 function meet(state) {
   at("model").textContent = document.title = state.model;
+  defaults = state.defaults;
+  showDefaults();
   at("attach").hidden = !state.images;
   if (state.chat) {
     restore();
@@ -359,6 +378,7 @@ at("attach").addEventListener("click", () => at("file").click());
 at("file").addEventListener("change", attach);
 at("reset").addEventListener("click", reset);
 at("mode").addEventListener("change", setMode);
+at("top-p").addEventListener("input", showDefaults);
 at("markdown").addEventListener("change", () => log.querySelectorAll("article.assistant").forEach(paint));
 text.addEventListener("input", grow);
 text.addEventListener("keydown", event => {

@@ -102,6 +102,18 @@ class ServedModel:
         """Whether chats may contain images: the tokenizer's own template writes their placeholders."""
         return self.model.images is not None and self._template == TOKENIZER and self.chats
 
+    @property
+    def defaults(self) -> dict[str, float | bool | int]:
+        """What a chat without options is answered with; without `do_sample` the likeliest token is picked."""
+        settings, context = self.model.defaults, self.model.context_length
+        return {
+            "do_sample": not settings.is_greedy,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "max_tokens": self._max_new_tokens if context is None else min(self._max_new_tokens, context),
+        }
+
     def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """The answers to generate: for every prompt, as many as the request asks for.
 

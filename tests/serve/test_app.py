@@ -172,6 +172,7 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
     assert client.get("/v1/models/other").status_code == 404
     health = client.get("/health").json()
     kinds = {"chat": True, "images": False}
+    assert health.pop("defaults")["max_tokens"] == 64
     assert health == {"status": "ok", "model": "tiny-chat", **kinds, "active": 0, "waiting": 0}
 
 

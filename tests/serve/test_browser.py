@@ -233,9 +233,11 @@ CONTRAST = """
 def test_a_reload_keeps_the_chat_and_a_new_chat_forgets_it(page: Page) -> None:
     page.limit(12)
     shown = answers(page, "Hello **there**")
+    note = page.browser.find_element(By.CLASS_NAME, "note").text
     page.browser.refresh()
     page.until(lambda: len(page.texts()) == 2)
     assert page.texts() == shown
+    assert page.browser.find_element(By.CLASS_NAME, "note").text == note and "tokens/s" in note
     page.limit(12)
     assert len(answers(page, "And?")) == 4
     page["reset"].click()
@@ -243,3 +245,21 @@ def test_a_reload_keeps_the_chat_and_a_new_chat_forgets_it(page: Page) -> None:
     page.until(lambda: page["model"].text == "tiny-chat")
     assert page.texts() == []
     assert page.logged() == []
+
+
+def test_empty_options_show_what_the_server_takes(browser: Chrome, chatting: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(chatting, tmp_path / "sampling"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.3, "top_p": 0.8, "max_new_tokens": 9}')
+
+    def shown() -> list[str]:
+        return [str(view[name].get_property("placeholder")) for name in ("temperature", "top-p", "top-k", "limit")]
+
+    with serving(folder) as server:
+        view = Page(browser, server.address, "sampling")
+        assert shown() == ["0", "0.8", "50", "9"]  # without `do_sample` it is greedy
+        view.browser.find_element(By.TAG_NAME, "summary").click()
+        view["top-p"].send_keys("0.5")
+        assert shown()[0] == "0.3"
+        view["mode"].send_keys("Continue")
+        assert shown()[3] == "64"
+        assert view.logged() == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmconv.export.exporter import export
 from llmconv.generation import TextModel
-from llmconv.serve.openai_schema import completion_request
+from llmconv.serve.openai_schema import chat_request, completion_request
 from llmconv.serve.served_model import ServedModel
+from tests.builders.chatting import CONTEXT
 
 PROMPTS = ("Once there was a clever", "The old dragon", "A")
 
@@ -59,3 +63,28 @@ def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch:
     turns = (len(choices[0].ids) - 1) // 2
     assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns
     assert found[turns:] == whole
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.8, "top_k": 7}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "expected"),
+    [
+        ({}, None, {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "max_tokens": CONTEXT}),
+        ({**SAMPLING, "max_new_tokens": 9}, None, {**SAMPLING, "max_tokens": 9}),
+        (SAMPLING, 11, {**SAMPLING, "max_tokens": 11}),
+        ({**SAMPLING, "do_sample": False}, 5, {**SAMPLING, "do_sample": False, "max_tokens": 5}),
+    ],
+)
+def test_the_defaults_are_those_that_a_chat_without_options_is_answered_with(
+    config: dict[str, Any], limit: int | None, expected: dict[str, Any], chatting: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    served = ServedModel(TextModel.open(folder), "tiny", max_new_tokens=limit)
+    assert served.defaults == expected
+    (choice,) = served.choices(chat_request({"messages": [{"role": "user", "content": "a"}]}))
+    used = {name: getattr(choice.settings, name) for name in SAMPLING}
+    assert used == {name: expected[name] for name in SAMPLING}
+    assert choice.settings.max_new_tokens == min(expected["max_tokens"], CONTEXT - len(choice.ids))
