@@ -54,7 +54,7 @@ from llmconv.export.rewrite.pipeline_stages import first_layers, require_stages
 from llmconv.export.targets.presets import Preset, find_preset
 from llmconv.export.tasks import with_task
 from llmconv.export.tracing.fake_model import depth
-from llmconv.export.weights.bind import match_weights
+from llmconv.export.weights.bind import match_weights, require_one_copy
 from llmconv.export.weights.stage_parts import graph_parts, stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import local_path
@@ -159,6 +159,8 @@ def _make(
     weights = folder.weights()
     distinct = {id(traced): traced for traced in graphs.values()}
     matches = {key: match_weights(traced, {**checkpoint, **weights}) for key, traced in distinct.items()}
+    for traced in distinct.values():
+        require_one_copy(traced, checkpoint)
     for traced in (graph for graph in distinct.values() if graph.spec.kv_cache):  # before anything is measured
         require_grouped_query(traced.model, checkpoint.config.get("model_type"))
     pairs = [(distinct[key], matched) for key, matched in matches.items()]

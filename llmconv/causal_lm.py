@@ -84,15 +84,17 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 
 def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
-    """Requires the sizes of a configuration, and of its `text_config`, to be positive integers where they are given.
+    """Requires the type and the sizes of a configuration, and of its `text_config`, to be of their kind where given.
 
     Args:
         config: content of `config.json`.
         source: the folder, for the message.
 
     Raises:
-        MalformedInput: one is a string, a fraction, or another value.
+        MalformedInput: `model_type` is not a string, or a size is a string, a fraction, or another value.
     """
+    if config.get("model_type") is not None:
+        require_model_type(config, source)
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         for name in SIZES:

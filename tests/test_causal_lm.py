@@ -35,6 +35,17 @@ def test_sizes_that_are_no_positive_integers_are_malformed(name: str, value: Any
             require_sizes(config, "x")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", [["llama"], {"llama": 1}, 5])
+def test_a_type_that_is_no_string_is_malformed(kind: Any, command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "prefill.onnx").write_bytes(b"")
+    done = CliRunner().invoke(main, command.replace("MODEL", str(tmp_path)).split())
+    assert done.exit_code == 3
+    assert "not a string" in done.stderr
+
+
 @pytest.mark.parametrize("value", [None, 4, [4, 8]])
 def test_a_size_may_be_missing_or_one_per_layer(value: Any) -> None:
     require_sizes({"num_attention_heads": value, "text_config": None}, "x")

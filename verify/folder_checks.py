@@ -13,6 +13,7 @@ from llmconv.verify.adapted_folder import adapted, unseen_factors
 from llmconv.verify.arguments import CODES
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client import Client
+from llmconv.verify.clients.genai_fields import field_checks
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.float_folder import FloatFolder
@@ -114,7 +115,17 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
         if choices.clients:
             has_codes = bool(coded) or is_quantized(verified.models)
             checks = then_generation(checks, floats, choices.clients, has_codes=has_codes)
+        checks = _then_fields(checks, verified, folder.reference)
         return folder.session.run(folder.report, _after(checks, rest), most_precise)
+
+
+def _then_fields(checks: Checking, verified: VerifiedFolder, reference: Path) -> Checking:
+    """The checks of the graphs, then that of the configuration from which GenAI opens them."""
+    found = yield from checks
+    own = verified.path if (verified.path / "config.json").is_file() else reference
+    if fields := field_checks(verified.path, verified.models, own):
+        yield fields
+    return found
 
 
 def _require_floats(verified: VerifiedFolder, coded: CodedFolder | None, choices: Choices) -> None:

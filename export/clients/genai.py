@@ -8,9 +8,10 @@ refuses unknown keys, and `pad_token_id` must be one number; its keys are in `sr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.clients.genai_images import IMAGE_FILES, IMAGE_MODELS, IMAGE_TYPE, SECTIONS, image_graphs
 from llmconv.export.input_map import Port
@@ -38,9 +39,11 @@ def check(model: ClientModel) -> None:
     """Refuses what `genai_config.json` cannot describe.
 
     Raises:
+        MalformedInput: a special token is not a token id.
         UnsupportedInput: a cache of several head sizes.
         UsageProblem: a model with images as a pair of graphs.
     """
+    special_tokens(model.config, model.generation)
     if model.images and model.roles and "unified" not in model.roles:
         raise UsageProblem(
             "ONNX Runtime GenAI runs a model with images as one decoder graph", hint="give `--unified`, or no graph"
@@ -143,6 +146,9 @@ def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[st
     Args:
         config: the transformers config of the decoder.
         generation: the content of `generation_config.json`, None if the file is missing.
+
+    Raises:
+        MalformedInput: one is not a token id.
     """
     ends = _ids(config, generation, "eos_token_id") or [int(config.vocab_size) - 1]
     pads = _ids(config, generation, "pad_token_id") or ends
@@ -157,14 +163,21 @@ def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[st
 def _ids(config: Any, generation: Mapping[str, Any] | None, name: str) -> list[int]:
     for given in ((generation or {}).get(name), getattr(config, name, None)):
         if given is not None:
-            return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
+            tokens = list(given) if isinstance(given, list | tuple) else [given]
+            if not all(type(token) is int for token in tokens):
+                raise MalformedInput(
+                    f"`{name}` is {given!r:.80}, which is not a token id or a list of them",
+                    hint="correct `generation_config.json` or `config.json`",
+                )
+            return tokens
     return []
 
 
 def _search(model: ClientModel) -> Mapping[str, Any]:
     """Sampling options of `generation_config.json`; greedy without them."""
     given = model.generation or {}
-    kept = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
+    numbers = {name: value for name, value in given.items() if isinstance(value, int | float) and isfinite(value)}
+    kept = {name: kind(numbers[name]) for name, kind in SEARCH.items() if name in numbers}
     return {
         "do_sample": False,
         **kept,

@@ -19,7 +19,8 @@ from llmconv.export.weights.experts import dtype_of, expand_experts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.tensors import LazyTensor
+from llmconv.runtime.eager.loaded_weights import BUFFERS
+from llmconv.tensors import LazyTensor, as_bytes
 
 
 class Quantized(Protocol):
@@ -33,10 +34,6 @@ class Quantized(Protocol):
 
     def rewrite(self, traced: TracedGraph, matches: Mapping[str, WeightSource], values: StoredValues) -> None:
         """Replaces the products of a graph."""
-
-
-BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.rope.freqs")
-"""Computed tensors that older checkpoints contain; a graph does not need them."""
 
 
 def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
@@ -68,6 +65,43 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in traced.ignored) or "(?!)")
     _require_all_used([name for name in own if not ignored.search(name)], known)
     return matches
+
+
+def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> None:
+    """Refuses two stored tensors that differ where the config makes them one: the graph would read only the first.
+
+    transformers 5 then ties nothing, older versions use the embedding; no graph is right for both.
+
+    Args:
+        traced: the graph.
+        tensors: the checkpoint's tensors, of which tied ones are read.
+
+    Raises:
+        InputRefused: they differ.
+    """
+    own = {name: tensor.shape for name, tensor in tensors.items() if name.startswith(traced.own)}
+    for name, tied in traced.tied.items():
+        value = traced.weights.get(name)
+        if value is None:
+            continue
+        wanted = dict.fromkeys((name, tied), static_shape(value))
+        found = expressions(wanted, own, traced.transforms, traced.base_prefix)
+        sides = [[leaf.name for leaf in leaves(expression)] for expression in found.values()]
+        if [len(side) for side in sides] != [1, 1]:
+            continue
+        (one,), (other,) = sides
+        if one != other and not _are_equal(tensors[one], tensors[other]):
+            raise InputRefused(
+                f"`config.json` ties `{one}` and `{other}`, and the stored weights differ",
+                hint="an output head of its own has `tie_word_embeddings` false in `config.json`; else remove one",
+            )
+
+
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(as_bytes(one.rows(*block)) == as_bytes(other.rows(*block)) for block in one.blocks())
 
 
 def bind(

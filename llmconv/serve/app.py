@@ -34,6 +34,8 @@ log = logging.getLogger("llmconv.serve")
 Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 4 << 20
+DISCARDED_BYTES = 64 << 20
+"""Of a body that is too large, so many are read all the same: most clients read no answer before they sent it."""
 """Maximum size of a request: about a million tokens of text."""
 SMALL_BODY = 1 << 16
 """Larger requests are parsed in a thread, so that others do not wait."""
@@ -119,17 +121,22 @@ async def read_body(http: HttpRequest) -> bytes:
         raise ApiError("send `Content-Type: application/json`", status=415, code="unsupported_media_type")
     too_large = ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
     length = http.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length[:20]) > MAX_BODY_BYTES:
+    waits = http.headers.get("expect", "").lower() == "100-continue"  # the client reads the answer before it sends
+    if not length.isdecimal() or int(length[:20]) > (MAX_BODY_BYTES if waits else DISCARDED_BYTES):
         raise too_large
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in http.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
+                size += len(part)
+                if size <= MAX_BODY_BYTES:
+                    body += part
+                elif size > DISCARDED_BYTES:
                     raise too_large
     except TimeoutError:
         raise ApiError("timeout while reading the body", status=408, code="timeout") from None
+    if size > MAX_BODY_BYTES:
+        raise too_large
     return bytes(body)
 
 

@@ -208,3 +208,12 @@ def test_a_template_that_writes_a_long_text_is_refused_before_all_of_it_becomes_
     with pytest.raises(TooManyTokens) as caught:
         encode_chat(tokenizer, HI, most=50)
     assert len(caught.value.beginning) < 40_000
+
+
+@pytest.mark.parametrize("text", ["", " \n", "{% for m in turns %}{{ m.content }}{% endfor %}"])
+def test_a_template_that_writes_nothing_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "own.jinja").write_text(text)
+    with pytest.raises(InputRefused, match="writes nothing of the messages"):
+        render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))

@@ -150,6 +150,12 @@ def test_a_client_that_disconnects_frees_its_place(served: Served, stream: bool)
     wait_for(served, 0, 5)
 
 
+def test_a_client_that_sends_too_much_reads_the_answer(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="larger than 4194304 bytes") as refused:
+        api.completions.create(model="tiny-chat", prompt="x" * 9_000_000, max_tokens=2)
+    assert refused.value.status_code == 413
+
+
 def test_an_idle_client_blocks_nobody(served: Served, api: openai.OpenAI) -> None:
     address = urlsplit(served.address)
     with socket.create_connection((address.hostname, address.port)) as connection:

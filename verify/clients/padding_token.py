@@ -62,20 +62,25 @@ def allowed_tokens(model: Path) -> list[int]:
     from llmconv.export.clients.genai import special_tokens  # noqa: PLC0415 - only for `--client`
 
     path = model / "generation_config.json"
-    config, generation = _config(model), read_json(path) if path.is_file() else {}
+    found, generation = decoder_config(model), read_json(path) if path.is_file() else {}
+    config = found or SimpleNamespace(**language_config(model))
     has_own = generation.get(FIELD) is not None or getattr(config, FIELD, None) is not None
-    if isinstance(config, SimpleNamespace) and not has_own:
+    if found is None and not has_own:
         return []
     tokens = special_tokens(config, generation)
     return [tokens[FIELD], *([] if has_own else tokens["eos_token_id"])]
 
 
-def _config(model: Path) -> Any:
-    """The transformers config of the decoder; where its class is in the folder's own code, the stated fields."""
+def decoder_config(model: Path) -> Any | None:
+    """The transformers config of the decoder; None where its class is in the folder's own code.
+
+    Args:
+        model: the model's folder.
+    """
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import
 
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception:  # a config class in the folder's own code, whose defaults are unknown
-        return SimpleNamespace(**language_config(model))
+        return None
     return config.get_text_config(decoder=True)

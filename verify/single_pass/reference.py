@@ -14,10 +14,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.checkpoint import open_weights
+from llmconv.errors import InputRefused, LlmconvError, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.context_length import length_of, length_switch
 from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.loaded_weights import require_loaded
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
@@ -102,6 +104,7 @@ def as_rows(role: str, name: str, array: Array) -> Array:
 
 def _loaded(folder: Path, role: str) -> Any:
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    stored = open_weights(folder)
     try:
         model, report = CLASSES[role].from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **options
@@ -114,11 +117,7 @@ def _loaded(folder: Path, role: str) -> Any:
             f"transformers cannot load `{folder}`: {first_line(error)}",
             hint="the folder needs config.json and safetensors weights of the model that was exported",
         ) from error
-    if missing := sorted(report["missing_keys"]):
-        raise MalformedInput(
-            f"missing keys: {len(missing)} tensors of the model are not in `{folder}`, first `{missing[0]}`",
-            hint="is this the config.json of these weights?",
-        )
+    require_loaded(model, report, stored, folder)
     return model
 
 

@@ -162,7 +162,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     _require_input(messages, found.text or tokenizer.chat_template)
     try:
         fitted = ContentForms(str(found.text or tokenizer.chat_template), partial(_text, tokenizer, template))
-        return _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
+        text = _text(tokenizer, template, fitted.fitted(messages), for_answer=True)
     except RenderLimitExceeded as error:
         raise InputRefused(
             "the chat template takes too much time or memory", hint="give another `--template`"
@@ -171,6 +171,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused(
             f"the chat template {error}", hint="check the roles of the messages and their order, or the template"
         ) from error
+    if not text.strip() and any(str(message["content"]).strip() for message in messages):
+        raise InputRefused("the chat template writes nothing of the messages", hint="give another `--template`")
+    return text
 
 
 def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import require_causal
-from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
+from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
@@ -40,6 +40,7 @@ from llmconv.runtime.eager.device import require_device
 from llmconv.runtime.eager.float64_casts import Float64Casts
 from llmconv.runtime.eager.layer_modules import layer_modules
 from llmconv.runtime.eager.limit_margins import LimitMargins
+from llmconv.runtime.eager.loaded_weights import require_loaded
 from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
 from llmconv.runtime.eager.skipped_layers import skip_layers
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
@@ -193,6 +194,7 @@ class EagerRunner(Runner):
         if self._factors:
             load = getattr(torch, str(dtype).removeprefix("torch."))
             return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors))
+        stored = open_weights(folder)  # refuses damaged files, and shards of other folders
         source = custom_classes(self._code, fields)[1] if self._code else _class_of(folder)
         model, report = source.from_pretrained(
             folder,
@@ -203,7 +205,7 @@ class EagerRunner(Runner):
             use_safetensors=True,
             output_loading_info=True,
         )
-        _require_complete(report["missing_keys"], folder)
+        require_loaded(model, report, stored, folder)
         return model
 
     def _built(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str, tensors: Mapping[str, Any]) -> Any:
@@ -371,19 +373,6 @@ class EagerRunner(Runner):
 def _begin_layer(margins: LimitMargins, name: str, *_: Any) -> None:
     """Forward pre-hook of a layer."""
     margins.begin(name)
-
-
-def _require_complete(missing: Iterable[str], folder: Path) -> None:
-    """Checks that no weights are missing: transformers would initialize them at random in every run.
-
-    Raises:
-        MalformedInput: weights are missing; the message contains the first name.
-    """
-    if names := sorted(missing):
-        raise MalformedInput(
-            f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`",
-            hint="is this the config.json of these weights?",
-        )
 
 
 def _class_of(folder: Path) -> Any:

@@ -41,6 +41,24 @@ def test_an_unexpected_key_is_reported(llama: Path) -> None:
         export(llama)
 
 
+@pytest.mark.parametrize("differs", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_head_of_its_own_where_the_config_ties_it_is_refused_if_it_differs(llama: Path, differs: bool) -> None:
+    """The graph would read the embedding for both, while transformers 5 ties nothing."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    change(llama, lambda tensors: tensors.update({head: tensors[table] + 0.5 * differs}))
+    if differs:
+        with pytest.raises(InputRefused, match=f"ties `{head}` and `{table}`, and the stored weights differ"):
+            export(llama, dry_run=True)
+        return
+    export(llama, prefill=True)
+    inputs = tokens(batch=2, length=7)
+    np.testing.assert_allclose(
+        run_graph(llama / "prefill.onnx", inputs)["logits"], eager_logits(llama, inputs), atol=3e-5
+    )
+
+
 @pytest.mark.slow
 def test_a_shape_mismatch_reports_both_shapes(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A folder that lacks weights is refused: transformers would initialize them at random."""
+"""A folder whose weights transformers would make up, leave out or cast is refused, as `export` refuses it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -43,3 +44,58 @@ def test_the_weights_of_another_family_are_refused(tiny: Callable[[str], Path], 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(MalformedInput, match="missing keys"):
         EagerRunner(folder)
+
+
+def _changed(talking: Path, tmp_path: Path, config: dict[str, object], **tensors: np.ndarray) -> Path:
+    """A copy of a model with other fields of its config and further or other tensors (`__` for `.`)."""
+    folder = shutil.copytree(talking, tmp_path / "changed")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, **config}))
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name.replace("__", "."): array for name, array in tensors.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        pytest.param({"num_hidden_layers": 1}, {}, id="fewer layers than the weights have"),
+        pytest.param({}, {"model__layers__0__self_attn__q_proj__bias": np.ones(4, np.float32)}, id="a bias"),
+        pytest.param({}, {"model__layers__0__mlp__up_proj__weight_scale": np.ones(1, np.float32)}, id="a scale"),
+        pytest.param({}, {"model__layers__99__mlp__up_proj__weight": np.ones((2, 2), np.float32)}, id="another layer"),
+        pytest.param({}, {"layers__99__mlp__up_proj__weight": np.ones((2, 2), np.float32)}, id="without the prefix"),
+    ],
+)
+def test_weights_that_the_model_would_leave_out_are_refused(
+    talking: Path, tmp_path: Path, config: dict[str, object], tensors: dict[str, np.ndarray]
+) -> None:
+    folder = _changed(talking, tmp_path, config, **tensors)
+    with pytest.raises(MalformedInput, match="unexpected keys"):
+        TextModel.open(folder, backend="torch")
+
+
+def test_computed_values_and_other_parts_may_be_left_over(talking: Path, tmp_path: Path) -> None:
+    others = {
+        "vision_tower__layers__0__self_attn__q_proj__weight": np.ones((2, 2), np.float32),
+        "model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32),
+    }
+    EagerRunner(_changed(talking, tmp_path, {}, **others))
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "of another library"}}])
+def test_integers_without_a_quantization_are_refused(talking: Path, tmp_path: Path, config: dict[str, object]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes = load_file(talking / "model.safetensors")[name].astype(np.int8)
+    with pytest.raises(MalformedInput, match="1 weights that are integers"):
+        TextModel.open(_changed(talking, tmp_path, config, **{name.replace(".", "__"): codes}), backend="torch")
+
+
+def test_an_index_that_names_another_folder_is_refused(talking: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(talking, tmp_path / "model")
+    shutil.move(folder / "model.safetensors", tmp_path / "private.safetensors")
+    names = load_file(tmp_path / "private.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../private.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(MalformedInput, match="names the shard"):
+        TextModel.open(folder, backend="torch")
