@@ -56,7 +56,8 @@ BACKEND = (
         "--export/--no-export",
         "first_export",
         default=True,
-        help="Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights.  "
+        help="Whether a folder without graphs is exported once, into ~/.cache/llmconv, which links its weights, and a "
+        "training checkpoint converted there before.  "
         "[default: yes]",
     ),
     click.option(
@@ -170,7 +171,7 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
     """
     wanted = given.pop("first_export")
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
-    if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).is_dir():
+    if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
         return model
     from llmconv.generation.first_export import graphs_in_cache
 

@@ -1,7 +1,8 @@
 """Graphs for a plain model folder: exported once into the user's cache, where its weights are hard links.
 
-Nothing is written into the model's folder. The cache is keyed by the folder's path, the names, sizes, times and inodes
-of its files, and llmconv's version, so a changed model is exported anew, and its earlier graphs are removed.
+A training checkpoint is converted there before. Nothing is written into the model's folder. The cache is keyed by its
+path, the names, sizes, times and inodes of its files, and llmconv's version, so a changed model is exported anew, and
+its earlier graphs are removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.files.sources import files_under
 from llmconv.files.user_cache import UNFINISHED, unfinished_folder, user_cache
 from llmconv.output.manifest import MANIFEST
 from llmconv.progress import say
@@ -25,21 +27,23 @@ COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
 
 def graphs_in_cache(folder: Path) -> Path | None:
-    """The folder in the cache with the graphs of a model folder, made if it is missing.
+    """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
 
     Args:
-        folder: the model's.
+        folder: the model's, or a checkpoint.
 
     Returns:
-        None if `folder` is not a plain model folder: it has graphs, code of its own, or no weights in safetensors.
+        None if `folder` is neither: it has graphs, or code of its own.
 
     Raises:
         InputRefused: there is no cache, or it cannot have links to the weights.
-        LlmconvError: as `export`, with a hint at the other ways.
+        LlmconvError: as `export` and `to_hf`, with a hint at the other ways.
     """
-    if not _is_plain(folder):
+    kind = "" if _is_plain(folder) else _training_format(folder)
+    if not kind and not _is_plain(folder):
         return None
     instead = f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`"
+    instead = f"`llmconv to-hf {folder} -o OUT` converts it, `llmconv export OUT` makes graphs" if kind else instead
     try:
         cache = user_cache("exported")
     except InputRefused as error:
@@ -51,11 +55,14 @@ def graphs_in_cache(folder: Path) -> Path | None:
     if made.is_dir():
         say(f"`{folder}` has no graphs; those of an earlier run are in `{made}`")
         return made
-    say(f"`{folder}` has no graphs: they are exported once into `{made}`, which links the weights and copies none")
+    if kind:
+        say(f"`{folder}` is a training checkpoint (`{kind}`): it is converted and exported once into `{made}`")
+    else:
+        say(f"`{folder}` has no graphs: they are exported once into `{made}`, which links the weights and copies none")
     try:
         entries.mkdir(parents=True, exist_ok=True, mode=0o700)
         with unfinished_folder(entries) as unfinished:
-            _export(folder, unfinished / made.name)
+            (_convert if kind else _export)(folder, unfinished / made.name)
             for old in entries.iterdir():
                 if old != entry and not old.name.startswith(UNFINISHED):
                     shutil.rmtree(old, ignore_errors=True)
@@ -80,11 +87,26 @@ def _is_plain(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
+def _training_format(path: Path) -> str:
+    """The training format of a checkpoint; empty for graphs, an adapter, or what llmconv does not know."""
+    has_config = (path.parent / CONFIG).is_file() and path.suffix == WEIGHTS  # a file of a model folder
+    if path.suffix == ".onnx" or has_config or graph_entries(path) or single_pass_entries(path):
+        return ""
+    from llmconv.convert.opening.training_checkpoint import recognized  # noqa: PLC0415 - as in `_export`
+
+    found = recognized(path)[1]
+    return found.name if found else ""
+
+
 def _identity(folder: Path) -> str:
     """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
     known = [__version__]
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in (WEIGHTS, *COPIED):
+    near = (
+        folder if _is_plain(folder) else folder.parent if folder.is_file() else None
+    )  # a configuration may lie beside
+    files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
+    for path in [*files, *([] if near == folder else files_under(folder))]:
+        if path.is_file():
             found = path.stat()
             known.append(repr((path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)))
     return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
@@ -105,5 +127,22 @@ def _export(folder: Path, made: Path) -> None:
     except LlmconvError as error:
         error.message = error.message.replace(str(made), str(folder))
         error.hint = f"{error.hint.replace(str(made), str(folder))}; or give `--backend torch`"
+        error.args = (error.message,)
+        raise
+
+
+def _convert(path: Path, made: Path) -> None:
+    """Converts a checkpoint into a new folder, and exports there."""
+    from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
+    from llmconv.export import export  # noqa: PLC0415
+
+    way = f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"
+    try:
+        to_hf(path, made)
+        way = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
+        export(made)
+    except LlmconvError as error:
+        error.message = error.message.replace(str(made), str(path))
+        error.hint = f"{error.hint.replace(str(made), str(path))}; {way}"
         error.args = (error.message,)
         raise

@@ -14,6 +14,10 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 
+OWN_LENGTH = "model_max_length"
+"""Of tokenizers, and of Cohere's models, which declare a shorter `max_position_embeddings` (Command-R 8,192 of 131,072
+tokens); their rotary embedding has no table."""
+
 LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -22,6 +26,7 @@ LENGTHS = (
     "max_target_positions",
     "max_sequence_length",
     "seq_length",
+    OWN_LENGTH,
 )
 """Fields of `config.json`: the fourth of MPT, then of Whisper's decoder and of models with code of their own; most
 models with ALiBi or states have none."""
@@ -95,8 +100,8 @@ def length_switch(config: Mapping[str, Any]) -> LengthSwitch | None:
 
 def _declared(config: Mapping[str, Any]) -> int | None:
     """The length that a config declares, without scaling."""
-    length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
-    return length if length and 0 < length <= LONGEST else None
+    order = (OWN_LENGTH, *LENGTHS) if str(config.get("model_type")).startswith("cohere") else LENGTHS
+    return next((length for name in order if (length := _size(config.get(name)))), None)
 
 
 def _rotary(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.push
 import llmconv.verify
-from llmconv.cli.other_spellings import HINTS
+from llmconv.cli.other_spellings import HINTS, hint_for
 from llmconv.errors import UsageProblem
 from tests.cli.commands import CHECKPOINT, LEAVES, command
 
@@ -91,6 +92,67 @@ SEEDS = {
 def test_a_name_of_another_program_is_answered_with_ours(line: str) -> None:
     done = CliRunner().invoke(llmconv.cli.main, line.split())
     assert done.exit_code == 2 and SEEDS[line] in done.stderr.partition("hint: ")[2]
+
+
+SCRIPTS = {
+    "generate": """
+        config run_mode use_parallel predict_data load_checkpoint auto_trans_ckpt device_id device_num rank_id
+        predict_length predict_batch_size do_sample top_k top_p max_length batch_size model_name seq_length
+        tokenizer_path prefill_model_path increment_model_path config_path ge_config_path is_sample_acceleration
+        generated_time dynamic full_model_path model_type llama_config llama_type pretrained_path pretrained_type
+        quant n_gpus n-gpus max_seq_len model_parallel_size max_gen_len local_rank dist_on_itp master_port
+        image_path server_port model_name_or_path decode_strategy src_length data_file output_file inference_model
+        mode quant_type block_attn cachekv_int8 cachekv_int8_type lora_path prefix_path export_precache
+        tensor_parallel_degree chat_template use_flash_attention append_attn total_max_length name_or_path prompts
+        max_new_tokens max_batch_size num_return_sequences no_repeat_ngram_size use_cache eos_token_id pad_token_id
+        model_dtype autocast_dtype warmup trust_remote_code use_auth_token revision device_map attn_impl
+    """,
+    "chat": """
+        model_name_or_path pretrained_path llama_config tokenizer_path quant n_gpus device_id load_checkpoint config
+        system_prompt name_or_path lora_path stop_tokens max_seq_len
+    """,
+    "serve": """
+        model_name_or_path pretrained_path llama_config tokenizer_path quant n_gpus device_id load_checkpoint config
+        max_seq_len tensor_parallel_size model served_model_name flask_port base_port lora_path
+    """,
+    "to-hf": """
+        model input_path output_path reversed torch_ckpt_dir mindspore_ckpt_path mindspore_path src_checkpoint
+        dst_checkpoint src_strategy dst_strategy prefix world_size src_weights_path src_config_path tokenizer_path
+        dst_weights_path mixtral dst_config_path model_name_or_path pre_name device composer_path hf_output_path
+        output_precision local_checkpoint_save_location hf_repo_for_upload test_uploaded_model is_peft train_yaml
+    """,
+    "export": """
+        config run_mode model_dir output_path batch_size seq_length model_name_or_path inference_model quant_type
+        lora_path export_precache pretrained_model_name_or_path output_folder export_batch_size max_seq_len
+        verify_export from_pretrained tensor_parallel_degree load_checkpoint
+    """,
+    "merge-lora": """
+        model_name_or_path lora_path output_path merge_lora_model_path merge_model_path device low_gpu_mem
+        safe_serialization adapter_name_or_path base_model lora_model export_dir template finetuning_type
+        export_size base_ckpt_path lora_ckpt_path lora_scaling src_postfix dst_ckpt_path src_ckpt_path_or_dir
+        llama_type
+    """,
+}
+"""Options of the scripts of MindFormers, LLaMA2-Accessory, PaddleNLP, LLM Foundry and others, by the command that does
+their job."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_option_of_other_programs_is_answered_with_an_option_that_the_command_has(name: str) -> None:
+    known = {spelling for one in command(name).params for spelling in (*one.opts, *one.secondary_opts)}
+    hints = {option: hint_for(name, f"--{option}", known) for option in SCRIPTS[name].split()}
+    assert [option for option, hint in hints.items() if not hint and f"--{option}" not in known] == []
+
+
+def test_options_in_hints_exist() -> None:
+    """Those between backticks are of that command, or of the one that the hint names."""
+    for (name, _), hint in HINTS.items():
+        for quoted in re.findall(r"`([^`]+)`", hint):
+            words = quoted.removeprefix("llmconv ").split()
+            owner = words[0] if quoted.startswith("llmconv ") else name
+            for word in words:
+                if word.startswith("-") and owner != "hf":
+                    assert word in {o for p in command(owner).params for o in (*p.opts, *p.secondary_opts)}, hint
 
 
 def test_spellings_of_other_commands_are_not_options() -> None:

@@ -7,12 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import llmconv.cli
+from llmconv.convert import to_hf
+from llmconv.export import export
 from llmconv.generation.first_export import graphs_in_cache
 from tests.builders.chatting import save_chatting
+from tests.builders.torch_states import llama_state
 from tests.conftest import save_tiny
+
+CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +74,38 @@ def test_a_changed_model_is_exported_anew_and_the_old_graphs_are_removed(plain: 
     assert old is not None and new is not None and old != new
     assert not old.exists() and (new / "decode.onnx").is_file()
     assert (new / "model.safetensors").read_bytes() == content
+
+
+@pytest.mark.slow
+def test_a_training_checkpoint_is_converted_and_exported_once_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint = tmp_path / "run/ep4-ba2400-rank0.pt"
+    checkpoint.parent.mkdir()
+    shutil.copy(CHECKPOINT, checkpoint)
+    to_hf(checkpoint, tmp_path / "hf")
+    export(tmp_path / "hf")
+    first, again, folder, reference = (
+        generate(path) for path in (checkpoint, checkpoint, checkpoint.parent, tmp_path / "hf")
+    )
+    assert [done.exit_code for done in (first, again, folder, reference)] == [0] * 4, first.stderr
+    assert first.stdout == again.stdout == folder.stdout == reference.stdout
+    assert first.stderr.startswith(f"`{checkpoint}` is a training checkpoint (`composer`): it is converted")
+    assert again.stderr.startswith(f"`{checkpoint}` has no graphs; those of an earlier run are in `")
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+    old = graphs_in_cache(checkpoint)
+    os.utime(checkpoint, (1, 1))
+    assert graphs_in_cache(checkpoint) != old and old is not None and not old.exists()
+
+
+def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.save(llama_state(), tmp_path / "plain.pt")
+    done = generate(tmp_path / "plain.pt")
+    assert done.exit_code == 3 and "does not contain a model configuration" in done.stderr
+    assert f"`--config`; the command that has options for it is `llmconv to-hf {tmp_path / 'plain.pt'}" in done.stderr
+    assert not list((tmp_path / "cache").rglob("*.*"))
 
 
 @pytest.mark.slow
