@@ -2,7 +2,8 @@
 
 Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers'
 class (`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four
-times as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently.
+times as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently. Fewer
+key heads are repeated and a narrower MLP is filled with zeros (`mpt_tensors.py`), which computes the same.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         raise UnsupportedInput(
             f"`{source}` is an MPT of LLM Foundry that transformers' MPT cannot express: {options}", hint=HINT
         )
+    warnings += _larger(attention, _width(config, ffn, sizes), sizes)
     if attention.get("attn_pdrop"):
         warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
     kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}
@@ -146,9 +148,10 @@ def _of_attention(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dic
     """What of `attn_config` stands in the way: option to value."""
     found = _other_than(ATTENTION, attention, "attn_config.")
     kind = attention.get("attn_type", "multihead_attention")
-    heads = {"multihead_attention": sizes["n_heads"], "multiquery_attention": 1}
-    if not _known_attention(kind) or heads.get(kind, attention.get("kv_n_heads")) != sizes["n_heads"]:
+    if not _known_attention(kind):
         found["attn_config.attn_type"] = repr(kind)
+    elif not isinstance(heads := _key_heads(attention, sizes), int) or heads < 1 or sizes["n_heads"] % heads:
+        found["attn_config.kv_n_heads"] = repr(heads)
     if attention.get("kv_dim") not in (None, sizes["d_model"]):
         found["attn_config.kv_dim"] = repr(attention["kv_dim"])
     tuning = attention.get("attn_temperature_tuning")
@@ -192,11 +195,41 @@ def _of_mlp(config: Mapping[str, Any], ffn: Mapping[str, Any], sizes: Mapping[st
     activation = ffn.get("ffn_act_fn") or {"name": "gelu"}
     if activation not in ({"name": "gelu"}, {"name": "gelu", "approximate": "none"}):
         found["ffn_config.ffn_act_fn"] = repr(activation)
+    width, most = _width(config, ffn, sizes), 4 * sizes["d_model"]
+    if isinstance(width, bool) or not isinstance(width, int | float) or not 1 <= width <= most or width % 1:
+        named = "expansion_ratio" if ffn.get("ffn_hidden_size") is None else "ffn_config.ffn_hidden_size"
+        found[named] = repr(config.get("expansion_ratio") if named == "expansion_ratio" else width)
+    return found
+
+
+def _width(config: Mapping[str, Any], ffn: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """The width of the MLP inside, whatever its type."""
     hidden, ratio = ffn.get("ffn_hidden_size"), config.get("expansion_ratio", 4)
-    if hidden is not None and hidden != 4 * sizes["d_model"]:
-        found["ffn_config.ffn_hidden_size"] = repr(hidden)
-    elif hidden is None and ratio != 4:
-        found["expansion_ratio"] = repr(ratio)
+    if hidden is not None:
+        return hidden
+    return int(sizes["d_model"] * ratio) if isinstance(ratio, int | float) and 0 < ratio < MAX else ratio
+
+
+def _key_heads(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """The number of heads of keys and values, whatever its type."""
+    kind = attention.get("attn_type", "multihead_attention")
+    known = {"multihead_attention": sizes["n_heads"], "multiquery_attention": 1}
+    return known.get(kind, attention.get("kv_n_heads"))
+
+
+def _larger(attention: Mapping[str, Any], width: int, sizes: Mapping[str, int]) -> list[str]:
+    """Lines about what transformers' class has no smaller form of."""
+    heads, found = _key_heads(attention, sizes), []
+    if heads != sizes["n_heads"]:
+        found.append(
+            f"keys and values of {heads} heads are repeated for {sizes['n_heads']}, since transformers' MPT has as "
+            "many as queries: weights and caches are larger, and results the same"
+        )
+    if width != 4 * sizes["d_model"]:
+        found.append(
+            f"the MLP of width {int(width)} is filled up with zeros to {4 * sizes['d_model']}, the only width of "
+            "transformers' MPT: weights are larger, and results the same"
+        )
     return found
 
 

@@ -12,6 +12,7 @@ from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.mpt_tensors import enlarged
 from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_quantized
 from llmconv.convert.state_dicts.prefixes import NameMapping, map_names
 from llmconv.convert.tokenizers.source import read_tokenizer
@@ -89,6 +90,7 @@ def assemble(
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
         tensors, dropped = _native_tensors(file, settings, warnings, drop=bool(given.get("drop")))
+        tensors = enlarged(tensors, settings) if settings["model_type"] == "mpt" else tensors
         settings = as_loaded(tensors, settings)
     return Checkpoint(
         file.path,

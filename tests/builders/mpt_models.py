@@ -44,11 +44,21 @@ def random_state(config: dict[str, Any]) -> State:
     for layer in range(config["n_layers"]):
         block = f"transformer.blocks.{layer}."
         state |= {f"{block}norm_{i}.weight": 1 + 0.1 * torch.randn(width) for i in (1, 2)}
-        state[f"{block}attn.Wqkv.weight"] = 0.5 * torch.randn(3 * width, width)
+        keys = 2 * key_heads(config) * (width // config["n_heads"])
+        state[f"{block}attn.Wqkv.weight"] = 0.5 * torch.randn(width + keys, width)
         state[f"{block}attn.out_proj.weight"] = 0.5 * torch.randn(width, width)
-        state[f"{block}ffn.up_proj.weight"] = 0.3 * torch.randn(4 * width, width)
-        state[f"{block}ffn.down_proj.weight"] = 0.3 * torch.randn(width, 4 * width)
+        inner = config.get("ffn_config", {}).get("ffn_hidden_size") or int(config["expansion_ratio"] * width)
+        state[f"{block}ffn.up_proj.weight"] = 0.3 * torch.randn(inner, width)
+        state[f"{block}ffn.down_proj.weight"] = 0.3 * torch.randn(width, inner)
     return state | {"transformer.norm_f.weight": 1 + 0.1 * torch.randn(width)}
+
+
+def key_heads(config: dict[str, Any]) -> int:
+    """Number of heads of keys and values."""
+    kind = config["attn_config"].get("attn_type")
+    if kind == "grouped_query_attention":
+        return int(config["attn_config"]["kv_n_heads"])
+    return 1 if kind == "multiquery_attention" else int(config["n_heads"])
 
 
 def foundry_logits(state: State, config: dict[str, Any], ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -63,7 +73,7 @@ def foundry_logits(state: State, config: dict[str, Any], ids: torch.Tensor = IDS
             if name.startswith(block := f"transformer.blocks.{layer}.")
         }
         normed = functional.layer_norm(hidden, hidden.shape[-1:], part["norm_1.weight"], eps=epsilon)
-        mixed = _attend(normed @ part["attn.Wqkv.weight"].T, config["n_heads"], attention)
+        mixed = _attend(normed @ part["attn.Wqkv.weight"].T, config["n_heads"], key_heads(config), attention)
         hidden = hidden + mixed @ part["attn.out_proj.weight"].T
         normed = functional.layer_norm(hidden, hidden.shape[-1:], part["norm_2.weight"], eps=epsilon)
         hidden = hidden + functional.gelu(normed @ part["ffn.up_proj.weight"].T) @ part["ffn.down_proj.weight"].T
@@ -71,12 +81,15 @@ def foundry_logits(state: State, config: dict[str, Any], ids: torch.Tensor = IDS
     return hidden @ weights.get("lm_head.weight", weights["transformer.wte.weight"]).T
 
 
-def _attend(fused: torch.Tensor, heads: int, attention: dict[str, Any]) -> torch.Tensor:
+def _attend(fused: torch.Tensor, heads: int, key_heads: int, attention: dict[str, Any]) -> torch.Tensor:
     """Causal attention with ALiBi over `fused` queries, keys and values (layers/attention.py)."""
     if clip := attention.get("clip_qkv"):
         fused = fused.clamp(-clip, clip)
     batch, length, _ = fused.shape
-    query, key, value = (part.view(batch, length, heads, -1).transpose(1, 2) for part in fused.chunk(3, -1))
+    size = fused.shape[-1] // (heads + 2 * key_heads)
+    parts = fused.split([size * heads, size * key_heads, size * key_heads], -1)
+    query, key, value = (part.view(batch, length, -1, size).transpose(1, 2) for part in parts)
+    key, value = (part.repeat_interleave(heads // key_heads, 1) for part in (key, value))
     scale = attention.get("softmax_scale")
     scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]

@@ -27,6 +27,8 @@ def test_a_model_may_declare_none(tmp_path: Path) -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 def test_coheres_models_reach_the_length_of_their_tokenizer() -> None:
     """Command-R: 131,072 tokens, of which its other field says 8,192; in other families that is the model's own."""
     lengths = {"max_position_embeddings": 8192, "model_max_length": 131072}

@@ -17,7 +17,7 @@ from llmconv.convert.formats.composer.read import ComposerRun, branch, is_run, o
 from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.models.mpt_tensors import native_tensors
+from llmconv.convert.models.mpt_tensors import enlarged, native_tensors
 from llmconv.convert.models.trusted_code import OPTION, own_fields
 from llmconv.convert.peft_runs.outputs import (
     OPTIONS,
@@ -75,7 +75,8 @@ def _open_model(
         warnings += differences(embedded, base.config) if embedded and base else []
         settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
         if AUTO_MAP not in settings:
-            tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
+            if settings["model_type"] == "mpt":
+                tensors = enlarged(native_tensors(tensors, path.name), settings)
             settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}

@@ -83,6 +83,10 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "no norm_eps, as before July 2024": {name: value for name, value in CONFIG.items() if name != "norm_eps"},
     "layernorm": config_with(norm_type="LayerNorm"),
     "as many key heads as heads": config_with({"attn_type": "grouped_query_attention", "kv_n_heads": 3}),
+    "multi-query": config_with({"attn_type": "multiquery_attention"}),
+    "grouped": config_with({"attn_type": "grouped_query_attention", "kv_n_heads": 2, "clip_qkv": 1}, n_heads=4),
+    "a narrow MLP": config_with(expansion_ratio=2),
+    "a narrow MLP by its size": config_with(ffn_config={"ffn_hidden_size": 31}),
     "hidden size instead of ratio": config_with(
         expansion_ratio=2, ffn_config={"ffn_type": "mptmlp", "ffn_hidden_size": 96}
     ),
@@ -110,6 +114,13 @@ def test_options_that_are_carried_over_matter(attention: dict[str, Any]) -> None
     state = random_state(CONFIG)
     difference = foundry_logits(state, config_with(attention)) - foundry_logits(state, CONFIG)
     assert difference.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["multi-query", "grouped", "a narrow MLP"])
+def test_what_becomes_larger_is_a_warning(tmp_path: Path, name: str) -> None:
+    config = EXPRESSED[name]
+    warnings = open_training(save(tmp_path / "x.pt", random_state(config), config)).warnings
+    assert sum("results the same" in warning for warning in warnings) == 1
 
 
 def test_an_untied_head_is_kept(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
@@ -183,15 +194,15 @@ IN_THE_WAY: dict[str, tuple[dict[str, Any], str]] = {
     "qk_gn": (config_with({"qk_gn": True}), "`attn_config.qk_gn` True"),
     "prefix": (config_with({"prefix_lm": True}), "`attn_config.prefix_lm` True"),
     "softcap": (config_with({"attn_logit_softcapping": 30.0}), "`attn_config.attn_logit_softcapping` 30.0"),
-    "multi-query": (config_with({"attn_type": "multiquery_attention"}), "`attn_config.attn_type` 'multiquery"),
-    "grouped": (config_with({"attn_type": "grouped_query_attention", "kv_n_heads": 1}), "attn_type` 'grouped"),
+    "grouped": (config_with({"attn_type": "grouped_query_attention", "kv_n_heads": 2}), "`attn_config.kv_n_heads` 2"),
+    "no groups": (config_with({"attn_type": "grouped_query_attention"}), "`attn_config.kv_n_heads` None"),
     "foreign attention": (config_with({"attn_type": ["x"]}), "`attn_config.attn_type` ['x']"),
     "foreign option": (config_with({"new_thing": 3}), "`attn_config.new_thing` 3"),
     "temperature": (config_with({"attn_temperature_tuning": {"attn_scale": 0.1}}), "attn_temperature_tuning`"),
     "key width": (config_with({"kv_dim": 8}), "`attn_config.kv_dim` 8"),
     "biases": (config_with(no_bias=False), "`no_bias` False"),
     "biases of attention": (config_with(attention_bias=True), "`attention_bias` True"),
-    "expansion": (config_with(expansion_ratio=2), "`expansion_ratio` 2"),
+    "expansion": (config_with(expansion_ratio=5), "`expansion_ratio` 5"),
     "hidden size": (config_with(ffn_config={"ffn_hidden_size": 99}), "`ffn_config.ffn_hidden_size` 99"),
     "glu": (config_with(ffn_config={"ffn_type": "mptglu"}), "`ffn_config.ffn_type` 'mptglu'"),
     "activation": (
@@ -205,7 +216,6 @@ IN_THE_WAY: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim": (config_with(head_dim=16), "`head_dim` 16"),
     "layers of another library": (config_with(fc_type={"name": "mine"}), "`fc_type` {'name': 'mine'}"),
     "two epsilons": (config_with(layer_norm_epsilon=1e-6), "`norm_eps` 1e-05 next to `layer_norm_epsilon` 1e-06"),
-    "old multi-query": (old_config(multiquery_attention=True), "`attn_config.attn_type` 'multiquery_attention'"),
 }
 
 
