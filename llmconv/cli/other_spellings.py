@@ -19,7 +19,13 @@ TALKING = ("generate", "chat", "serve")
 STAGES = (
     "`llmconv export --stages N` divides the graphs, and `--stage-at` and `[stage N]` of `--session-config` place them"
 )
-DEVICES = ("--n_gpus", "--model_parallel_size", "--tensor_parallel_degree", "--tensor_parallel_size", "--device_num")
+DEVICES: tuple[str, ...] = (
+    "--n_gpus",
+    "--model_parallel_size",
+    "--tensor_parallel_degree",
+    "--tensor_parallel_size",
+    "--device_num",
+)
 DEVICES += ("--use_parallel", "--rank_id", "--local_rank", "--dist_on_itp", "--master_port")
 OF_MODEL = "leave it out: what the model is stands in its folder, for a checkpoint see `llmconv to-hf`"
 KINDS = ("--llama_config", "--llama_type", "--model_name", "--model_type", "--auto_trans_ckpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def _attend(fused: torch.Tensor, heads: int, key_heads: int, attention: dict[str
         fused = fused.clamp(-clip, clip)
     batch, length, _ = fused.shape
     size = fused.shape[-1] // (heads + 2 * key_heads)
-    parts = fused.split([size * heads, size * key_heads, size * key_heads], -1)
+    firsts = (0, size * heads, size * (heads + key_heads), size * (heads + 2 * key_heads))
+    parts = [fused[..., start:stop] for start, stop in pairwise(firsts)]
     query, key, value = (part.view(batch, length, -1, size).transpose(1, 2) for part in parts)
     key, value = (part.repeat_interleave(heads // key_heads, 1) for part in (key, value))
     scale = attention.get("softmax_scale")
