@@ -154,6 +154,7 @@ def _make(
     given: ExportOptions,
 ) -> Exported:
     """Traces the graphs, makes all files, and writes them unless this is a dry run."""
+    language_model.require_fit(checkpoint, next(iter(plan.specs.values())).task)
     with progress_step(f"tracing layers of {depth(language_model.config)}"):
         graphs, traced_layers = language_model.trace(plan.specs)
     weights = folder.weights()

@@ -25,20 +25,25 @@ from llmconv.export.tracing.fake_model import (
     refusing,
     shortened,
 )
+from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.export.tracing.multimodal import (
     WITHOUT,
     TensorNaming,
     alone,
     find_naming,
 )
+from llmconv.export.tracing.text_models import conversions_of
 from llmconv.export.vision.graph import build_vision
 from llmconv.export.vision.towers import VISION_TOWERS
+from llmconv.export.weights.bind import missing_key, require_shape
+from llmconv.export.weights.parameter_sources import expressions
 from llmconv.progress import say
 from llmconv.runtime.eager.float32_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.images.placeholders import placeholders
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
+from llmconv.tensors import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,38 @@ class LanguageModel:
         patterns = {re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) + "$" for name in own}
         patterns |= {planned.pattern} if planned else set()
         return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns))) if patterns else None
+
+    def require_fit(self, tensors: Mapping[str, LazyTensor], task: str) -> None:
+        """Refuses what headers show before a trace: another width, or layers without any tensor.
+
+        The weights of a multi-modal checkpoint are compared after the trace alone, as all others are again.
+
+        Args:
+            tensors: of the checkpoint.
+            task: of the graphs, see `GraphSpec`.
+
+        Raises:
+            InputRefused: the tensors are not those of the config's layers and embeddings.
+            UnsupportedInput: transformers cannot build the model.
+        """
+        if self.naming:
+            return
+        with refusing("trace this model"):
+            model = build(self.config, task=task)
+            layers = f"{layers_name(model)}."
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stored = {name: tensor.shape for name, tensor in tensors.items()}
+        found = expressions(shapes, stored, conversions_of(model), model.base_model_prefix)
+        inner = [name for name, _ in model.named_parameters() if name.startswith(layers)]
+        numbers = {name: name.removeprefix(layers).partition(".")[0] for name in inner}
+        present = {numbers[name] for name in inner if name in found}
+        for name in inner:
+            if numbers[name] not in present:
+                raise missing_key(name)
+        table = model.get_input_embeddings().weight
+        for name, parameter in model.named_parameters():
+            if name in found and (name in numbers or parameter is table):
+                require_shape(name, shapes[name], found[name])
 
     def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
         """Graphs by role, their weights still inputs, and the number of layers that were traced.

@@ -53,12 +53,7 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
     matches = {name: _require(name, found, traced) for name in traced.weights}
     for name, expression in matches.items():
-        if expression.shape != shapes[name]:
-            raise InputRefused(
-                f"shape mismatch for `{name}`: expected {list(shapes[name])} by `config.json`, "
-                f"got {list(expression.shape)} from `{next(iter(leaves(expression))).name}`",
-                hint="the weights and the config are of different models",
-            )
+        require_shape(name, shapes[name], expression)
         for source in leaves(expression):
             require_dtype(source.name, own[source.name])
     known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
@@ -183,7 +178,31 @@ def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) 
     for spelling in (traced.tied.get(name), name):
         if spelling is not None and spelling in found:
             return found[spelling]
-    raise InputRefused(
+    raise missing_key(name)
+
+
+def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> None:
+    """Refuses a source of another shape than the parameter has.
+
+    Args:
+        name: of the parameter.
+        shape: of the parameter.
+        source: what it is made of.
+
+    Raises:
+        InputRefused: the shapes differ.
+    """
+    if source.shape != shape:
+        raise InputRefused(
+            f"shape mismatch for `{name}`: expected {list(shape)} by `config.json`, "
+            f"got {list(source.shape)} from `{next(iter(leaves(source))).name}`",
+            hint="the weights and the config are of different models",
+        )
+
+
+def missing_key(name: str) -> InputRefused:
+    """The error of a parameter that no tensor is for."""
+    return InputRefused(
         f"missing keys: `{name}`",
         hint="the weights are not of the model that `config.json` describes; convert the folder again",
     )
