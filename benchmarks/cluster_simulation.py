@@ -13,9 +13,8 @@ from typing import Any
 from benchmarks.cluster import Cluster, Outcome, Simulation, Sizes
 from benchmarks.measure import Target, report
 from benchmarks.scale_out import shards_of
-from llmconv.files.mirror.chunk_cache import AHEAD
-from llmconv.files.mirror.chunk_file import CHUNK, LIMIT
 from llmconv.files.mirror.mirror_folder import REQUESTS_AT_ONCE
+from llmconv.files.mirror.mirrored_file import AHEAD, CHUNK, LIMIT
 from llmconv.output.plan import Shard
 from llmconv.output.work import Part
 from llmconv.stores.object_store import PARTS_AT_ONCE, SMALL_AT_ONCE, part_bytes

@@ -25,8 +25,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
 from llmconv.output.manifest import step, steps_of_weights
-from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
-from llmconv.output.sharding import KEEP
+from llmconv.output.plan import KEEP, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.writer import Place, check_output, write_checkpoint
 from llmconv.progress import warn_all
 

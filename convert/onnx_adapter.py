@@ -9,9 +9,8 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import ADAPTER_CONFIG
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
-from llmconv.files.output_parents import parents_made, require_parents
 from llmconv.files.paths import Written, output_path
-from llmconv.files.safe_folder import Folder
+from llmconv.files.safe_folder import Folder, parents_made, require_parents
 from llmconv.files.sources import fetches, local_path
 
 SUFFIX = ".onnx_adapter"

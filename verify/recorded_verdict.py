@@ -9,10 +9,15 @@ from pathlib import Path
 
 from llmconv.errors import LlmconvError
 from llmconv.files.hub import source_name
-from llmconv.output.judged_files import WeightFile, graph_sha256, weight_file
 from llmconv.output.manifest import MANIFEST, VERIFIED, read_manifest
-from llmconv.output.record_in_manifest import record_in_manifest
-from llmconv.output.recorded_verdict import RecordedVerdict, parse_verdict
+from llmconv.output.recorded_verdict import (
+    RecordedVerdict,
+    WeightFile,
+    graph_sha256,
+    parse_verdict,
+    record_in_manifest,
+    weight_file,
+)
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.vision import VISION

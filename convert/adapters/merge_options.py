@@ -14,7 +14,7 @@ from llmconv.convert.models.dtype import check_dtype
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name
 from llmconv.files.sources import local_path
-from llmconv.output.sharding import KEEP
+from llmconv.output.plan import KEEP
 
 
 class MergeOptions(TypedDict, total=False):

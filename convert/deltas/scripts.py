@@ -25,8 +25,7 @@ from llmconv.convert.models.dtype import with_dtype
 from llmconv.convert.models.tied_head import find_embedding, find_head, is_tied
 from llmconv.errors import UnsupportedInput, listing
 from llmconv.files.torch.writer import torch_pieces
-from llmconv.output.plan import Plan, Shard, json_bytes, parse_size
-from llmconv.output.sharding import by_size
+from llmconv.output.plan import Plan, Shard, by_size, json_bytes, parse_size
 from llmconv.tensors import LazyTensor
 
 WITHOUT = "extract an exact delta, without `--to`"

@@ -19,9 +19,9 @@ from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.files.safe_folder import Folder, Link, WritableContent
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.output.io_errors import failing_safely
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.output.streaming import failing_safely
 from llmconv.progress import say
 from llmconv.tensors import Array
 

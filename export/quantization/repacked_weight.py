@@ -12,8 +12,7 @@ from llmconv.export.quantization.block_rounding import pack
 from llmconv.export.quantization.quantized_tensor import CODES, ORDER, SCALES, ZEROS
 from llmconv.export.quantization.stored_scales import require_kept, squares_lost, stored_scales
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.quantized_weights.integer_codes import IntegerCodes
-from llmconv.quantized_weights.packed_weight import tiled
+from llmconv.quantized_weights.packed_weight import IntegerCodes, tiled
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
 
 

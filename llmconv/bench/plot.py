@@ -12,8 +12,8 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
+from llmconv.files.safe_folder import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from llmconv.argument_checks import checked
 from llmconv.bench.measurement import BenchResult, Measurement
-from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
+from llmconv.files.safe_folder import replace_file
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 

@@ -119,8 +119,7 @@ def command(
 
 def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
     """Checks the output files before anything is measured."""
-    from llmconv.files.output_parents import require_parents
-    from llmconv.files.safe_folder import require_plain
+    from llmconv.files.safe_folder import require_parents, require_plain
 
     if csv_file and csv_file == plot_file:
         raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give two different names")

@@ -86,7 +86,7 @@ def command(
 
 def _run(file: RunFile, report: Path | None, **choices: Any) -> list[Outcome]:
     """Does the steps and writes the report, as the only run of the file."""
-    from llmconv.files.report_folder import require_writable
+    from llmconv.files.safe_folder import require_writable
     from llmconv.steps import summary
     from llmconv.steps.execution import REPORT_FILES, Execution
     from llmconv.steps.run_lock import run_lock

@@ -15,9 +15,8 @@ import numpy as np
 from llmconv.argument_checks import checked
 from llmconv.embedding.embedder import RESULTS, Embedder
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
-from llmconv.files.named_file import replace_file
-from llmconv.files.output_parents import require_parents
 from llmconv.files.paths import Written
+from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
 from llmconv.tensors import Array
 

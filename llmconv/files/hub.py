@@ -11,7 +11,7 @@ from pathlib import Path
 from llmconv.errors import InputRefused, listing
 from llmconv.files.mirror.hub_files import mirror_hub
 from llmconv.hub.address import HubAddress
-from llmconv.hub.problems import hub_refusal
+from llmconv.hub.repository import hub_refusal
 
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")

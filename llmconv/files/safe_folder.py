@@ -14,14 +14,16 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO, Self
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, OutputFailed
+from llmconv.progress import say
 
 TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
 """Names of files being written; a killed run leaves them, and the next run removes them."""
@@ -385,3 +387,143 @@ def _same(one: os.stat_result, other: os.stat_result | None) -> bool:
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
+
+
+NAME_MAX = 255
+"""Maximum bytes of a file's name."""
+
+
+def replace_file(path: Path, content: WritableContent) -> None:
+    """Replaces one file that the user named, durably and in one step.
+
+    Args:
+        path: of the file; missing folders above it are made.
+        content: of the file.
+
+    Raises:
+        InputRefused: it is a link, a folder, a pipe or a device.
+        OSError: writing failed; the old file is unchanged.
+    """
+    with parents_made(path), Folder.open(path.parent) as folder:
+        require_plain(path)
+        folder.write_together({path.name: content})
+
+
+def is_inner(name: str) -> bool:
+    """Whether `name` is `a` or `a/b`, without parts such as `..` that lead elsewhere."""
+    parts = name.split("/")
+    is_short = all(len(part.encode("utf-8", "replace")) <= NAME_MAX for part in parts)
+    return len(parts) <= 2 and is_short and not {"", ".", ".."} & {*parts} and "\0" not in name
+
+
+PROBE = 4 << 20
+"""Bytes of free space that a report must have; the reports of the largest models are almost as large."""
+
+HINT = "give another folder to `--report`"
+
+
+def require_writable(folder: Path, names: Iterable[str]) -> None:
+    """Checks before a run whether its report can be written, and removes an older report.
+
+    Otherwise a run that fails before it writes its report would leave the report of another run.
+
+    Args:
+        folder: for the report; it may be missing.
+        names: of the report's files.
+
+    Raises:
+        InputRefused: the folder, or one above it, is a file, or a name in it is neither a file nor a link.
+        OutputFailed: the folder is not writable, or the disk is full.
+    """
+    require_parents(folder)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise InputRefused(f"`{folder}` is not a folder, so no report can be written there", hint=HINT)
+    try:
+        with TemporaryFile(dir=existing) as file:
+            file.write(b"\0" * PROBE)
+            file.flush()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    if existing == folder.absolute():
+        with Folder.open(folder) as home:
+            found = [*names]
+            for name in found:
+                home.require_replaceable(name)
+            for name in filter(home.find, found):
+                home.remove(name)
+
+
+def unwritable(folder: Path, error: OSError) -> OutputFailed:
+    """The error of a report that could not be written."""
+    return OutputFailed(f"cannot write the report to `{folder}`: {error.strerror}", hint=HINT)
+
+
+def require_parents(output: Path) -> None:
+    """Requires that the folders above a file or folder to write exist or can be made.
+
+    Raises:
+        InputRefused: one of them is a file or a broken link; or `output` is the root of the file system.
+    """
+    above = next((path for path in output.absolute().parents if os.path.lexists(path)), None)
+    if above is None:
+        raise InputRefused(f"`{output}` is the root of the file system", hint="choose a path in it")
+    if not above.is_dir():
+        raise InputRefused(
+            f"`{above}` is not a folder, so `{output}` cannot be written", hint="choose a path in another folder"
+        )
+
+
+@contextmanager
+def parents_made(output: Path) -> Iterator[None]:
+    """The missing folders above a file or folder to write; those that were made are reported at the end.
+
+    If what is done with them fails, they are removed again, unless something is in them.
+
+    Args:
+        output: file or folder.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    made: list[Path] = []
+    try:
+        for folder in reversed([path for path in output.parents if not path.is_dir()]):
+            try:
+                folder.mkdir()
+                made.append(folder)
+            except FileExistsError:  # another process made it, or it is `a/..`
+                if not folder.is_dir():
+                    raise
+        yield
+    except BaseException:
+        _remove_empty(made)
+        raise
+    if made:
+        say(f"made `{made[-1]}`")
+
+
+@contextmanager
+def folder_made(folder: Path) -> Iterator[None]:
+    """A folder for several files, and the missing ones above it, as `parents_made`; the folder itself is not reported.
+
+    Args:
+        folder: it may exist.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with parents_made(folder):
+        made = [] if folder.is_dir() else [folder]
+        folder.mkdir(exist_ok=True)
+        try:
+            yield
+        except BaseException:
+            _remove_empty(made)
+            raise
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in reversed(folders):
+        with suppress(OSError):  # something is in it
+            folder.rmdir()

@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files.output_parents import parents_made, require_parents
 from llmconv.files.paths import Written, output_path
-from llmconv.files.safe_folder import Folder, require_plain
+from llmconv.files.safe_folder import Folder, parents_made, require_parents, require_plain
 from llmconv.generation.completions import Completion
 from llmconv.generation.prompts import Prompt
 from llmconv.output.streaming import write_fully

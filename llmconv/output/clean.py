@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from llmconv.errors import InputRefused
 from llmconv.output.manifest import MANIFEST, parse_manifest
-from llmconv.output.store_claim import CLAIM, JOURNAL, SMALL, Claim, read_claim
+from llmconv.output.store_folder import CLAIM, JOURNAL, SMALL, Claim, read_claim
 from llmconv.stores.address import StoreAddress, is_store_address, parse_address
-from llmconv.stores.connection import abort_uploads, open_uploads
-from llmconv.stores.object_store import ObjectStore
+from llmconv.stores.object_store import ObjectStore, abort_uploads, open_uploads
 
 
 @dataclass(frozen=True)

@@ -3,32 +3,41 @@
 Each shard is made in a temporary file and sent, and the file is deleted: the disk has to hold one shard. Nobody sees
 what was sent until a single commit names it, together with the small files and the manifest. `--resume` reads in the
 journal which shards were sent and asks the Hub whether it still has them; these are not computed again.
+
+UploadJournal: what an upload has sent so far, in `~/.cache/llmconv/uploads/`, where the shard to send is made, too.
+
+KEY.jsonl                 one line per file that the Hub has: name, size, sha256; locked while a run is at work
+    .llmconv-….part           the shard that is being made or sent
+
+It contains neither tensors nor credentials; the entries of an unfinished upload are worth nothing to anyone else.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from llmconv.checkpoint import parse_object
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput
-from llmconv.files import page_cache
-from llmconv.files.safe_folder import Link
+from llmconv.files import source_file
+from llmconv.files.safe_folder import Folder, Link, NewFile, is_inner
+from llmconv.files.user_cache import user_cache
 from llmconv.hub.address import HubAddress
 from llmconv.hub.repository import HubRepository, sent
 from llmconv.hub.state import FileDigest, digest_of, file_digest
-from llmconv.output.hub_contents import foreign_weights, manifest_of, replaced_files, require_own_weights
-from llmconv.output.io_errors import failing_safely
 from llmconv.output.local_folder import require_space
-from llmconv.output.manifest import MANIFEST, Manifest, file_entry
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, parse_manifest
 from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.output.plan import Plan, Shard
-from llmconv.output.streaming import stream_shard
-from llmconv.output.unchanged_file import check_copy, require_unchanged
-from llmconv.output.upload_journal import UploadJournal, uploads_folder
+from llmconv.output.streaming import check_copy, failing_safely, require_unchanged, stream_shard
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -219,7 +228,7 @@ class UnfinishedCommit:
 
     def release(self, name: str, sources: Sequence[Path]) -> None:
         """See `UnfinishedOutput`."""
-        page_cache.forget(sources)
+        source_file.forget(sources)
 
     def write_file(self, name: str, content: bytes | Link) -> None:
         """Keeps a small file for `commit`; see `UnfinishedOutput`."""
@@ -256,3 +265,135 @@ class UnfinishedCommit:
             return {}
         config = parse_object(self._contents.get(CONFIG, b"{}"), CONFIG)
         return {CARD: model_card(manifest, config, self.target.address.repository)}
+
+
+PAGES = re.compile(r"(?:README|LICEN[CS]E|NOTICE|USE_POLICY|CITATION)[^/]*|\.git(?:attributes|ignore)", re.IGNORECASE)
+"""Files about a repository, not of its model: they are kept, or replaced by those that the user wrote."""
+
+WEIGHTS = re.compile(
+    r".*\.(?:safetensors|bin|pth?|ckpt|onnx|onnx[._]data|gguf|h5|msgpack|npz|distcp|pdparams)(?:\.index\.json)?"
+)
+
+
+def manifest_of(repository: HubRepository) -> Manifest:
+    """The manifest at the head of a branch, an empty one without."""
+    content = repository.read(MANIFEST)
+    return Manifest() if content is None else parse_manifest(content)
+
+
+def foreign_files(repository: HubRepository) -> set[str]:
+    """Files that llmconv did not make, without those about the repository."""
+    made = {MANIFEST, *manifest_of(repository).files}
+    return {name for name in repository.state.files if name not in made and not PAGES.fullmatch(name)}
+
+
+def foreign_weights(repository: HubRepository) -> list[str]:
+    """Weights that llmconv did not make, sorted."""
+    return sorted(name for name in foreign_files(repository) if WEIGHTS.fullmatch(name))
+
+
+def require_own_weights(repository: HubRepository) -> None:
+    """Refuses a branch with weights of others, which would be one model with those of the output.
+
+    A branch that does not exist yet begins as a copy of `main`, and its first commit may delete them.
+
+    Raises:
+        InputRefused: there are such weights.
+    """
+    if repository.state.has_branch and (weights := foreign_weights(repository)):
+        raise InputRefused(
+            f"`{repository.address}` contains `{weights[0]}`, which llmconv did not make",
+            hint="choose another repository or a new branch (`org/name@branch`), or delete it there yourself",
+        )
+
+
+def replaced_files(repository: HubRepository, names: Collection[str]) -> list[str]:
+    """Files to delete, since the output with the files `names` replaces the one that they belong to."""
+    old = [name for name in manifest_of(repository).files if name in repository.state.files]
+    inherited = [] if repository.state.has_branch else foreign_weights(repository)
+    return sorted({*old, *inherited} - {*names})
+
+
+JOURNAL_BYTES = 64 << 20
+"""Largest size, in bytes, of a journal that is read."""
+
+
+def uploads_folder() -> Path:
+    """The folder of journals and of shards to send: `$XDG_CACHE_HOME/llmconv/uploads`.
+
+    Raises:
+        InputRefused: the user has no cache.
+    """
+    return user_cache("uploads")
+
+
+class UploadJournal:
+    """The journal of one upload, which it locks.
+
+    Args:
+        key: fingerprint of inputs, options and place.
+        resume: keep the entries of an interrupted run.
+
+    Raises:
+        OutputFailed: another run has locked it.
+    """
+
+    def __init__(self, key: str, *, resume: bool) -> None:
+        home = uploads_folder()
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
+        self._folder = Folder.open_own(home)
+        self._folder.sweep()
+        self._file = self._locked()
+        self.entries = self._read() if resume else {}
+        self._write()
+
+    def _locked(self) -> BinaryIO:
+        file = self._folder.open_to_append(self._name)
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise OutputFailed("another run uploads the same output", hint="wait until it has ended") from error
+        return file
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        content = self._folder.read(self._name, JOURNAL_BYTES) or b""
+        found = {}
+        for line in content.splitlines():
+            try:
+                name, size, sha256 = json.loads(line)
+            except (ValueError, TypeError, RecursionError):  # cut off by a crash
+                continue
+            if isinstance(name, str) and is_inner(name) and isinstance(size, int) and _is_sha256(sha256):
+                found[name] = {"bytes": size, "sha256": sha256}
+        return found
+
+    def _write(self) -> None:
+        os.ftruncate(self._file.fileno(), 0)
+        for name, entry in self.entries.items():
+            self._append(name, entry)
+
+    def add(self, name: str, entry: dict[str, Any]) -> None:
+        """Records that the Hub has a file."""
+        self.entries[name] = entry
+        self._append(name, entry)
+
+    def _append(self, name: str, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps([name, entry["bytes"], entry["sha256"]]).encode() + b"\n")
+        os.fsync(self._file.fileno())
+
+    def new_file(self) -> NewFile:
+        """An empty file to write; it is removed at the end of the block."""
+        return self._folder.begin("shard")
+
+    def close(self, *, keep: bool) -> None:
+        """Unlocks the journal, and removes it unless an interrupted run is to `keep` it."""
+        if not keep:
+            self._folder.remove(self._name)
+        self._file.close()
+        self._folder.close()
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and not set(value) - set("0123456789abcdef")

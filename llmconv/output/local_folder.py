@@ -1,19 +1,45 @@
-"""LocalFolder: a folder on this machine as a Destination."""
+"""LocalFolder: a folder on this machine as a Destination.
+
+StagedFolder: a hidden folder next to OUT that becomes OUT in one rename.
+
+.OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
+    └── commit: fsync, then rename to OUT (exchanged in one call where OUT exists and `--overwrite` was given)
+
+A reader never sees a partial OUT. After kill -9 the folder is either gone, or `--resume` continues it.
+
+SharedFolder: the partial folder of a local output while several processes, perhaps of several hosts, write shards.
+
+.OUT.llmconv-partial/     lock (shared), finished files, journal-<hash of a name>.jsonl for each of them
+
+None of them publishes: a StagedFolder does, which gets the lock only when they have ended.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Collection, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, OutputFailed
+from llmconv.files import source_file
 from llmconv.files.copying import can_clone
-from llmconv.output.existing_folder import bytes_held, is_complete, require_free
-from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
-from llmconv.output.plan import Plan
-from llmconv.output.shared_staging import SharedFolder, signature
-from llmconv.output.staging import StagedFolder
+from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner, parents_made, require_parents
+from llmconv.files.sources import PARTIAL
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.output.plan import Plan, Shard
+from llmconv.output.streaming import check_copy, copy_unchanged, failing_safely, stream_shard
+from llmconv.progress import say
 
 
 @dataclass(frozen=True)
@@ -108,3 +134,454 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
             f"no space left: `{output}` needs {needed:,} bytes, {usage.free:,} are free",
             hint="free some space, or choose an output on another disk",
         )
+
+
+JOURNAL = "journal.jsonl"
+JOURNALS = "journal*.jsonl"
+"""The journal of a run, and those of the processes that work for one; see `shared_staging`."""
+
+SIGNATURE = "signature"
+"""Field of a journal entry: what identifies the file on this machine without reading it."""
+
+LOCK = "lock"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
+JOURNAL_BYTES = 256 << 20
+
+
+class StagedFolder:
+    """Builds a hidden folder and commits it by rename.
+
+    Args:
+        output: the folder to make.
+        key: fingerprint of sources and options; a journal with another key is not resumed.
+        overwrite: an existing `output` may be replaced.
+        resume: keep finished files of an interrupted run with the same key.
+        trusts: the signature of a file; one whose signature is that of its journal entry is not hashed again.
+
+    Raises:
+        InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
+            `require_free` for asking before.
+        OutputFailed: another run has locked the folder, or any I/O fails (finished files stay for `--resume`).
+    """
+
+    lock_kind = fcntl.LOCK_EX
+    """`flock(2)`: one run at a time."""
+
+    def __init__(
+        self, output: Path, *, key: str, overwrite: bool, resume: bool, trusts: Callable[[Path], object] | None = None
+    ) -> None:
+        self.output = output
+        self.path = partial_folder(output)
+        self.finished: dict[str, dict[str, Any]] = {}
+        self._key, self._overwrite = key, overwrite
+        self._resume, self._trusts = resume, trusts
+        self._lock = -1
+        self._left = False
+
+    def __enter__(self) -> StagedFolder:
+        with ExitStack() as stack, failing_safely():
+            stack.enter_context(parents_made(self.path))
+            self._folder = stack.enter_context(_open_partial(self.path))
+            stack.callback(self._close_lock)
+            self._take_lock()
+            self._open_journal()
+            self._disposable, self._open = self._folder, stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
+        try:
+            resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
+            if not self._left and not (resumable and self.finished) and self._disposable.is_at(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            self._open.__exit__(kind, error, trace)
+
+    def leave(self) -> None:
+        """Keeps the folder for other processes; see `UnfinishedOutput`."""
+        self._left = True
+
+    def _close_lock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take_lock(self) -> None:
+        """Locks the file and, where supported, the folder: a run removes the file shortly before it ends."""
+        found = self._folder.find(LOCK)
+        if found and not stat.S_ISREG(found.st_mode):
+            self._folder.remove(LOCK)
+        self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
+        try:
+            fcntl.flock(self._lock, self.lock_kind | fcntl.LOCK_NB)
+            _lock_folder(self._folder.descriptor, self.lock_kind)
+        except BlockingIOError as error:
+            raise self._taken() from error
+        if not self._folder.is_at(self.path):
+            raise self._taken()
+
+    def _taken(self) -> OutputFailed:
+        return OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")
+
+    def _open_journal(self) -> None:
+        if self._resume:
+            self.finished = self._read_journal()
+            if not (self.finished or self._trusts) and (self.path / JOURNAL).is_file():
+                say("nothing to resume: no finished file, or other inputs or options; starting over")
+        kept = {self.path / name for name in (*self.finished, LOCK)}
+        for item in sorted(self.path.rglob("*"), reverse=True):
+            if item.is_dir() and not item.is_symlink():
+                if not any(item in path.parents for path in kept):
+                    item.rmdir()
+            elif item not in kept:
+                item.unlink()
+        self._folder.write(JOURNAL, self._encode_journal())
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        """The finished files whose sha256 is unchanged, of all journals with this key."""
+        lines = [line for path in sorted(self.path.glob(JOURNALS)) for line in self._lines(path.name)]
+        return {line.pop("file"): _entry(line) for line in lines if self._intact(line)}
+
+    def _lines(self, journal: str) -> list[Any]:
+        """The entries of a journal; none if the key differs."""
+        try:
+            text = (self._folder.read(journal, JOURNAL_BYTES) or b"").decode()
+            lines = [json.loads(line) for line in text.splitlines()]
+        except (ValueError, RecursionError):
+            return []
+        return lines[1:] if lines and lines[0] == {"key": self._key} else []
+
+    def _intact(self, line: Any) -> bool:
+        if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
+            return False
+        try:
+            if self._trusts and self._trusts(self.path / name) == line.get(SIGNATURE, ()):
+                return True
+            with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
+                same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
+                return same and bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
+        except (OSError, InputRefused):
+            return False
+
+    def _encode_journal(self) -> bytes:
+        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Records in the journal that the file `name` is complete on the disk."""
+        self.finished[name] = entry
+        with failing_safely():
+            self._folder.write(JOURNAL, self._encode_journal())
+
+    def make_shard(self, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Copies or streams one file and returns its manifest entry; see `UnfinishedOutput`."""
+        with failing_safely(), self.new_file(shard.name) as new:
+            entry = copy_unchanged(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
+            new.place()
+        if shard.copy_of:
+            check_copy(self.path / shard.name, shard)
+        return entry
+
+    def release(self, name: str, sources: Sequence[Path]) -> None:
+        """Gives back the pages of the file `name` and of the sources; see `UnfinishedOutput`."""
+        source_file.forget([self.path / name, *sources])
+
+    @contextmanager
+    def new_file(self, name: str) -> Iterator[NewFile]:
+        """The file `name`, such as `a` or `rank_0/a`, to write; the caller calls `place`."""
+        assert is_inner(name), name
+        with self._folder.holding(name, make=True) as (folder, last), folder.begin(last) as new:
+            yield new
+
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        """Writes one small file, or a relative symbolic link; see `new_file` for `name`."""
+        assert is_inner(name), name
+        with failing_safely():
+            self._folder.write_together({name: content})
+            self.record(name, file_entry(content) if isinstance(content, bytes) else link_entry(content.target))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Adds the manifest and makes the folder visible as `output`."""
+        manifest.files = dict(self.finished)
+        with failing_safely():
+            for folder in {(self.path / name).parent for name in self.finished} - {self.path}:
+                sync_folder(folder)
+            self._folder.write(MANIFEST, manifest.encode())
+            self._folder.remove(JOURNAL)
+            self._folder.remove(LOCK)
+            self._publish()
+            sync_folder(self.path.parent)
+
+    def _publish(self) -> None:
+        """Renames; OUT may have appeared since the run began, or the partial folder may have been moved."""
+        if not self._folder.is_at(self.path):
+            raise OutputFailed(
+                f"`{self.path}` was moved or replaced while `{self.output}` was being made",
+                hint="write to a folder that no other process changes",
+            )
+        if self._overwrite and os.path.lexists(self.output):
+            require_free(self.output, overwrite=True)
+            replaced = self._open.enter_context(Folder.open_own(self.output))
+            rename_at(self.path, self.output, RENAME_EXCHANGE)
+            self._disposable = replaced
+            return
+        try:
+            rename_at(self.path, self.output, RENAME_NOREPLACE)
+        except FileExistsError as error:
+            raise OutputFailed(
+                f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
+            ) from error
+
+
+def _entry(line: dict[str, Any]) -> dict[str, Any]:
+    """The manifest entry of a line of the journal."""
+    return {name: value for name, value in line.items() if name != SIGNATURE}
+
+
+def _open_partial(path: Path) -> Folder:
+    """Opens the partial folder: a new one, or that of an earlier run of the same user.
+
+    Raises:
+        InputRefused: it is a link, or belongs to another user, who could change its files.
+        OutputFailed: none can be made there.
+    """
+    try:
+        path.mkdir()
+        return Folder.open_own(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise OutputFailed(
+            f"no folder can be made in `{path.parent}`: {error.strerror or error}",
+            hint="choose an `-o` in a folder of your own",
+        ) from error
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder.open_own(path))
+        with folder.begin("owner") as own:
+            same = os.fstat(own.file.fileno()).st_uid == os.fstat(folder.descriptor).st_uid
+        if not same:
+            raise InputRefused(
+                f"`{path}` belongs to another user", hint="remove it, or choose an `-o` in a folder of your own"
+            )
+        stack.pop_all()
+    return folder
+
+
+def _lock_folder(descriptor: int, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network disks lock only files
+        return
+
+
+def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
+    """Requires that `output` can be made: `--overwrite` replaces only folders that llmconv made.
+
+    Args:
+        output: the folder to make.
+        overwrite: it may be replaced.
+        inputs: paths that the run reads; neither may be inside the other.
+        resume: a complete folder may exist; `write_checkpoint` compares it with the plan.
+
+    Raises:
+        InputRefused: it exists and may not be replaced, it is inside an input or below a file, or its name is too long.
+    """
+    require_parents(output)
+    _require_short(output)
+    around = [path for path in inputs if path.resolve() in output.resolve().parents]
+    if around:
+        raise InputRefused(
+            f"`{output}` is inside the input `{around[0]}`", hint="choose an `-o` that is not inside an input"
+        )
+    if not os.path.lexists(output):
+        return
+    if not overwrite and is_complete(output):
+        if resume:
+            return
+        raise InputRefused(
+            f"`{output}` already exists and is complete",
+            hint="choose another `-o`, or give `--overwrite` to make it again",
+        )
+    sources = [path.resolve() for path in inputs]
+    if not overwrite:
+        ways = ", or give `--overwrite`" if _may_replace(output, sources) else ""
+        raise InputRefused(f"`{output}` already exists", hint=f"choose another `-o`{ways}")
+    problem = _why_kept(output, sources)
+    if problem:
+        raise InputRefused(
+            f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
+        )
+
+
+def _require_short(output: Path) -> None:
+    """Refuses a name that the file system cannot hold, with what the partial folder adds to it."""
+    above = next(path for path in output.absolute().parents if os.path.isdir(path))
+    longest = os.pathconf(above, "PC_NAME_MAX")
+    partial, home = partial_folder(output), output.absolute().parent
+    names = [os.fsencode(name) for name in (partial.name, *home.parts)]
+    if 0 < longest < max(map(len, names)):
+        raise InputRefused(
+            f"the name of `{output}` is too long: {max(map(len, names))} bytes with what is added while it is made, "
+            f"{longest} are possible",
+            hint="choose a shorter `-o`",
+        )
+
+
+def is_complete(output: Path) -> bool:
+    """Whether llmconv made the folder, all sizes are as recorded, and no unfinished run was to replace it."""
+    try:
+        files = read_manifest(output).files
+        same = all(isinstance(entry, dict) and _is_as_recorded(output / name, entry) for name, entry in files.items())
+    except (OSError, InputRefused):
+        return False
+    return bool(files) and same and not partial_folder(output).exists()
+
+
+def _is_as_recorded(path: Path, entry: dict[str, Any]) -> bool:
+    """Whether a file has the size, or a link the target, of its entry in the manifest."""
+    if "link" in entry:
+        return path.is_symlink() and os.readlink(path) == entry["link"]
+    return bool(entry.get("bytes") == path.stat().st_size)
+
+
+def bytes_held(output: Path) -> int:
+    """Bytes on the disk that an interrupted run of `output` left, which the next one keeps or frees."""
+    return sum(map(_bytes_on_disk, partial_folder(output).glob("*")))
+
+
+def _bytes_on_disk(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except FileNotFoundError:  # another process of the same run has just renamed it
+        return 0
+
+
+def partial_folder(output: Path) -> Path:
+    """The partial folder of `output`."""
+    return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
+
+
+def _may_replace(output: Path, inputs: Sequence[Path]) -> bool:
+    try:
+        return not _why_kept(output, inputs)
+    except InputRefused:  # its manifest is invalid
+        return False
+
+
+def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
+    """The reason not to replace a folder, empty if there is none."""
+    if output.is_symlink():
+        return "is a symbolic link"
+    if not output.is_dir():
+        return "is not a folder"
+    if any(path.is_relative_to(output.resolve()) for path in inputs):
+        return "contains an input"
+    entries = [path for path in output.rglob("*") if not path.is_dir()]
+    if entries and not (output / MANIFEST).is_file():
+        return "was not made by llmconv"
+    known = {MANIFEST, *read_manifest(output).files}
+    foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)
+    return f"also contains `{foreign[0]}`, which llmconv did not make" if foreign else ""
+
+
+class SharedFolder(StagedFolder):
+    """A StagedFolder that others write into at the same time.
+
+    Args:
+        output: the folder to make.
+        key: fingerprint of sources and options.
+        files: names of the shards that this process writes; one that is finished already is kept.
+    """
+
+    lock_kind = fcntl.LOCK_SH
+
+    def __init__(self, output: Path, *, key: str, files: Collection[str]) -> None:
+        super().__init__(output, key=key, overwrite=False, resume=True)
+        self._files = files
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Keeps the folder, whatever happened: others work in it."""
+        self._open.close()
+
+    def _open_journal(self) -> None:
+        lines = [line for name in self._files for line in self._lines(_journal(name))]
+        self.finished = {str(line.pop("file")): line for line in lines if self._intact(line)}
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Puts the journal entry of a file; see `UnfinishedOutput`."""
+        self.finished[name] = entry
+        line = {"file": name, SIGNATURE: signature(self.path / name), **entry}
+        with failing_safely():
+            self._folder.write(_journal(name), f"{json.dumps({'key': self._key})}\n{json.dumps(line)}\n".encode())
+
+    def commit(self, manifest: Manifest) -> None:
+        """Not here."""
+        raise NotImplementedError("a StagedFolder publishes what several processes have written")
+
+
+def signature(path: Path) -> list[int]:
+    """What identifies a file of this machine: device, inode, size, and times of change in ns."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _journal(name: str) -> str:
+    return f"journal-{hashlib.sha256(name.encode()).hexdigest()[:16]}.jsonl"
+
+
+RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
+MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_at(new: Path, old: Path, flag: int) -> None:
+    """Renames in one call, with `renameat2(2)` of Linux or `renamex_np(2)` of macOS; elsewhere in several.
+
+    Args:
+        new: the path to rename.
+        old: its new name.
+        flag: RENAME_EXCHANGE swaps both, so that `old` is never absent; RENAME_NOREPLACE replaces nothing.
+
+    Raises:
+        FileExistsError: RENAME_NOREPLACE, and `old` exists.
+        OSError: any other failure.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        failed = libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag)
+    elif hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(os.fsencode(new), os.fsencode(old), MACOS_FLAGS[flag])
+    else:
+        _rename_in_steps(new, old, flag)
+        return
+    if failed:
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), str(old))
+        _rename_in_steps(new, old, flag)  # a file system without this call
+
+
+def _rename_in_steps(new: Path, old: Path, flag: int) -> None:
+    if flag == RENAME_NOREPLACE:
+        if os.path.lexists(old):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
+        new.rename(old)
+        return
+    aside = old.with_name(f".{old.name}.llmconv-swap")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)

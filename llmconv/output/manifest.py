@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeGuard
 from llmconv.checkpoint import own_file, parse_object, read_json
 from llmconv.errors import MalformedInput
 from llmconv.files.hub import source_name
-from llmconv.files.named_file import is_inner
+from llmconv.files.safe_folder import is_inner
 from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"

@@ -17,9 +17,7 @@ from urllib.parse import urlsplit
 from llmconv.errors import OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files.paths import is_address
 from llmconv.output.plan import Shard
-from llmconv.output.repeated_call import Answer, answer_to, take_answer
-from llmconv.output.work import Call
-from llmconv.output.workers import TRIES
+from llmconv.output.work import TRIES, Answer, Call, answer_to, take_answer
 from llmconv.progress import set_quiet
 from llmconv.ray_connection import connected
 from llmconv.version import __version__

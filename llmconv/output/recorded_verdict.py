@@ -18,15 +18,23 @@ It contains no time and no path. `sha256` of a weight file is there only if all 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
-from llmconv.errors import MalformedInput
-from llmconv.files.named_file import is_inner
-from llmconv.output.judged_files import WeightFile, graph_sha256, weight_file
+from llmconv.checkpoint import parse_object
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.safe_folder import Folder, is_inner
+from llmconv.files.safetensors_file import HEADER_LIMIT
+from llmconv.files.source_file import open_source
+from llmconv.output.manifest import MANIFEST
+from llmconv.quantized_export import MANIFEST_BYTES
 
 VERDICTS = ("pass", "fail", "inconclusive")
 COUNTS = ("passed", "failed", "skipped")
@@ -191,3 +199,113 @@ def _is_plain(name: str, may_nest: bool) -> bool:
 
 def _refuse(name: str) -> NoReturn:
     raise MalformedInput(f"invalid `{name}` in the recorded verdict", hint="run `llmconv verify` again")
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """What identifies a safetensors file without its data.
+
+    Attributes:
+        bytes: size of the file.
+        header_sha256: sha256 of the 8 bytes of the header's length and of the header.
+        sha256: of the whole file; empty if it was not computed.
+    """
+
+    bytes: int
+    header_sha256: str
+    sha256: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in the manifest."""
+        whole = {"sha256": self.sha256} if self.sha256 else {}
+        return {"bytes": self.bytes, "header_sha256": self.header_sha256, **whole}
+
+
+def graph_sha256(path: Path) -> str:
+    """The sha256 of a file; empty if it is not a regular file, or cannot be read."""
+    try:
+        if not path.is_file():
+            return ""
+        with open_source(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def weight_file(path: Path, sha256: str = "") -> WeightFile | None:
+    """Size and header of a safetensors file; None if it has none, or cannot be read.
+
+    Args:
+        path: of the file.
+        sha256: of the whole file, if it is known.
+    """
+    try:
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        with open_source(path) as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(HEADER_LIMIT, size - 8):
+                return None
+            return WeightFile(size, hashlib.sha256(prefix + file.read(length)).hexdigest(), sha256)
+    except OSError:
+        return None
+
+
+WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+TICK = 1000
+"""How much younger the new file is, in ns."""
+
+
+def record_in_manifest(folder: Path, key: str, value: dict[str, Any]) -> str:
+    """Sets `key` in the manifest of `folder`, in one step; a file that already has the value is not written.
+
+    Returns:
+        The reason why the manifest is as before, empty if it has the value.
+    """
+    try:
+        with Folder.open(folder) as home:
+            return _recorded(home, key, value)
+    except OSError as error:
+        return error.strerror or str(error)
+    except InputRefused as problem:
+        return problem.message
+
+
+def _recorded(home: Folder, key: str, value: dict[str, Any]) -> str:
+    found = home.find(MANIFEST)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    if not found.st_mode & WRITABLE:
+        return "it is write-protected"
+    old = home.read(MANIFEST, MANIFEST_BYTES)
+    if old is None:
+        return "it cannot be read"
+    new = (json.dumps({**parse_object(old, MANIFEST), key: value}, indent=2) + "\n").encode()
+    if len(new) > MANIFEST_BYTES:
+        return "it would be too large"
+    return "" if new == old else _replaced(home, new, found)
+
+
+def _replaced(home: Folder, content: bytes, found: os.stat_result) -> str:
+    home.sweep()
+    with home.begin(MANIFEST) as new:
+        new.write(content)
+        os.fchmod(new.file.fileno(), stat.S_IMODE(found.st_mode))
+        # `--resume` and `push` compare the age of the manifest with that of other files; copying tools see a new file
+        os.utime(new.file.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns + TICK))
+        new.sync()
+        if not _is_unchanged(home.find(MANIFEST), found):
+            return "another process changed it meanwhile"
+        new.place()
+    home.sync()
+    return ""
+
+
+def _is_unchanged(now: os.stat_result | None, before: os.stat_result) -> bool:
+    return (
+        now is not None
+        and os.path.samestat(now, before)
+        and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+    )

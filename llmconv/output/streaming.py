@@ -10,11 +10,17 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from llmconv.background import LOOK_AHEAD, BackgroundQueue, prefetch
+from llmconv.errors import LlmconvError, MalformedInput, OutputFailed
+from llmconv.files.copying import copy_file
+from llmconv.files.safe_folder import FULL, NewFile
+from llmconv.files.safetensors_file import FileTensor, holds
 from llmconv.files.system_calls import flush_data
 from llmconv.output.plan import Shard
 from llmconv.tensors import LazyTensor, Piece, as_bytes
@@ -131,3 +137,56 @@ def write_fully(fd: int, block: memoryview) -> None:
     """Writes all of `block`, in several calls if needed."""
     while block:
         block = block[os.write(fd, block[:WRITE_BYTES]) :]
+
+
+def check_copy(path: Path, shard: Shard) -> None:
+    """Registers the checksums of a copied or cloned file's tensors for comparison with the copy at `path`."""
+    for tensor in shard.tensors.values():
+        if isinstance(tensor, FileTensor) and tensor.record:
+            replace(tensor.record, path=path).was_touched()
+
+
+def copy_unchanged(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Copies the source of a shard.
+
+    Args:
+        new: the file to write.
+        shard: to copy.
+        advance: called with the bytes of each block written.
+
+    Returns:
+        The manifest entry.
+
+    Raises:
+        MalformedInput: the source changed meanwhile.
+    """
+    assert shard.copy_of
+    entry = copy_file(shard.copy_of, new.file, advance)
+    require_unchanged(new.path, shard)
+    return entry
+
+
+def require_unchanged(path: Path, shard: Shard) -> None:
+    """Raises MalformedInput if the copy, or the source, of an unchanged file no longer has the planned tensors."""
+    assert shard.copy_of
+    if not holds(path, shard.tensors):
+        raise MalformedInput(
+            f"`{shard.copy_of.name}` changed while it was copied",
+            hint="make sure that nothing writes to it, and run again",
+        )
+
+
+@contextmanager
+def failing_safely() -> Iterator[None]:
+    """Turns an OSError into OutputFailed."""
+    try:
+        yield
+    except LlmconvError:
+        raise
+    except OSError as error:
+        full = "free some space and run again with `--resume`"
+        other = "check the permissions of the file and its folder, and run again with `--resume`"
+        raise OutputFailed(
+            f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
+            hint=full if error.errno in FULL else other,
+        ) from error

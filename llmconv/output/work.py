@@ -3,20 +3,45 @@
 A plan is the same in every process, and every shard can be written alone. So `Part(3, 16)` writes a sixteenth of the
 shards and publishes nothing, `Finish()` publishes what parts have written, `Workers(8)` does both in processes of its
 own, and `Ray()` in tasks of a cluster. Schedulers, from Slurm to GNU parallel, need no more.
+
+Workers: processes of this machine that plan once and write one shard after another, each named in a line of JSON.
+
+stdin       {"function": …, "arguments": …, "shard": NAME}, once per shard
+    stdout      {}, or an error
+
+A worker that dies is replaced, and its shard is given to another one; a shard that is refused ends the run.
+
+A command that another process repeats for some of its shards: it plans once, and writes one after another.
+
+A plan costs seconds where a model has a thousand tensors, an adapter is hashed or headers come from a store.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import queue
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial, wraps
+from itertools import chain
+from queue import SimpleQueue
+from threading import Thread
+from types import FrameType
+from typing import Any, NoReturn, ParamSpec, TextIO, TypeVar
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, as_fields, raise_fields
 from llmconv.output.plan import Plan, Shard
+from llmconv.progress import set_quiet, warn_all, warnings_to
+from llmconv.stores import hung_calls
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,3 +216,283 @@ def _calling(call: Call) -> Iterator[None]:
         yield
     finally:
         _call.reset(token)
+
+
+COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from llmconv.output.work import main; main()"
+"""Python of a worker, whose arguments are the module search path of this process: with `-m`, Python would also import
+from the current folder, which may be that of an untrusted model."""
+
+TRIES = 3
+"""How often a shard is given to a worker that dies of it."""
+
+JOIN = hung_calls.GRACE + 4
+"""Seconds that a worker gets to end by itself, and to end its upload."""
+
+
+def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance: Callable[[int], None]) -> None:
+    """Writes shards in processes; returns when all are recorded in the journal of the output.
+
+    Args:
+        call: the command, which each worker repeats once.
+        shards: to write.
+        work: the number of processes.
+        advance: called with the bytes of each finished shard.
+
+    Raises:
+        LlmconvError: the first error of a worker.
+        OutputFailed: workers died of the same shard several times.
+    """
+    waiting: queue.SimpleQueue[Shard] = queue.SimpleQueue()
+    for shard in sorted(shards, key=lambda shard: -shard.nbytes):
+        waiting.put(shard)
+    with ThreadPoolExecutor(work.count) as pool:
+        warned: set[str] = set()
+        drivers = [_Driver(call, waiting, advance, warned) for _ in range(min(work.count, len(shards)))]
+        running = [pool.submit(driver.run) for driver in drivers]
+        try:
+            for run in as_completed(running):
+                run.result()
+        except BaseException:
+            for driver in drivers:
+                driver.stop()
+            raise
+
+
+class _Driver:
+    """Gives shards to one worker, and starts another when it dies."""
+
+    def __init__(
+        self, call: Call, waiting: queue.SimpleQueue[Shard], advance: Callable[[int], None], warned: set[str]
+    ) -> None:
+        self._call, self._waiting, self._advance, self._warned = call.fields(), waiting, advance, warned
+        self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until no shard is left."""
+        try:
+            while not self._stopped:
+                shard = self._waiting.get_nowait()
+                self._write(shard)
+                self._advance(shard.nbytes)
+        except queue.Empty:
+            return
+        finally:
+            self._end()
+
+    def _write(self, shard: Shard) -> None:
+        for _ in range(TRIES):
+            if self._stopped:
+                raise OutputFailed("a worker was stopped", hint="run again with `--resume`")
+            answer = self._ask(json.dumps({**self._call, "shard": shard.name}))
+            if answer is not None:
+                return take_answer(answer, self._warned)
+        raise OutputFailed(
+            f"{TRIES} workers died while they wrote `{shard.name}`",
+            hint="is memory short? give fewer `--workers`, and run again with `--resume`",
+        )
+
+    def _ask(self, line: str) -> Answer | None:
+        """The worker's answer; None if it died."""
+        if self._process is None:
+            command = [sys.executable, "-c", COMMAND, *sys.path]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer.endswith("\n"):
+            return dict(json.loads(answer))
+        self._process.kill()  # it may still be about to end
+        self._end()
+        return None
+
+    def stop(self) -> None:
+        """Ends the worker in the middle of its shard."""
+        self._stopped = True
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin and self._process.stdout
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):
+                stream.close()
+        try:
+            self._process.wait(JOIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def main() -> None:
+    """Writes the shards that stdin names, until it ends; SIGTERM ends it in the middle of one, with its upload."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the first process stops the others
+    signal.signal(signal.SIGTERM, _terminated)
+    hung_calls.watch(_nothing_to_say)
+    set_quiet(True)
+    with suppress(_Stopped):
+        tasks = iter(_Tasks())
+        for task in tasks:
+            repeat(task, _names(chain([task], tasks)).__next__, partial(_answer, out))
+
+
+def _names(tasks: Iterable[Task]) -> Iterator[str | None]:
+    """The names of shards, which a command writes with one plan, and None at the end."""
+    yield from (task["shard"] for task in tasks)
+    yield None
+
+
+def _answer(out: TextIO, answer: Answer) -> None:
+    print(json.dumps(answer), file=out, flush=True)
+
+
+class _Tasks:
+    """The lines of stdin. If it ends during a task, the parent process has died, and this process exits.
+
+    It would go on writing next to a run that replaces the dead one.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._taken = self._done = 0
+        Thread(target=self._read, name="tasks", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Task]:
+        while line := self._lines.get():
+            yield json.loads(line)
+            self._done += 1
+
+    def _read(self) -> None:
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # no lock of `sys.stdin` at the exit
+            for line in stdin:
+                self._taken += 1
+                self._lines.put(line)
+        if self._taken > self._done:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._lines.put(b"")
+
+
+class _Stopped(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped
+
+
+def _nothing_to_say() -> None:
+    """The process that stops a worker reports it."""
+
+
+Task = dict[str, Any]
+"""`function` and `arguments` of a command, see `Call`, and the name of a `shard`."""
+
+Answer = dict[str, Any]
+"""Of a shard: its `warnings`, if there are any; or an error's `as_fields`."""
+
+
+def repeat(task: Task, next_name: Callable[[], str | None], answer: Callable[[Answer], None]) -> None:
+    """Repeats a command for some of its shards; each is in the journal of the output when it is answered.
+
+    Args:
+        task: the command.
+        next_name: the name of the next shard; None if no more are to be written.
+        answer: takes the answer of each shard. An error is the last one.
+    """
+    warned: list[str] = []
+
+    def names() -> Iterator[str]:
+        while (name := next_name()) is not None:
+            warned.clear()  # of the plan, which the first process has printed
+            yield name
+            answer({"warnings": [*warned]} if warned else {})
+
+    module, function = task["function"]
+    asked = names()
+    try:
+        with warnings_to(warned.append):
+            getattr(importlib.import_module(module), function)(**task["arguments"] | {"work": Shards(asked)})
+        for _ in asked:  # the command found the output complete: another run has written it
+            continue
+    except LlmconvError as error:
+        answer(as_fields(error))
+
+
+def take_answer(answer: Answer, warned: set[str]) -> None:
+    """Raises the error of an answer, or prints its warnings, unless they are in `warned`, to which they are added."""
+    raise_fields(answer)
+    texts = [text for text in answer.get("warnings", ()) if text not in warned]
+    warned.update(texts)
+    warn_all(texts)
+
+
+class RepeatedCall:
+    """A command in a thread of its own, which waits for the next shard.
+
+    Args:
+        task: the command.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._asked: SimpleQueue[str | None] = SimpleQueue()
+        self._answers: SimpleQueue[Answer | BaseException] = SimpleQueue()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def write(self, name: str) -> Answer:
+        """Writes one shard. After an error the call is over, and `is_alive` false.
+
+        Raises:
+            Exception: any but a LlmconvError, which would be a fault of llmconv.
+        """
+        self._asked.put(name)
+        answer = self._answers.get()
+        if isinstance(answer, BaseException) or "error" in answer:
+            self._thread.join()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether more shards can be written."""
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Ends the call, which closes its sources."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            repeat(self._task, self._asked.get, self._answers.put)
+        except BaseException as error:
+            self._answers.put(error)
+
+
+_calls: dict[str, RepeatedCall] = {}
+"""The call of this process by its run; at most one."""
+
+
+def answer_to(task: Task) -> Answer:
+    """Writes the shard of a task, with the plan of the last one if both are of the same run.
+
+    Args:
+        task: has a `run`, too, which is another in every run.
+    """
+    key = task["run"]
+    if key not in _calls or not _calls[key].is_alive:
+        for call in _calls.values():
+            call.end()
+        _calls.clear()
+        _calls[key] = RepeatedCall(task)
+    return _calls[key].write(task["shard"])

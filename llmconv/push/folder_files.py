@@ -11,7 +11,7 @@ from typing import Any
 from llmconv.checkpoint import own_file
 from llmconv.errors import InputRefused, MalformedInput, listing
 from llmconv.hub.state import FileDigest, file_digest
-from llmconv.output.hub_contents import PAGES
+from llmconv.output.hub_folder import PAGES
 from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.progress import bytes_bar, warn
 

@@ -15,7 +15,7 @@ from llmconv.files.sources import reading_safely
 from llmconv.hub.address import HUB_NAME, HubAddress, hub_address
 from llmconv.hub.repository import HubRepository
 from llmconv.hub.state import Commit, FileDigest, digest_of
-from llmconv.output.hub_contents import foreign_files, replaced_files, require_own_weights
+from llmconv.output.hub_folder import foreign_files, replaced_files, require_own_weights
 from llmconv.output.model_card import CARD, is_unedited, model_card
 from llmconv.progress import say
 from llmconv.push.folder_files import FolderFiles, files_of

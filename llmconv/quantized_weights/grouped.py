@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.quantized_weights.integer_codes import IntegerCodes
-from llmconv.quantized_weights.packed_weight import PackedWeight, bounded, finite, tiled
+from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight, bounded, finite, refuse, tiled
 from llmconv.tensors import Array, LazyTensor
 from llmconv.transpose import transposed
 
@@ -131,3 +131,115 @@ class GroupedWeight(PackedWeight):
 def _grid(read: Callable[[], Array]) -> Array:
     """Scales or zero points of one weight; those of the last few are cached."""
     return read()
+
+
+WHOLE_ROW = -1
+"""The `group_size` of one group per row."""
+
+
+def group_size(config: Mapping[str, Any], *names: str) -> int | None:
+    """The number of columns in a group, `WHOLE_ROW`, or None if it is not given.
+
+    Args:
+        config: a `quantization_config`.
+        names: of the field, the first that is given counts.
+
+    Raises:
+        MalformedInput: neither a positive integer nor -1.
+    """
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is None:
+        return None
+    size = config[name]
+    if type(size) is not int or (size < 1 and size != WHOLE_ROW):
+        raise MalformedInput(
+            f"the model's `{name}` is {str(size)[:80]}",
+            hint="it is a positive number such as 128, or -1 for one group per row; repair the `config.json`",
+        )
+    return size
+
+
+def require_count(name: str, columns: int, count: int, size: int | None) -> None:
+    """Checks the number of groups.
+
+    Args:
+        name: of the tensor of scales, for messages.
+        columns: of the weight.
+        count: number of groups that have a scale.
+        size: columns in a group, see `group_size`; None if it is unknown.
+
+    Raises:
+        MalformedInput: the number of groups does not follow from their size.
+    """
+    if size is None:
+        return
+    wanted = 1 if size == WHOLE_ROW else -(-columns // size)
+    if count != wanted:
+        groups = "one group" if size == WHOLE_ROW else f"groups of {str(size)[:20]}"
+        refuse(name, f"has scales of {count} groups, and {columns} columns in {groups} need {wanted}")
+
+
+def groups_in_order(name: str, columns: int, count: int, size: int | None) -> Array:
+    """int64 [columns]: the group of every column; neighbors share one, and the last group may be partial.
+
+    Args:
+        name, columns, count, size: as for `require_count`.
+
+    Raises:
+        MalformedInput: several groups of unknown size, or their number does not follow from their size.
+    """
+    if size is None and count > 1:
+        refuse(name, f"has scales of {count} groups, and the `quantization_config` has no `group_size`")
+    require_count(name, columns, count, size)
+    return np.arange(columns) // (min(size, columns) if size and size > 0 else columns)
+
+
+WIDTHS = (2, 3, 4, 8)
+
+
+def unpack(words: Array, bits: int) -> Array:
+    """The numbers in `words`.
+
+    Args:
+        words: int32, rows×(columns·bits/32).
+        bits: per number.
+
+    Returns:
+        uint8, rows×columns.
+    """
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return raw
+    if bits == 3:
+        digits = np.unpackbits(raw, axis=1, bitorder="little")
+        digits = digits[:, : digits.shape[1] // 3 * 3].reshape(len(raw), -1, 3)
+        return digits[..., 0] | digits[..., 1] << 1 | digits[..., 2] << 2
+    per_byte = 8 // bits
+    numbers = np.empty((*raw.shape, per_byte), np.uint8)
+    for place in range(per_byte):
+        np.right_shift(raw, place * bits, out=numbers[..., place])
+    numbers &= (1 << bits) - 1
+    return numbers.reshape(len(raw), -1)
+
+
+def pack(numbers: Array, bits: int, width: int) -> Array:
+    """The reverse of `unpack`.
+
+    Args:
+        numbers: uint8, rows×columns.
+        bits: per number.
+        width: words per row, padded with zeros.
+
+    Returns:
+        int32, rows×width.
+    """
+    full = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 32)))
+    if bits == 3:
+        digits = np.unpackbits(full[..., np.newaxis], axis=2, count=3, bitorder="little")
+        raw = np.packbits(digits.reshape(len(full), -1), axis=1, bitorder="little")
+    else:
+        grouped = full.reshape(len(full), -1, 8 // bits)
+        raw = np.zeros(grouped.shape[:2], np.uint8)
+        for place in range(8 // bits):
+            raw |= grouped[..., place] << (place * bits)
+    return np.ascontiguousarray(raw.view("<i4")[:, :width])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.conv1d import is_conv1d
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.quantized_weights.methods import QuantizationMethod, methods
-from llmconv.quantized_weights.packed_weight import PackedWeight
-from llmconv.quantized_weights.transposed import transposed_weight
-from llmconv.tensors import LazyTensor
+from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
+from llmconv.tensors import Array, LazyTensor
+from llmconv.transpose import transposed
 
 FIELD = "quantization_config"
 
@@ -108,3 +108,39 @@ def _method(config: Mapping[str, Any]) -> QuantizationMethod:
             hint=f"supported are {', '.join(methods())}; take the model it was quantized from",
         )
     return methods()[name]
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedWeight(PackedWeight):
+    """The transpose of another weight.
+
+    Attributes:
+        stored: the weight as stored in the files.
+    """
+
+    stored: PackedWeight
+
+    @property
+    def plain(self) -> LazyTensor:
+        """See `PackedWeight`."""
+        return transposed(self.stored.plain)
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`."""
+        return self.plain.rows(start, stop)
+
+    @property
+    def integers(self) -> IntegerCodes | None:
+        """See `PackedWeight`."""
+        found = self.stored.integers
+        return replace(found, turned=True) if found else None
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`."""
+        stored = self.stored.requantized(transposed(weight))
+        return replace(self, parts=stored.parts, stored=stored)
+
+
+def transposed_weight(weight: PackedWeight) -> PackedWeight:
+    """`weight` transposed."""
+    return TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight)

@@ -12,10 +12,10 @@ from typing import Any, Self
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     TILE_ELEMENTS,
+    IntegerCodes,
     PackedWeight,
     bounded,
     finite,

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.files.named_file import replace_file
 from llmconv.files.paths import is_address
+from llmconv.files.safe_folder import replace_file
 from llmconv.steps.stamps import MANIFEST_STAMP, UNKNOWN, Stamps
 from llmconv.steps.step import Step
 from llmconv.version import __version__

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmconv.files.named_file import replace_file
+from llmconv.files.safe_folder import replace_file
 from llmconv.steps.execution import FAILED, LEFT, REPORT_FILES, Outcome
 from llmconv.version import __version__
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import Thread
-
-from llmconv.stores import in_flight
 
 GRACE = 4.0
 """Seconds that a call of a store gets to return after a signal: an upload that can be ended is ended sooner."""
@@ -50,8 +49,34 @@ def _watch(reading: int, report: Callable[[], None]) -> None:
 def _end_if_hanging(code: int, report: Callable[[], None]) -> None:
     came = time.monotonic()
     while time.monotonic() < came + WATCHED:
-        if in_flight.is_hanging(came, GRACE):
+        if is_hanging(came, GRACE):
             for function in (*_cleaning, report):
                 function()
             os._exit(code)  # threads that wait for the store would hold up any other exit
         time.sleep(0.1)
+
+
+_began: dict[object, float] = {}
+"""When each began, by `time.monotonic`; the calls of all threads."""
+
+
+@contextmanager
+def call() -> Iterator[None]:
+    """The body is a call of a store."""
+    mark = object()
+    _began[mark] = time.monotonic()
+    try:
+        yield
+    finally:
+        del _began[mark]
+
+
+def is_hanging(since: float, seconds: float) -> bool:
+    """Whether a call has not returned for some time.
+
+    Args:
+        since: only the time after this moment of `time.monotonic` counts.
+        seconds: how long.
+    """
+    now = time.monotonic()
+    return any(now - max(began, since) > seconds for began in [*_began.values()])

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import llmconv.cli
-from llmconv.files.output_parents import folder_made, parents_made
+from llmconv.files.safe_folder import folder_made, parents_made
 
 CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files.report_folder import require_writable
+from llmconv.files.safe_folder import require_writable
 
 NAMES = ("report.json", "junit.xml")
 

@@ -13,8 +13,7 @@ import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files import safe_folder
-from llmconv.files.named_file import is_inner, replace_file
-from llmconv.files.safe_folder import Folder, Link, temporary_name
+from llmconv.files.safe_folder import Folder, Link, is_inner, replace_file, temporary_name
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.files.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at
+from llmconv.output.local_folder import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt"

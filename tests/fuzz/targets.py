@@ -24,8 +24,7 @@ from llmconv.convert.state_dicts.raw_tensors import torch_tensors
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
 from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
 from llmconv.files.packing import unpack
-from llmconv.files.packing.compression import find_codec
-from llmconv.files.packing.tar_archive import RECORD, is_tar
+from llmconv.files.packing.unpack import RECORD, find_codec, is_tar
 from llmconv.files.pickles.reader import read_pickle
 from llmconv.files.safetensors_file import read_header
 from llmconv.generation.image_file import open_image

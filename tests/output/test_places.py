@@ -11,9 +11,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.errors import KEPT, InputRefused
-from llmconv.output.existing_folder import require_free
-from llmconv.output.local_folder import require_space
-from llmconv.output.staging import StagedFolder
+from llmconv.output.local_folder import StagedFolder, require_free, require_space
 from llmconv.output.writer import _noting_what_stays
 from tests.builders.hf_models import LLAMA, save_model
 

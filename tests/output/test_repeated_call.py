@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from llmconv.convert import to_hf
-from llmconv.output import repeated_call, writer
-from llmconv.output.repeated_call import RepeatedCall, answer_to
-from llmconv.output.work import Call, Finish
+from llmconv.output import work, writer
+from llmconv.output.work import Call, Finish, RepeatedCall, answer_to
 from tests.builders.hf_models import LLAMA, save_model
 
 SIZE = "8KB"
@@ -47,9 +46,9 @@ def task(model: Path, tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]
     arguments = {"source": model, "output": tmp_path / "out", "max_shard_size": SIZE}
     fields = Call(("llmconv.convert.to_hf", "to_hf"), arguments).fields()
     yield lambda name, run="1": {**fields, "shard": name, "run": run}
-    for call in repeated_call._calls.values():
+    for call in work._calls.values():
         call.end()
-    repeated_call._calls.clear()
+    work._calls.clear()
 
 
 def test_shards_of_a_run_share_a_plan(
@@ -63,7 +62,7 @@ def test_shards_of_a_run_share_a_plan(
 
 
 def test_another_run_plans_again(names: list[str], plans: list[str], task: Callable[..., dict[str, Any]]) -> None:
-    first = [answer_to(task(names[0])), repeated_call._calls["1"]]
+    first = [answer_to(task(names[0])), work._calls["1"]]
     assert answer_to(task(names[1], run="2")) == first[0] == {}
     assert len(plans) == 2 and isinstance(first[1], RepeatedCall) and not first[1].is_alive
 
@@ -73,7 +72,7 @@ def test_a_refusal_ends_the_call(model: Path, names: list[str], task: Callable[.
     for file in model.glob("*.safetensors"):
         file.unlink()
     assert answer_to(task(names[0], run="2"))["error"] == "InputRefused"
-    assert not repeated_call._calls["2"].is_alive
+    assert not work._calls["2"].is_alive
 
 
 def test_a_fault_is_raised_where_the_shard_is_asked_for(task: Callable[..., dict[str, Any]]) -> None:

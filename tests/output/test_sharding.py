@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.output.sharding import by_size, by_source
+from llmconv.output.plan import by_size, by_source
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 FILES = {"a": "1", "b": "1", "c": "2", "d": "2"}

@@ -20,11 +20,9 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files import copying
 from llmconv.files.copying import copy_file
-from llmconv.files.renaming import rename_at
-from llmconv.output import staging, unchanged_file
-from llmconv.output.existing_folder import require_free
+from llmconv.output import local_folder, streaming
+from llmconv.output.local_folder import StagedFolder, rename_at, require_free
 from llmconv.output.plan import plan_checkpoint
-from llmconv.output.staging import StagedFolder
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.slow_rows import slow_but
@@ -85,7 +83,7 @@ def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callabl
     def patched() -> object:
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        staging.rename_at = counted(rename_at)  # type: ignore[attr-defined]
+        local_folder.rename_at = counted(rename_at)
         return work()
 
     return patched
@@ -161,7 +159,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
     broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
     with pytest.raises(OutputFailed):
         write(tmp_path / "out", broken)
-    monkeypatch.setattr(unchanged_file, "copy_file", noted)
+    monkeypatch.setattr(streaming, "copy_file", noted)
     files = write(tmp_path / "out", checkpoint, resume=True)
     assert copied == ["model-00003-of-00003.safetensors"]
     assert files == write(tmp_path / "reference", checkpoint)

@@ -12,8 +12,8 @@ import torch
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.quantized_weights.methods.compressed_tensors import WeightSchemes
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
-from llmconv.quantized_weights.weight_schemes import WeightSchemes
 from tests.builders.quantized_models import FOLDER, groups, stored
 
 PACKED, DOWN = "ct_pack_4bit", "model.layers.0.mlp.down_proj"

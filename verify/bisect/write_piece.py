@@ -26,8 +26,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
-from llmconv.files.output_parents import parents_made, require_parents
-from llmconv.files.safe_folder import Folder, WritableContent
+from llmconv.files.safe_folder import Folder, WritableContent, parents_made, require_parents
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values

@@ -208,8 +208,12 @@ def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure
     return with_checked_noise(truth, lambda truth: measure(truth, rows), gates)
 
 
+CLEAR = 0.7
+"""Share of the gates up to which one run's noise is enough; a correct graph is not reported just below a limit."""
+
+
 def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
-    """The measured errors; where they fail by little, they are measured again with noise from more runs.
+    """The measured errors; where they fail by little, or nearly fail, they are measured again with noise from more runs.
 
     Args:
         truth: the expected output.
@@ -217,7 +221,7 @@ def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput
         gates: the largest sigma that passes.
     """
     found = measured(truth)
-    if found.passes(gates) or found.problem or not truth.is_doubtful(found, gates):
+    if found.passes(gates, CLEAR) or found.problem or not truth.is_doubtful(found, gates):
         return found
     return measured(truth.again())
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from llmconv.argument_checks import checked
-from llmconv.files.output_parents import folder_made
 from llmconv.files.paths import Written
-from llmconv.files.report_folder import require_writable, unwritable
-from llmconv.files.safe_folder import Folder
+from llmconv.files.safe_folder import Folder, folder_made, require_writable, unwritable
 from llmconv.verify.report.html import render_html
 from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, clean
 

@@ -186,9 +186,10 @@ class Measure:
     ratios: Array | None = field(default=None, compare=False, repr=False)
     noise: Array | None = field(default=None, compare=False, repr=False)
 
-    def passes(self, gates: Gates) -> bool:
-        """Whether sigma is within the gates and no other problem was found."""
-        return not self.problem and not self.flips and self.sigma <= gates.aggregate and self.row_sigma <= gates.row
+    def passes(self, gates: Gates, share: float = 1) -> bool:
+        """Whether sigma is within this share of the gates, and no other problem was found."""
+        within = self.sigma <= share * gates.aggregate and self.row_sigma <= share * gates.row
+        return not self.problem and not self.flips and within
 
 
 CALMEST = 0.1

@@ -30,8 +30,7 @@ from llmconv.convert.algebra.operations import concat
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.file_problem import FileProblem
 from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
-from llmconv.files.pickles.machine import PickleHooks, PickleMachine, Stub
-from llmconv.files.pickles.opcodes import STRING_LIMIT, text
+from llmconv.files.pickles.machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
 from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import open_source, read_into

@@ -10,7 +10,7 @@ from typing import Any
 from llmconv.errors import InputRefused, first_line
 from llmconv.files.mirror.mirror_folder import mirror_files
 from llmconv.hub.address import HubAddress
-from llmconv.hub.problems import hub_refusal
+from llmconv.hub.repository import hub_refusal
 from llmconv.stores.object_store import Head
 
 SECONDS = 30

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.mirror import registry
+from llmconv.files.mirror import mirrored_file
 from llmconv.files.mirror.mirrored_file import Blocks, MirroredFile
 from llmconv.files.pointer_files import TEXT_LIMIT, follow
 from llmconv.stores.address import StoreAddress, parse_address
@@ -49,10 +49,10 @@ def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
     if not heads:
         raise InputRefused(f"`{address}` does not exist", hint="check the bucket and the path")
     root = folder / found.name
-    registry.set_address(root, found)
+    mirrored_file.set_address(root, found)
     mirror_files(tree.store, [(root / name, head) for name, head in _below(found.key, heads)], folder)
     if whole:
-        registry.complete(folder)
+        mirrored_file.complete(folder)
     return root
 
 
@@ -72,7 +72,7 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
         _make_folder(path.parent, head)
     lazy = [(path, head) for path, head in files if head.size and not _is_small(head)]
     for path, head in lazy:
-        registry.add(MirroredFile(path, store, head, folder, pool))
+        mirrored_file.add(MirroredFile(path, store, head, folder, pool))
     list(pool.map(lambda file: _fetch(store, *file), (file for file in files if file not in lazy)))
 
 

@@ -6,16 +6,21 @@ The file itself is a hole until all of the object is needed: a library that open
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator
+import resource
+import sys
+import tempfile
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmconv.errors import InputRefused
-from llmconv.files.mirror.chunk_cache import ChunkCache
-from llmconv.files.mirror.chunk_file import CHUNK, write_at
+from llmconv.stores.address import StoreAddress
 from llmconv.stores.object_store import Head
 
 SMALL = 2 << 20
@@ -167,3 +172,304 @@ class MirroredFile:
 
 _recent: deque[MirroredFile] = deque()
 """Files whose ends were fetched, the oldest first."""
+
+
+_files: dict[str, MirroredFile] = {}
+"""By real path."""
+
+_addresses: dict[str, StoreAddress] = {}
+"""What each mirror shows, by the real path of its file or folder."""
+
+
+def add(file: MirroredFile) -> None:
+    """From now on, readers of the file fetch what they read, and other code finds it complete."""
+    _install_guard()
+    _files[os.path.realpath(file.path)] = file
+
+
+def set_address(path: Path, address: StoreAddress) -> None:
+    """From now on, `address_of` knows that the file or folder at `path` shows what is at `address`."""
+    _addresses[os.path.realpath(path)] = address
+
+
+def address_of(path: Path) -> StoreAddress | None:
+    """The address of a mirrored file or folder, None for any other path."""
+    name = os.path.realpath(path)
+    for root, address in [*_addresses.items()]:
+        if name == root or name.startswith(root + os.sep):
+            return address / name[len(root) :].strip(os.sep)
+    return None
+
+
+def remove(folder: Path) -> None:
+    """Forgets all files in `folder`, which is removed."""
+    start = os.path.realpath(folder) + os.sep
+    for name in [name for name in [*_addresses] if name.startswith(start)]:
+        _addresses.pop(name, None)
+    for name in [name for name in _files if name.startswith(start)]:
+        _files.pop(name).close()
+
+
+def complete(folder: Path) -> None:
+    """Fetches all of every file in `folder`, for readers other than llmconv's own.
+
+    Raises:
+        InputRefused: an object changed.
+        OutputFailed: the store failed.
+    """
+    start = os.path.realpath(folder) + os.sep
+    for file in [file for name, file in _files.items() if name.startswith(start)]:
+        file.fetch_whole()
+
+
+def find(path: Path) -> MirroredFile | None:
+    """The mirrored file at `path`; None for any other file, and for one that is complete."""
+    file = _files.get(os.path.realpath(path)) if _files else None
+    return file if file and not file.is_whole else None
+
+
+def e_tag(path: Path) -> str | None:
+    """The ETag of the object at `path`, None for any other file."""
+    file = _files.get(os.path.realpath(path)) if _files else None
+    return file.head.e_tag if file else None
+
+
+@cache
+def _install_guard() -> None:
+    """Once, since such a hook cannot be removed; a file may be open for each rank of a checkpoint."""
+    sys.addaudithook(_complete_before_open)
+    with suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _complete_before_open(event: str, arguments: tuple[Any, ...]) -> None:
+    """Whatever opens a mirrored file by its path would read zeros: all of it is fetched first."""
+    if event != "open" or not _files or not isinstance(arguments[0], str | bytes | os.PathLike):
+        return
+    if file := find(Path(os.fsdecode(arguments[0]))):
+        file.fetch_whole()
+
+
+CHUNK = 8 << 20
+"""Bytes per request, at multiples of it: what S3 recommends for ranges ("Performance guidelines")."""
+
+LIMIT = 1 << 30
+"""Bytes on the disk, and `LEAST` chunks more for every file: few enough that most stay in memory that is used again,
+which takes two thirds of the time of new memory, and is overwritten before it reaches the disk."""
+
+LEAST = 2
+"""Chunks of each file that has any, the current and the next: a tensor may lie in all files of a sharded checkpoint."""
+
+WRITE_BYTES = 256 << 10
+"""Bytes per system call: with 8 MiB the kernel allocates huge pages in the cache, which takes five times as long."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A place in the file for `CHUNK` bytes.
+
+    Attributes:
+        home: where its object finds it by its number, until the place is taken for another.
+        number: position in the object, in chunks.
+        place: position in the file, in chunks.
+        fetched: ends when the content is there, or could not be fetched.
+        users: its fetch and its readers; at 0 its place may be taken.
+        is_kept: it may be read again.
+    """
+
+    home: dict[int, Chunk]
+    number: int
+    place: int
+    fetched: Future[None] = field(default_factory=Future)
+    users: int = 1
+    is_kept: bool = True
+
+
+class ChunkFile:
+    """Places for chunks; at the limit, the chunk that was not read for the longest time loses its place.
+
+    Args:
+        limit: bytes of the file, and `LEAST` chunks more for every object; more only if as many are in use.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self._lock = Lock()
+        self._chunks: OrderedDict[Chunk, None] = OrderedDict()
+        self._homes: set[int] = set()
+        self._free: list[int] = []
+        self._fd = self._places = self._pid = -1
+
+    @property
+    def objects(self) -> int:
+        """How many objects have chunks in the file."""
+        return len(self._homes)
+
+    def chunk(self, home: dict[int, Chunk], number: int, fetch: Callable[[Chunk], Future[None]], readers: int) -> Chunk:
+        """The chunk `number` of an object, which is fetched if it is not there.
+
+        Args:
+            home: the object's chunks.
+            number: of the chunk.
+            fetch: begins to fetch it; `leave` must be called where that ends.
+            readers: how many times `leave` will be called for them.
+        """
+        with self._lock:
+            if self._fd >= 0 and os.getpid() != self._pid:
+                raise RuntimeError("a fork cannot read files of its parent, which may fill their places anew")
+            if number not in home:
+                chunk = home[number] = Chunk(home, number, self._take_place())
+                self._chunks[chunk] = None
+                self._homes.add(id(home))
+                chunk.fetched = fetch(chunk)
+            chunk = home[number]
+            self._chunks.move_to_end(chunk)
+            chunk.users += readers
+            return chunk
+
+    def _take_place(self) -> int:
+        if self._fd < 0:
+            self._fd, self._places, self._pid = _nameless_file(), 0, os.getpid()
+        if not self._free and self._places >= self.limit // CHUNK + LEAST * max(1, len(self._homes)):
+            idle = next((chunk for chunk in self._chunks if not chunk.users), None)
+            self._drop([idle] if idle else [])
+        if self._free:
+            return self._free.pop()
+        self._places += 1
+        return self._places - 1
+
+    def leave(self, chunk: Chunk) -> None:
+        """Ends a use of a chunk."""
+        with self._lock:
+            chunk.users -= 1
+            if not chunk.users and not chunk.is_kept:
+                self._drop([chunk])
+                self._close_if_empty()
+
+    def release(self, home: dict[int, Chunk]) -> None:
+        """Gives the places of an object's chunks back, as soon as nobody uses them."""
+        with self._lock:
+            for chunk in home.values():
+                chunk.is_kept = False
+            self._drop([chunk for chunk in home.values() if not chunk.users])
+            self._close_if_empty()
+
+    def _drop(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            del self._chunks[chunk], chunk.home[chunk.number]
+            self._free.append(chunk.place)
+            if not chunk.home:
+                self._homes.discard(id(chunk.home))
+
+    def _close_if_empty(self) -> None:
+        """Gives the disk space back."""
+        if not self._chunks and self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._free = -1, []
+
+    def write(self, chunk: Chunk, blocks: Iterable[memoryview]) -> None:
+        """Fills a chunk with `blocks`, which have up to `CHUNK` bytes together."""
+        write_at(self._fd, blocks, chunk.place * CHUNK)
+
+    def read_into(self, buffer: memoryview, chunk: Chunk, offset: int) -> int:
+        """Fills `buffer` with the content of a chunk from `offset` on; returns the number of bytes."""
+        return os.preadv(self._fd, [buffer[: CHUNK - offset]], chunk.place * CHUNK + offset)
+
+
+def write_at(fd: int, blocks: Iterable[memoryview], offset: int) -> None:
+    """Writes all of `blocks`, one after the other, at a position of an open file.
+
+    Args:
+        fd: descriptor of the file.
+        blocks: to write.
+        offset: position of the first byte.
+    """
+    for block in blocks:
+        rest = block
+        while rest:
+            count = os.pwrite(fd, rest[:WRITE_BYTES], offset)
+            rest, offset = rest[count:], offset + count
+
+
+def _nameless_file() -> int:
+    """The descriptor of a new file that vanishes with the process, however that ends."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+AHEAD, AHEAD_OF_ALL = 8, 16
+"""Chunks that are requested before they are needed, once a file is read in order; at most, and of all files that are
+read at the same time, but at least one of each."""
+
+Fetch = Callable[[int, int], Iterable[memoryview]]
+"""Returns bytes `start:stop` of the object, in blocks."""
+
+CHUNK_FILE = ChunkFile()
+"""The chunks of this process."""
+
+
+class ChunkCache:
+    """The content of an object: a chunk is fetched when it is first needed, and again if it lost its place.
+
+    Args:
+        fetch: reads a range of the object.
+        size: bytes of the object.
+        pool: its threads fetch.
+    """
+
+    def __init__(self, fetch: Fetch, size: int, pool: Executor) -> None:
+        self.size = size
+        self._fetch, self._pool = fetch, pool
+        self._chunks: dict[int, Chunk] = {}
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fills `buffer` with the content from `offset` on, to the end of the chunk at most.
+
+        Returns:
+            The number of bytes, 0 at the end of the object.
+
+        Raises:
+            InputRefused: the object changed.
+            OutputFailed: the store failed.
+        """
+        stop = min(offset + len(buffer), self.size)
+        if stop <= offset:
+            return 0
+        chunk = self._requested(offset // CHUNK, -(-stop // CHUNK))
+        try:
+            chunk.fetched.result()
+            return CHUNK_FILE.read_into(buffer[: stop - offset], chunk, offset % CHUNK)
+        finally:
+            CHUNK_FILE.leave(chunk)
+
+    def _requested(self, first: int, last: int) -> Chunk:
+        """Chunk `first`; requested are those up to `last`, and more if the one before or after it was."""
+        ahead = self._ahead() if {first - 1, first + 1} & self._chunks.keys() else 0
+        chunk = CHUNK_FILE.chunk(self._chunks, first, self._begin, readers=1)
+        for number in range(first + 1, min(last + ahead, -(-self.size // CHUNK))):
+            CHUNK_FILE.chunk(self._chunks, number, self._begin, readers=0)
+        return chunk
+
+    def _ahead(self) -> int:
+        return max(1, min(AHEAD, AHEAD_OF_ALL // max(1, CHUNK_FILE.objects)))
+
+    def _begin(self, chunk: Chunk) -> Future[None]:
+        return self._pool.submit(self._keep, chunk)
+
+    def _keep(self, chunk: Chunk) -> None:
+        start = chunk.number * CHUNK
+        try:
+            CHUNK_FILE.write(chunk, self._fetch(start, min(start + CHUNK, self.size)))
+        finally:
+            CHUNK_FILE.leave(chunk)
+
+    def cancel(self) -> None:
+        """Cancels requests that have not begun."""
+        for chunk in [*self._chunks.values()]:
+            if chunk.fetched.cancel():
+                CHUNK_FILE.leave(chunk)
+
+    def release(self) -> None:
+        """Gives the disk space back; what is read again is fetched again. Readers at work keep what they have."""
+        CHUNK_FILE.release(self._chunks)

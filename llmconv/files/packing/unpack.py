@@ -3,22 +3,38 @@
 The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, with
 the name of the packed file, is returned. Without such links (macOS) it keeps its name and is removed when the process
 ends, or by the next one if it was killed. TMPDIR chooses the disk.
+
+Reads the only file of a tar archive as a stream; nothing is extracted under a name from the archive.
+
+Layout (POSIX `pax`, ustar interchange format; GNU tar `tar.h`): 512-byte headers, each before its data, padded to 512;
+zeros at the end. Composer's archives contain `composer_states.pt`, after a folder whose name is empty.
+`tarfile.open` does not suffice: it treats a damaged or missing header as the end of the archive, ignores trailing
+bytes, reads pax headers of any size into memory, and takes an invalid pax size as 0.
+
+Unpacks compressed files, detected by their first bytes, as streams.
+
+Several frames may follow each other, as command line tools allow; any other bytes after the last one are refused.
+The stream classes of the libraries do not suffice: `BZ2File` and `LZMAFile` ignore trailing bytes, zstd's reader ends
+silently in a truncated frame, `GzipFile` accepts reserved flags and reads padding byte by byte.
 """
 
 from __future__ import annotations
 
+import io
+import lzma
 import os
+import struct
+import tarfile
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Generator, Iterator
 from functools import cache
 from itertools import chain
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.packing.codecs import Codec
-from llmconv.files.packing.compression import BLOCK, find_codec, open_stream
-from llmconv.files.packing.tar_archive import RECORD, TarArchive, is_tar
+from llmconv.files.packing.codecs import CODECS, HEAD, Codec
 from llmconv.files.source_file import open_source
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.progress import bytes_bar
@@ -154,3 +170,270 @@ class _FreeSpace:
             f"no space left to unpack `{self._name}` in `{tempfile.gettempdir()}`: {problem}",
             hint="set TMPDIR to a folder on a larger disk, or unpack it by hand",
         )
+
+
+RECORD = 512
+BLOCK = 1 << 20
+HEADER_LIMIT = 1000
+EXTENDED_LIMIT = 1 << 20
+"""Bytes of the data of an extended header, such as a long name."""
+
+EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
+PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether `head`, the first bytes of a file, is the header of a tar archive (its checksum decides)."""
+    try:
+        tarfile.TarInfo.frombuf(head[:RECORD], "utf-8", "surrogateescape")
+    except (tarfile.HeaderError, ValueError):
+        return False
+    return True
+
+
+class TarArchive:
+    """A tar archive, read once from start to end.
+
+    Args:
+        head: the first record, already read.
+        stream: the rest.
+        name: of the archive, for messages.
+    """
+
+    def __init__(self, head: bytes, stream: BinaryIO, name: str) -> None:
+        self._record: bytes | None = head
+        self._stream = stream
+        self._name = name
+        self._headers = 0
+
+    def only_file(self) -> tuple[int, Iterator[bytes]]:
+        """The size of the only file in the archive, and its content in blocks, to be read to the end.
+
+        Raises:
+            UnsupportedInput: several files, or none; the content raises it, too.
+            MalformedInput: truncated, damaged, a link or device, or a name that leads out of the folder.
+        """
+        size = self._next_file()
+        if size is None:
+            raise UnsupportedInput(f"the archive `{self._name}` contains no file", hint="give another checkpoint")
+        return size, self._content(size)
+
+    def _content(self, size: int) -> Iterator[bytes]:
+        left = size
+        while left:
+            block = self._stream.read(min(left, BLOCK))
+            if not block:
+                raise self._malformed("is truncated")
+            left -= len(block)
+            yield block
+        self._read(-size % RECORD)
+        if self._next_file() is not None:
+            raise UnsupportedInput(
+                f"the archive `{self._name}` contains several files",
+                hint=f"unpack it with `tar -xf {self._name}` and give the checkpoint inside",
+            )
+
+    def _next_file(self) -> int | None:
+        """Skips to the data of the next file and returns its size; None at the end of the archive."""
+        size: int | None = None
+        while (record := self._take()).strip(b"\0"):
+            header = self._parse(record)
+            if header.type in EXTENDED:
+                size = self._extended_size(self._small(header))
+            elif header.type in NAMES:
+                self._small(header)
+            elif header.type in PLAIN:
+                return header.size if size is None else size
+            elif header.type != tarfile.DIRTYPE:
+                raise self._malformed(f"contains `{header.name[:80]}`, which is a link, a device or a sparse file")
+            else:
+                size = None
+        self._read_zeros()
+        return None
+
+    def _parse(self, record: bytes) -> tarfile.TarInfo:
+        self._headers += 1
+        try:
+            header = tarfile.TarInfo.frombuf(record, "utf-8", "surrogateescape")
+        except (tarfile.HeaderError, ValueError) as error:
+            raise self._malformed("has a damaged header") from error
+        if header.size < 0 or self._headers > HEADER_LIMIT:
+            raise self._malformed("has a damaged header, or far too many headers")
+        self._check_name(header.name)
+        return header
+
+    def _check_name(self, name: str) -> None:
+        if name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts:
+            raise self._malformed(f"contains {name[:80]!r}, a name that leads out of the folder")
+
+    def _small(self, header: tarfile.TarInfo) -> bytes:
+        """The data of a header that describes the next one."""
+        if header.size > EXTENDED_LIMIT:
+            raise self._malformed(f"has a header of {header.size} bytes")
+        data = self._read(header.size)
+        self._read(-header.size % RECORD)
+        if header.type == tarfile.GNUTYPE_LONGNAME:
+            self._check_name(data.rstrip(b"\0").decode("utf-8", "surrogateescape"))
+        return data
+
+    def _extended_size(self, data: bytes) -> int | None:
+        """The `size` of a pax header, of records `LENGTH KEY=VALUE` and a newline, LENGTH counting all of it."""
+        size = None
+        while data:
+            digits, _, rest = data.partition(b" ")
+            length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
+            key, _, value = data[len(digits) + 1 : length - 1].partition(b"=")
+            if not rest or not len(digits) + 3 < length <= len(data):
+                raise self._malformed("has a damaged header")
+            if key.startswith(b"GNU.sparse"):
+                raise self._malformed("contains a sparse file")
+            if key == b"path":
+                self._check_name(value.decode("utf-8", "surrogateescape"))
+            if key == b"size":
+                if not value.isdigit() or len(value) > 18:
+                    raise self._malformed("has a damaged header")
+                size = int(value)
+            data = data[length:]
+        return size
+
+    def _take(self) -> bytes:
+        record, self._record = self._record, None
+        return self._read(RECORD) if record is None else record
+
+    def _read(self, count: int) -> bytes:
+        data = self._stream.read(count)
+        if len(data) < count:
+            raise self._malformed("is truncated")
+        return data
+
+    def _read_zeros(self) -> None:
+        while block := self._stream.read(BLOCK):
+            if block.strip(b"\0"):
+                raise self._malformed("has bytes after its end")
+
+    def _malformed(self, problem: str) -> MalformedInput:
+        return MalformedInput(
+            f"the archive `{self._name}` {problem}", hint="it should contain one checkpoint file; copy or pack it again"
+        )
+
+
+SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+"""Magic numbers of frames that zstd and lz4 skip (`pzstd` begins with one)."""
+
+LZOP_MAGIC = b"\x89LZO\x00\r\n\x1a\n"
+LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"
+
+
+def find_codec(file: BinaryIO, name: str) -> Codec | None:
+    """The compression format of `file`, None if it is not compressed.
+
+    Raises:
+        UnsupportedInput: a format that has to be unpacked by hand.
+    """
+    file.seek(0)
+    head = file.read(HEAD)
+    for magic, kind, command in ((LZOP_MAGIC, "lzop", "lzop -d"), (LZ4_LEGACY_MAGIC, "lz4's legacy format", "lz4 -d")):
+        if head.startswith(magic):
+            raise UnsupportedInput(f"`{name}` is compressed with {kind}", hint=f"unpack it first: `{command} {name}`")
+    for _ in range(16):
+        if (length := _skippable(head)) is None:
+            break
+        file.seek(length - len(head), os.SEEK_CUR)
+        head = file.read(HEAD)
+    return next((codec for codec in CODECS if codec.begins(head)), None)
+
+
+def open_stream(codec: Codec, file: BinaryIO, name: str) -> io.BufferedReader:
+    """The unpacked bytes as a stream; reading raises MalformedInput if the file is damaged.
+
+    Args:
+        codec: from `find_codec`.
+        file: the compressed file.
+        name: of the file, for messages.
+    """
+    file.seek(0)
+    return io.BufferedReader(_Stream(_unpacked_blocks(codec, file, name)), BLOCK)
+
+
+def _skippable(head: bytes) -> int | None:
+    """Length of the skippable frame that begins here, None if there is none."""
+    if len(head) < 8:
+        return None
+    magic, length = struct.unpack_from("<2I", head)
+    return 8 + int(length) if magic in SKIPPABLE else None
+
+
+class _Stream(io.RawIOBase):
+    """An iterator of blocks, presented as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def _unpacked_blocks(codec: Codec, file: BinaryIO, name: str) -> Iterator[bytes]:
+    """The unpacked bytes of all frames; refuses any other bytes."""
+    data = file.read(codec.fed)
+    while data:
+        while (length := _skippable(data)) is not None:
+            file.seek(length - len(data), os.SEEK_CUR)
+            data = file.read(codec.fed)
+        if data and not codec.begins(data):
+            raise _damaged(name, codec, f"has bytes after its end that are not {codec.name}")
+        data = (yield from _frame(codec, file, data, name)) if data else b""
+        data = _without_padding(file, data) if codec.padded else data
+        if len(data) < HEAD:
+            data += file.read(codec.fed)
+
+
+def _frame(codec: Codec, file: BinaryIO, data: bytes, name: str) -> Generator[bytes, None, bytes]:
+    """Yields the content of one frame; returns the compressed bytes read beyond it."""
+    declared = codec.frame_size(data[:HEAD])
+    decoder = codec.decoder()
+    done = 0
+    while not decoder.eof:
+        fresh = data or (file.read(codec.fed) if decoder.needs_input else b"")
+        ended = decoder.needs_input and not fresh
+        try:
+            block = decoder.decompress(fresh, BLOCK)
+        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError) as error:
+            raise _damaged(name, codec, f"cannot be unpacked: {error}") from error
+        data = b""
+        if ended and not block and not decoder.eof:
+            raise _damaged(name, codec, "is truncated")
+        done += len(block)
+        if declared is not None and done > declared:
+            raise _damaged(name, codec, f"declares {declared} bytes and contains more")
+        yield block
+    return decoder.unused_data or b""
+
+
+def _without_padding(file: BinaryIO, data: bytes) -> bytes:
+    while True:
+        rest = data.lstrip(b"\0")
+        if rest:
+            return rest
+        data = file.read(BLOCK)
+        if not data:
+            return b""
+
+
+def _damaged(name: str, codec: Codec, problem: str) -> MalformedInput:
+    return MalformedInput(
+        f"`{name}` (compressed with {codec.name}) {problem}", hint="copy it again from its source, or unpack it by hand"
+    )

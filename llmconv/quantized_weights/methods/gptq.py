@@ -16,10 +16,17 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.quantized_weights.column_groups import group_size, groups_in_order, require_count
-from llmconv.quantized_weights.grouped import GroupedWeight, Packing
+from llmconv.quantized_weights.grouped import (
+    WIDTHS,
+    GroupedWeight,
+    Packing,
+    group_size,
+    groups_in_order,
+    pack,
+    require_count,
+    unpack,
+)
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_bits import WIDTHS, pack, unpack
 from llmconv.quantized_weights.packed_weight import part, refuse, require, require_middle
 from llmconv.tensors import Array, LazyTensor
 

@@ -14,9 +14,17 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.quantized_weights.integer_codes import IntegerCodes
 from llmconv.quantized_weights.methods import QuantizationMethod
-from llmconv.quantized_weights.packed_weight import FLOAT32, PackedWeight, bounded, finite, part, refuse, require
+from llmconv.quantized_weights.packed_weight import (
+    FLOAT32,
+    IntegerCodes,
+    PackedWeight,
+    bounded,
+    finite,
+    part,
+    refuse,
+    require,
+)
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -139,7 +139,7 @@ def test_an_interruption_while_the_adapter_is_moved_can_be_resumed(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(Exception, match="No space left"):
-        patched.setattr("llmconv.output.staging.sync_folder", full)
+        patched.setattr("llmconv.output.local_folder.sync_folder", full)
         to_hf(composer / WHOLE / FILE, tmp_path / "hf", adapter="split")
     to_hf(composer / WHOLE / FILE, tmp_path / "hf", adapter="split", resume=True)
     assert len(load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")) == 12

@@ -186,7 +186,7 @@ def test_a_large_tensor_is_cut_even_inside_a_row(
 def test_an_interrupted_run_goes_on_where_ranks_lie_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "model", "llama")
     monkeypatch.setattr(
-        "llmconv.output.staging.StagedFolder.commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "llmconv.output.local_folder.StagedFolder.commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         from_hf(tmp_path / "model", tmp_path / "out", to="mindformers", shards=2)

@@ -22,8 +22,7 @@ from llmconv.export import export
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.repacked_weight import repacked
 from llmconv.export.quantization.stored_formats import StoredFormats
-from llmconv.quantized_weights.integer_codes import IntegerCodes
-from llmconv.quantized_weights.packed_weight import PackedWeight
+from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.tensors import BY_NAME, Array
 from llmconv.verify import verify

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, inspect, merge_lora, to_hf
 from llmconv.export import export
-from llmconv.files.mirror.chunk_file import CHUNK
+from llmconv.files.mirror.mirrored_file import CHUNK
 from tests.builders.hf_models import LLAMA, save_model
 from tests.stores.reading_bucket import Bucket
 
@@ -184,10 +184,10 @@ def test_an_interrupted_run_goes_on_if_the_object_is_the_same(
 ) -> None:
     uri = put(bucket, CHECKPOINT)
     with monkeypatch.context() as patch:
-        patch.setattr("llmconv.output.staging.StagedFolder.write_file", interrupted)
+        patch.setattr("llmconv.output.local_folder.StagedFolder.write_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             to_hf(uri, tmp_path / "out")
-    monkeypatch.setattr("llmconv.output.staging.stream_shard", interrupted)  # no shard is written again
+    monkeypatch.setattr("llmconv.output.local_folder.stream_shard", interrupted)  # no shard is written again
     to_hf(uri, tmp_path / "out", resume=True)
     assert (tmp_path / "out/llmconv.json").is_file()
 

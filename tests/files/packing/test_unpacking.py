@@ -20,9 +20,8 @@ import pytest
 import zstandard
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files.packing import compression, tar_archive, unpack
-from llmconv.files.packing.compression import find_codec
-from llmconv.files.packing.unpack import unpacked
+from llmconv.files.packing import unpack
+from llmconv.files.packing.unpack import find_codec, unpacked
 
 CONTENT = b"PK" + os.urandom(300_000) + bytes(5000)
 
@@ -297,7 +296,7 @@ def test_a_frame_larger_than_it_declares_is_refused(
 
 
 def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
-    assert max(compression.BLOCK, tar_archive.BLOCK) <= 1 << 20
+    assert max(unpack.BLOCK, unpack.BLOCK) <= 1 << 20
     (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(200_000_000)))
     code = (
         "import resource, sys; from pathlib import Path; from llmconv.files.packing import unpack\n"

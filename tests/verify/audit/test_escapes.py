@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 
 from llmconv.export.exporter import export
-from llmconv.files.report_folder import require_writable
+from llmconv.files.safe_folder import require_writable
 from llmconv.runtime.onnxruntime.guard import external_fields
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
