@@ -213,7 +213,7 @@ CLEAR = 0.7
 
 
 def with_checked_noise(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
-    """The measured errors; where they fail by little, or nearly fail, they are measured again with noise from more runs.
+    """The measured errors; near the gates they are measured again, with noise from more runs.
 
     Args:
         truth: the expected output.
