@@ -25,7 +25,7 @@ from tests.builders.mutants.mutants import MUTANTS
 from tests.conftest import CONFIGS, save_tiny
 from tools.calibrate import mutant_report
 
-TABLE = Path("verify/scenarios/ranks.py")
+TABLE = Path("verify/scenarios/budget.py")
 FAMILIES = ("llama", "gemma2", "gpt2", "bloom")
 ALWAYS = ("prefill, 33 tokens", "decode chain, 16 steps", "left padding")
 """In the core in any case: a prefill, a decode chain and a padded batch."""

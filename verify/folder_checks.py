@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from llmconv.errors import UsageProblem
-from llmconv.output.manifest import read_manifest
-from llmconv.verify.adapted_folder import adapted, unseen_factors
+import onnx
+from onnx import numpy_helper
+
+from llmconv.convert.lora_factors import lora_factors
+from llmconv.convert.opening.adapters import is_for_peft
+from llmconv.errors import LlmconvError, UsageProblem, listing
+from llmconv.files.hub import source_name
+from llmconv.files.sources import local_path
+from llmconv.output.manifest import MANIFEST, VERIFIED, read_manifest
+from llmconv.output.recorded_verdict import (
+    RecordedVerdict,
+    WeightFile,
+    graph_sha256,
+    parse_verdict,
+    record_in_manifest,
+    weight_file,
+)
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.float32_graph import half_precision
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
+from llmconv.runtime.onnxruntime.vision import VISION
+from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES
+from llmconv.verify.audit.weights import AS_RECORDED
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client import Client
+from llmconv.verify.clients.client_files import ClientFiles
+from llmconv.verify.clients.comparison import ClientChecks
+from llmconv.verify.clients.expected_tokens import EagerLogits, LogitsSource, OwnLogits
 from llmconv.verify.clients.genai_fields import field_checks
 from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
-from llmconv.verify.float_folder import FloatFolder
-from llmconv.verify.folder_audits import audit_recorded_files
-from llmconv.verify.generation_checks import then_generation
+from llmconv.verify.comparison.images import FEATURES
+from llmconv.verify.float_folder import FloatFolder, audit_recorded_files
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.method import Method
-from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
-from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
-from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
-from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
+from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.quantized_cache import CodedFolder
 from llmconv.verify.quantized_folder import compare_quantized_folder, is_quantized
 from llmconv.verify.recorded_text import recorded_text
-from llmconv.verify.recorded_verdict import recording
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import WHOLE, Report
-from llmconv.verify.single_pass.comparison import SinglePassFolder
+from llmconv.verify.results.report import LINE_LIMIT, WHOLE, Report, clean
+from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Checking
 
 
@@ -260,3 +284,179 @@ def recorded(folder: Path, option: str) -> str:
     options = [step.get("options") for step in read_manifest(folder).steps]
     values = [found.get(option) for found in options if isinstance(found, dict)]
     return next((value for value in reversed(values) if isinstance(value, str)), "")
+
+
+NAMED = ", with the adapter"
+"""Suffix of the names of the scenarios."""
+
+
+def adapted(
+    verified: VerifiedFolder, reference: Path, adapter: str | Path, code: Path | None
+) -> tuple[VerifiedFolder, Eager]:
+    """The graphs with the factors of an adapter, and the eager model with PEFT's adapter around its layers.
+
+    Args:
+        verified: the graphs.
+        reference: the model's folder.
+        adapter: a LoRA adapter in PEFT's own files; PEFT is the reference.
+        code: the reference's folder where its own code is trusted.
+
+    Raises:
+        InputRefused: the graphs have no inputs for the modules of the adapter, or it is of another model.
+        UnsupportedInput: another kind of adapter than LoRA.
+        UsageProblem: not an adapter of PEFT.
+    """
+    path = local_path(adapter)
+    if not is_for_peft(path):
+        raise UsageProblem(
+            f"`--adapter` compares with PEFT, and `{path}` is not a PEFT adapter with safetensors weights",
+            hint="merge it with `llmconv merge-lora`, and verify graphs of the result",
+        )
+    declared = {name: declared_factors(model) for name, model in verified.models.items()}
+    if not all(declared.values()):
+        raise without_inputs("or verify graphs of the merged model")
+    factors = lora_factors(reference, path)
+    for inputs in declared.values():
+        require_factors(factors, inputs)
+    eager = Eager(reference, "float32", code=code, adapter=path)
+    return verified.changed(partial(_bake, factors=factors), NAMED), eager
+
+
+def unseen_factors(models: Mapping[str, onnx.ModelProto], adapter: str | Path | None) -> list[str]:
+    """The inputs for factors that run with their empty defaults only, in words.
+
+    Args:
+        models: the graphs, with the factors of the adapter if there is one.
+        adapter: the adapter.
+    """
+    modules = sorted({module_of(name) for model in models.values() for name in declared_factors(model)})
+    if not modules:
+        return []
+    if adapter is None:
+        return ["faults of LoRA factors (`--adapter` runs them)"]
+    return [f"faults of LoRA factors of {listing(modules)}"]
+
+
+def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
+    """Makes the factors constants of a graph, in place; inputs of other modules keep their defaults."""
+    graph = model.graph
+    kept = [tensor for tensor in graph.initializer if tensor.name not in factors]
+    ports = [port for port in graph.input if port.name not in factors]
+    given = [numpy_helper.from_array(array, name) for name, array in factors.items()]
+    for field, content in ((graph.initializer, [*kept, *given]), (graph.input, ports)):
+        copies = [type(item).FromString(item.SerializeToString()) for item in content]
+        del field[:]
+        field.extend(copies)
+
+
+def then_generation(checks: Checking, folder: FloatFolder, clients: Sequence[Client], *, has_codes: bool) -> Checking:
+    """The checks of the graphs, then those of the tokens that clients generate.
+
+    Args:
+        checks: of the graphs.
+        folder: of the graphs.
+        clients: to run.
+        has_codes: weights or caches are quantized. The tokens are then those of llmconv's own loop: what the codes
+            change is measured by the checks before.
+    """
+    found = yield from checks
+    source: Callable[[], LogitsSource] = partial(OwnLogits.of, folder.verified)
+    if not has_codes:
+        half = half_precision(next(iter(folder.verified.models.values())))
+        model = folder.rounded_model() if half else folder.reference
+        source = partial(EagerLogits, model, half or "float32", folder.code)
+    files = ClientFiles(folder.verified, folder.reference)
+    yield from ClientChecks(clients, folder.verified.path, folder.reference, source, files).checks()
+    return found
+
+
+@contextmanager
+def recording(
+    verified: VerifiedFolder,
+    reference: Path,
+    report: Report,
+    only: Sequence[str] = (),
+    *,
+    hashed: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Records the verdict in `llmconv.json` when the block ends without an error.
+
+    The files are identified before the block, so that one which changes during the run is out of date afterwards. A
+    folder without a manifest stays as it is; a manifest that cannot be written is a note in the report.
+
+    Args:
+        verified: the folder.
+        reference: the model that its graphs are compared with.
+        report: to be complete when the block ends.
+        only: names of the selected scenarios.
+        hashed: sha256 of weight files, by name, of which the run read all bytes; it may be filled within the block.
+    """
+    if not (verified.path / MANIFEST).is_file():
+        yield
+        return
+    graphs = {path.name: graph_sha256(path) for path in _graph_files(verified)}
+    weights = {name: weight_file(verified.path / name) for name in _weight_files(verified)}
+    recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
+    yield
+    known = {name: recorded.get(name, "") for name in _unchanged(report)} | {**(hashed or {})}
+    files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
+    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or _saw_images(report)}
+    verdict = _verdict(report, reference, only, judged, files)
+    if (earlier := _recorded(verified.path)) and earlier.contains(verdict):
+        report.notes.append(f"`{MANIFEST}` keeps the verdict on these files by {earlier.checks['passed']} checks")
+        return
+    if problem := record_in_manifest(verified.path, VERIFIED, verdict.as_dict()):
+        report.notes.append(f"the verdict is not recorded in `{MANIFEST}`: {problem}")
+
+
+def _recorded(folder: Path) -> RecordedVerdict | None:
+    """The verdict that the manifest has; None if there is none, or none of its form."""
+    with suppress(LlmconvError):
+        found = read_manifest(folder).verified
+        return None if found is None else parse_verdict(found)
+    return None
+
+
+def _verdict(
+    report: Report,
+    reference: Path,
+    only: Sequence[str],
+    graphs: Mapping[str, str],
+    weights: Mapping[str, WeightFile],
+) -> RecordedVerdict:
+    verdicts = [check.verdict for check in report.checks]
+    return RecordedVerdict(
+        report.verdict,
+        report.method,
+        report.suite,
+        tuple(only),
+        {name: verdicts.count(key) for name, key in (("passed", "pass"), ("failed", "fail"), ("skipped", "skip"))},
+        tuple(clean(text, LINE_LIMIT) for text in dict.fromkeys(report.unseen)),
+        clean(source_name(Path(os.path.abspath(reference)))),
+        report.versions,
+        graphs,
+        weights,
+    )
+
+
+def _graph_files(verified: VerifiedFolder) -> list[Path]:
+    """All graph files, also those of stages, of an embedding table and of a vision tower."""
+    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
+    return [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
+
+
+def _saw_images(report: Report) -> bool:
+    """Whether the vision tower ran: layer by layer it is skipped."""
+    return any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
+
+
+def _weight_files(verified: VerifiedFolder) -> set[str]:
+    """Names of the safetensors files that the graphs map."""
+    tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
+    names = {external_fields(tensor).get("location", "") for tensor in tensors}
+    return {name for name in names if name.endswith(".safetensors")}
+
+
+def _unchanged(report: Report) -> list[str]:
+    """Names of the weight files whose sha256 the run compared with the manifest."""
+    return [check.graph for check in report.checks if check.name == "weights" and check.detail == AS_RECORDED]

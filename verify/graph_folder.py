@@ -15,11 +15,10 @@ from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries, s
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.vision import VISION, has_vision
 from llmconv.verify.arguments import recorded_reference, require_weights
-from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.comparison.embeddings import takes_embeddings
+from llmconv.verify.comparison.run import takes_embeddings
 from llmconv.verify.results.report import Report
-from llmconv.verify.single_pass.comparison import SinglePassFolder
+from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Session
 
 
@@ -108,3 +107,31 @@ def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.Model
         if has_vision(folder):
             models[VISION] = load_guarded(folder / VISION)
     return models
+
+
+def load_whole(folder: Path, entry: GraphEntry) -> onnx.ModelProto:
+    """The graph of an entry without its weights; stages are joined.
+
+    Raises:
+        MalformedInput: a file refers to data outside the folder.
+    """
+    parts = [load_guarded(path) for path in entry.paths(folder)]
+    return parts[0] if len(parts) == 1 else joined_stages(parts)
+
+
+def joined_stages(parts: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
+    """Nodes and tensors of all parts, with the inputs and outputs that are not passed between parts."""
+    whole = onnx.ModelProto()
+    whole.CopyFrom(parts[0])
+    for part in parts[1:]:
+        whole.graph.node.extend(part.graph.node)
+        whole.graph.initializer.extend(part.graph.initializer)
+        whole.graph.input.extend(part.graph.input)
+        whole.graph.output.extend(part.graph.output)
+    taken = {port.name for part in parts for port in part.graph.input}
+    made = {port.name for part in parts for port in part.graph.output}
+    for ports, handed_on in ((whole.graph.input, made), (whole.graph.output, taken)):
+        left = {port.name: port for port in ports if port.name not in handed_on}
+        del ports[:]
+        ports.extend(left.values())
+    return whole

@@ -12,8 +12,8 @@ from llmconv.errors import UsageProblem
 from llmconv.runtime.onnxruntime.session_settings import CPU, provider_name
 from llmconv.verify.audit.weights import WeightSource
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.layer_by_layer import why_not_layered
+from llmconv.verify.comparison.run import takes_embeddings
 from llmconv.verify.layers.graph_index import NotLayered
 from llmconv.verify.layers.induction import Induction, LayerChoice
 from llmconv.verify.reference.cost_estimate import SECONDS, CostEstimate, distinct_files

@@ -2,6 +2,24 @@
 
 The copies are compared with the eager model like any graph. What is left are the codes, their scales, and what the
 rounding costs, which the shipped graphs are run for.
+
+Compares a graph whose cache contains integer codes with what its operators must compute, call by call.
+
+A number near the middle of two codes may become either, and later layers read the result: after some layers two correct
+graphs have different codes. So every attention node is compared alone, given what it reads in the graph, and logits
+only have to be about as near to those of the copy that rounds with standard operators as the rounding allows.
+
+Compares the scales of a cache of codes with the range of the eager model's keys and values on a text.
+
+A scale is 1.1 * the largest magnitude of its channel on the text / 127. Channels of keys that a rotary embedding
+mixes share the largest magnitude of both.
+
+AttentionNodes: compares each `GroupQueryAttention` of a graph alone, given what it reads, with its formula.
+
+code = clip(round(key / scale), -128, 127)
+    softmax(softcap(query @ (code * scale) * factor) + bias) @ (code * scale)
+
+Source: onnxruntime docs/ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -11,35 +29,54 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import onnx
+from onnx import helper
 
 from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.runtime.cache_names import past_of
 from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, load_guarded
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import GraphTransform, SessionSettings
+from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.comparison.attention_nodes import AttentionNodes
-from llmconv.verify.comparison.cache_codes import NAME, CodedGraph, check_codes
-from llmconv.verify.comparison.cache_copies import cache_scales, has_codes, to_floats, to_rounded_floats
-from llmconv.verify.comparison.cache_ranges import check_scales, ranges, rotated
+from llmconv.verify.comparison.cache_copies import (
+    LARGEST,
+    LEAST,
+    NEW,
+    PAST,
+    attention_nodes,
+    cache_scales,
+    has_codes,
+    to_floats,
+    to_rounded_floats,
+)
 from llmconv.verify.comparison.graph_probe import GraphProbe
-from llmconv.verify.other_exporters.quantized.accuracy_cost import measure_costs
-from llmconv.verify.other_exporters.quantized.accuracy_gates import CACHE, CHECK, GATES, check_gate, check_limits
+from llmconv.verify.other_exporters.quantized.accuracy import (
+    CACHE,
+    CHECK,
+    GATES,
+    check_gate,
+    check_limits,
+    measure_costs,
+    token_sample,
+)
 from llmconv.verify.other_exporters.quantized.activation_ranges import rounds_activations
-from llmconv.verify.other_exporters.quantized.token_sample import token_sample
-from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions
-from llmconv.verify.quantized_entries.logits_output import with_logits
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
+from llmconv.verify.quantized_entries import with_logits
 from llmconv.verify.recorded_text import recorded_text
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.reference.other_roundings import run_chain
+from llmconv.verify.results.report import Check, Checks, Quantization, Report
+from llmconv.verify.scenarios.calls import Call, ModelFacts
 from llmconv.verify.verification import Session
 
 AS_FLOATS = ", cache in float32"
@@ -99,7 +136,7 @@ class CodedFolder:
         for entry in self.verified.entries:
             problems = cache_scales(self.verified.models[entry.name])[1]
             verdict = "fail" if problems else "pass"
-            checks.append(Check(NAME, entry.name, "", verdict=verdict, detail="; ".join(problems[:3])))
+            checks.append(Check(CODES_NAME, entry.name, "", verdict=verdict, detail="; ".join(problems[:3])))
         return checks
 
     def as_floats(self, stack: ExitStack) -> VerifiedFolder:
@@ -150,7 +187,7 @@ class CodedFolder:
         try:
             return check_codes(CodedGraph(name, shipped, rounded, exact, AttentionNodes(probe, scales)), eager.facts())
         except LlmconvError as error:
-            return [Check(NAME, name, "logits", verdict="fail", detail=error.message)]
+            return [Check(CODES_NAME, name, "logits", verdict="fail", detail=error.message)]
 
     @property
     def _settings(self) -> SessionSettings:
@@ -188,3 +225,301 @@ def _in_turn(changes: Sequence[GraphTransform], path: Path, model: onnx.ModelPro
 
 def _to_floats(path: Path, model: onnx.ModelProto) -> None:
     to_floats(model)
+
+
+CODES_NAME = "cache codes"
+"""Name of the checks in reports."""
+
+SEED = 20251
+PROMPT, STEPS, PADDING = 96, 3, 7
+OBSERVED = ((0, 4), (1,))
+"""Calls of each chain in which attention nodes are compared: a prompt and a second turn; a step after padding."""
+LIMIT, FLOOR = 4.0, 1e-5
+"""Largest difference of logits as a multiple of what the rounding changes, plus a share of the logits themselves."""
+ROOM, LARGEST_CODE = 8, 127
+
+
+@dataclass(frozen=True)
+class CodedGraph:
+    """A graph with a cache of codes, and its copies; all run prompts and steps.
+
+    Attributes:
+        name: in reports.
+        shipped: the graph.
+        rounded: the copy that rounds with standard operators.
+        exact: the copy that rounds nothing.
+        nodes: its attention nodes.
+    """
+
+    name: str
+    shipped: Runner
+    rounded: Runner
+    exact: Runner
+    nodes: AttentionNodes
+
+
+def check_codes(graph: CodedGraph, facts: ModelFacts) -> list[Check]:
+    """One check of all codes, and one of all logits, over all calls.
+
+    Args:
+        graph: the graph and its copies.
+        facts: properties of the model.
+    """
+    problems: list[str] = []
+    ratios = [0.0]
+    for chain, observed in zip(chains(facts), OBSERVED, strict=True):
+        shipped, rounded, exact = (run_chain(runner, chain) for runner in (graph.shipped, graph.rounded, graph.exact))
+        for at, call in enumerate(chain):
+            past = dict(shipped[at - 1].present.arrays()) if at else {}
+            problems += _changed(past, shipped[at])
+            if at in observed:
+                problems += graph.nodes.problems(_feeds(graph.nodes, call, past), call)
+            error, effect = _rms(call, shipped[at], rounded[at]), _rms(call, exact[at], rounded[at])
+            limit = LIMIT * effect + FLOOR * _rms(call, rounded[at], None)
+            ratios.append(error / limit if limit else inf if error else 0.0)
+    worst = float(np.max(ratios))
+    detail = "; ".join(problems[:3]) or f"{len(graph.nodes.attention)} attention nodes write and read code * scale"
+    logits = f"difference from rounding with standard operators: {worst:.2g} of the limit"
+    return [
+        Check(CODES_NAME, graph.name, "present", verdict="fail" if problems else "pass", detail=detail),
+        Check(CODES_NAME, graph.name, "logits", verdict="pass" if worst <= 1 else "fail", detail=logits),
+    ]
+
+
+def chains(facts: ModelFacts) -> list[list[Call]]:
+    """A prompt with steps and a second turn, and a batch of two with padding on the left."""
+    rng = np.random.default_rng(SEED)
+    prompt = min(PROMPT, (facts.max_positions or 2 * PROMPT) // 2)
+    return [
+        _chain(rng.integers(0, facts.vocab_size, (1, prompt + STEPS + PADDING)), [prompt, *[1] * STEPS, PADDING]),
+        _chain(rng.integers(0, facts.vocab_size, (2, prompt + STEPS)), [prompt, *[1] * STEPS], PADDING),
+    ]
+
+
+def _chain(ids: Array, widths: list[int], padding: int = 0) -> list[Call]:
+    mask = np.ones_like(ids)
+    mask[1:, :padding] = 0
+    calls, end = [], 0
+    for width in widths:
+        start, end = end, end + width
+        seen = mask[:, :end]
+        calls.append(Call(ids[:, start:end], seen, default_positions(seen, width)))
+    return calls
+
+
+def _changed(past: Mapping[str, Array], step: Step) -> list[str]:
+    """Outputs whose codes of earlier tokens are not those after the call before."""
+    now = step.present.arrays()
+    return [
+        f"`{name}` has other codes for earlier tokens"
+        for name, codes in past.items()
+        if not np.array_equal(codes, now[name][:, :, : codes.shape[2]])
+    ]
+
+
+def _feeds(nodes: AttentionNodes, call: Call, past: Mapping[str, Array]) -> dict[str, Array]:
+    """All inputs of a call; the unfilled part of the buffers contains large codes."""
+    rows, capacity = len(call.input_ids), call.attention_mask.shape[1] + ROOM
+    feeds = {"input_ids": call.input_ids, "attention_mask": call.attention_mask, "position_ids": call.position_ids}
+    for name, scale in nodes.scales.items():
+        feeds[name] = np.full((rows, scale.shape[1], capacity, scale.shape[3]), LARGEST_CODE, np.int8)
+    for name, codes in past.items():
+        feeds[past_of(name)][:, :, : codes.shape[2]] = codes
+    return feeds
+
+
+def _rms(call: Call, step: Step, other: Step | None) -> float:
+    """Root mean square of the difference of two steps' logits where nothing is padding, or of the logits of one."""
+    valid = call.attention_mask[:, -step.logits.shape[1] :].astype(bool)
+    values = step.logits.astype(np.float64)[valid]
+    if other is not None:
+        values = values - other.logits.astype(np.float64)[valid]
+    return float(np.sqrt(np.mean(values**2)))
+
+
+RANGES_NAME = "cache scales"
+"""Name of the checks in reports."""
+
+RANGE = 127.0 / 1.1
+"""Steps of the largest magnitude."""
+TOLERANCE = 1e-3
+"""Largest relative difference of a range, of which rounding noise is a hundredth."""
+SHIFT, SHIFTED = 7, 64
+"""Positions by which, and tokens of which a text is moved, to see which keys depend on positions."""
+
+
+def ranges(model: Runner, texts: Sequence[Array]) -> dict[str, Array]:
+    """The largest magnitude of every channel on texts, [kv_heads, head_dim] by name of the cache input.
+
+    Args:
+        model: the eager model.
+        texts: token ids int64 [1, tokens].
+    """
+    found: dict[str, Array] = {}
+    for text in texts:
+        for name, array in _cache(model, text, 0).items():
+            largest = np.abs(array).max(axis=(0, 2))
+            found[name] = np.maximum(found[name], largest) if name in found else largest
+    return found
+
+
+def rotated(model: Runner, text: Array) -> set[str]:
+    """Names of the cache inputs of keys that change if all positions are moved, by the same number.
+
+    Args:
+        model: the eager model, whose hidden states depend on differences of positions alone.
+        text: token ids int64 [1, tokens].
+    """
+    here, there = (_cache(model, text[:, :SHIFTED], shift) for shift in (0, SHIFT))
+    moved = {name for name in here if np.abs(here[name] - there[name]).max() > 0.01 * np.abs(here[name]).max()}
+    return {name for name in moved if name.endswith(".key")}
+
+
+def _cache(model: Runner, text: Array, shift: int) -> dict[str, Array]:
+    mask = np.ones_like(text)
+    step = model.prefill(text, mask, default_positions(mask, text.shape[1]) + shift)
+    return {past_of(name): array for name, array in step.present.arrays().items()}
+
+
+def check_scales(graph: str, scales: Mapping[str, Array], wanted: Mapping[str, Array], turned: set[str]) -> list[Check]:
+    """One check of all scales of a graph.
+
+    Args:
+        graph: its name.
+        scales: float32 [1, kv_heads, 1, head_dim], by name of the cache input.
+        wanted: ranges by name of the cache input.
+        turned: names of the cache inputs whose channels are rotated.
+    """
+    wrong = [name for name in wanted if not _fits(name, scales.get(name), wanted[name], rotates=name in turned)]
+    wrong += sorted(scales.keys() - wanted.keys())
+    if wrong:
+        detail = f"`{wrong[0]}`: a scale is not 1.1 * the range of its channel on the text / 127"
+        return [
+            Check(
+                RANGES_NAME,
+                graph,
+                wrong[0],
+                verdict="fail",
+                detail=f"{len(wrong)} of {len(wanted)} wrong, first {detail}",
+            )
+        ]
+    return [Check(RANGES_NAME, graph, "", detail=f"{len(wanted)} ranges as on the text")]
+
+
+def _fits(name: str, scale: Array | None, wanted: Array, *, rotates: bool) -> bool:
+    if scale is None or scale.shape != (1, wanted.shape[0], 1, wanted.shape[1]):
+        return False
+    found = scale[0, :, 0].astype(np.float64) * RANGE
+    forms = [] if rotates else [wanted]
+    forms += _shared(wanted) if name.endswith(".key") else []
+    return any(bool((np.abs(found - form) <= TOLERANCE * form + (form == 0)).all()) for form in forms)
+
+
+def _shared(wanted: Array) -> list[Array]:
+    """Ranges of which both halves of a head, both of neighbors, or all channels of a head share the largest."""
+    heads, size = wanted.shape
+    whole = np.repeat(wanted.max(axis=1, keepdims=True), size, axis=1)
+    if size % 2:
+        return [whole]
+    halves = np.tile(wanted.reshape(heads, 2, size // 2).max(axis=1), (1, 2))
+    neighbors = np.repeat(wanted.reshape(heads, size // 2, 2).max(axis=2), 2, axis=1)
+    return [halves, neighbors, whole]
+
+
+QUERY, TOTAL, BIAS = 0, 6, 10
+"""Indices of inputs."""
+
+HALF_STEP = 0.501
+"""Largest distance of a number from its code, in codes; more than 0.5 for the rounding of the quotient."""
+CLOSE = 1e-4
+"""Largest difference of an output from the formula, as a share of the output."""
+
+
+@dataclass(frozen=True)
+class AttentionNodes:
+    """The attention nodes of a graph.
+
+    Attributes:
+        probe: reads values of the graph.
+        scales: float32 [1, kv_heads, 1, head_dim], by name of the cache input.
+    """
+
+    probe: GraphProbe
+    scales: Mapping[str, Array]
+
+    @property
+    def attention(self) -> list[onnx.NodeProto]:
+        """The nodes, in the order of the graph."""
+        return attention_nodes(self.probe.model)
+
+    def problems(self, feeds: Mapping[str, Array], call: Call) -> list[str]:
+        """What differs in a call, a line per node.
+
+        Args:
+            feeds: all inputs of the graph by name.
+            call: the tokens and masks among them.
+
+        Raises:
+            MalformedInput: onnxruntime cannot run the graph with more outputs.
+        """
+        names = [node.input[at] for node in self.attention for at in (QUERY, *NEW, TOTAL, BIAS)]
+        names += [name for node in self.attention for name in node.output[:3]]
+        values = self.probe.read(feeds, list(dict.fromkeys(names)))
+        return [one for node in self.attention for one in self._problems_of(node, values, feeds, call)]
+
+    def _problems_of(
+        self, node: onnx.NodeProto, values: Mapping[str, Array], feeds: Mapping[str, Array], call: Call
+    ) -> list[str]:
+        inputs = list(node.input)
+        total, new = int(values[inputs[TOTAL]].reshape(-1)[0]), call.input_ids.shape[1]
+        dequantized: list[Array] = []
+        for at, past, present in zip(NEW, PAST, node.output[1:3], strict=True):
+            scale, codes = self.scales[inputs[past]], values[present][:, :, :total]
+            if problem := _code_problem(values[inputs[at]], feeds[inputs[past]], codes, scale, total - new):
+                return [f"`{present}` {problem}"]
+            dequantized.append(codes.astype(np.float64) * scale)
+        bias = values[inputs[BIAS]].astype(np.float64) if inputs[BIAS] else np.zeros(1)
+        wanted = _attend(node, values[inputs[QUERY]].astype(np.float64), dequantized, bias)
+        valid = call.attention_mask[:, total - new :].astype(bool)
+        difference = values[node.output[0]].astype(np.float64)[valid] - wanted[valid]
+        error, size = (float(np.sqrt(np.mean(one**2))) for one in (difference, wanted[valid]))
+        if error <= CLOSE * size:
+            return []
+        share = error / size if size else inf
+        return [f"`{node.name}` attends to other keys or values: difference {share:.1g}"]
+
+
+def _code_problem(new: Array, before: Array, codes: Array, scale: Array, past: int) -> str:
+    """What is wrong with the codes [rows, kv_heads, tokens, head_dim] of one buffer; empty if nothing is.
+
+    Args:
+        new: the numbers of the new tokens, [rows, tokens, kv_heads * head_dim].
+        before: the codes of the buffer before the call.
+        codes: those after it.
+        scale: of each channel.
+        past: number of tokens before the call.
+    """
+    if not np.array_equal(codes[:, :, :past], before[:, :, :past]):
+        return "has other codes for earlier tokens"
+    heads, size = scale.shape[1], scale.shape[3]
+    numbers = new.astype(np.float64).reshape(*new.shape[:2], heads, size).swapaxes(1, 2) / scale
+    wrong = np.abs(np.clip(numbers, LEAST, LARGEST) - codes[:, :, past:]) > HALF_STEP
+    return f"has {int(wrong.sum())} codes that are not the nearest to number / scale" if wrong.any() else ""
+
+
+def _attend(node: onnx.NodeProto, query: Array, cache: list[Array], bias: Array) -> Array:
+    """The output [rows, tokens, heads * head_dim] in float64, of keys and values [rows, kv_heads, total, head_dim]."""
+    found = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    heads, kv_heads, size = found["num_heads"], found["kv_num_heads"], cache[0].shape[-1]
+    rows, new, total = *query.shape[:2], cache[0].shape[2]
+    split = query.reshape(rows, new, heads, size).swapaxes(1, 2)
+    keys, values = (np.repeat(one, heads // kv_heads, axis=1) for one in cache)
+    scores = split @ keys.swapaxes(2, 3) * (found.get("scale") or size**-0.5)
+    if softcap := found.get("softcap"):
+        scores = np.tanh(scores / softcap) * softcap
+    scores = scores + bias
+    future = np.arange(total)[None] > np.arange(total - new, total)[:, None]
+    scores = np.where(future, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    output: Array = (weights / weights.sum(axis=-1, keepdims=True)) @ values
+    return output.swapaxes(1, 2).reshape(rows, new, heads * size)

@@ -15,7 +15,7 @@ from llmconv.verify.clients.client import chosen_clients
 from llmconv.verify.folder_checks import Choices, checked_folder
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.method import AUTO, Method
-from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
 from llmconv.verify.other_exporters.run import require_limits
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter

@@ -10,16 +10,14 @@ from typing import Any, TypeAlias
 
 from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.verify.bisect.first_wrong_layer import localize
-from llmconv.verify.bisect.first_wrong_node import name_node
+from llmconv.verify.bisect.first_wrong_node import list_unmatched, localize, name_node
 from llmconv.verify.bisect.replay import Replayable
-from llmconv.verify.bisect.unmatched import list_unmatched
 from llmconv.verify.bisect.write_piece import require_new
-from llmconv.verify.layers.wrong_layer import narrowed
+from llmconv.verify.layers.layer_checks import narrowed
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.budget import record_budget
 from llmconv.verify.results.report import WHOLE, Check, Report
 from llmconv.verify.results.sigma import GATES
+from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.version import __version__
 
@@ -121,3 +119,25 @@ class Session:
 def library_versions() -> dict[str, str]:
     """Versions of llmconv and the libraries that take part in the verdict, by name."""
     return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}
+
+
+def record_budget(report: Report, budget: Budget | None) -> None:
+    """Adds how the time was used, a note if the mandatory scenarios took longer, and the number of rows left out.
+
+    Args:
+        report: of a finished verification.
+        budget: its time; None without a limit.
+    """
+    if budget is None:
+        return
+    used, limit = budget.used, f"the budget of {budget.seconds:g} s"
+    ran = [{"name": name, "seconds": seconds} for name, seconds in budget.ran]
+    report.budget = {"seconds": budget.seconds, "used": round(used, 3), "ran": ran, "not_run": list(budget.left)}
+    if (over := budget.core_seconds - budget.seconds) > 0:
+        kind = "mandatory" if budget.chosen is None else "chosen"  # which run all at once
+        end = f"{budget.core_seconds:.1f} s after the start, {over:.1f} s beyond {limit}"
+        report.notes.append(f"the {kind} scenarios ended {end}")
+    if count := len(budget.left):
+        report.unseen.append(
+            f"faults that only {count} scenario{'s' * (count > 1)} left out by {limit} show{'s' * (count == 1)}"
+        )

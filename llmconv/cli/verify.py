@@ -177,7 +177,7 @@ def command(
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
-    from llmconv.verify.report.github import annotation_lines
+    from llmconv.verify.report.files import annotation_lines
 
     _require_compatible(folder, graphs, choices)
     _refuse_early(folder, choices)

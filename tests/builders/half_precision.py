@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.half_precision.rounded_reference import NUMPY
+from llmconv.verify.other_exporters.half_precision import NUMPY
 
 IN_FLOAT32 = re.compile(r"norm|rotary_emb")
 MOST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}

@@ -15,12 +15,11 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify, verify_graphs
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.folder_comparison import Compared
+from llmconv.verify.float_folder import Compared
 from llmconv.verify.graph_folder import _models
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.budget import Budget
-from llmconv.verify.scenarios.ranks import CORE, CORE_STREAMED
+from llmconv.verify.scenarios.budget import CORE, CORE_STREAMED, Budget
 from llmconv.verify.scenarios.selection import Selection
 from tests.builders.clocks import FakeClock
 from tests.builders.mutants.mutants import MUTANTS, Mutant

@@ -14,7 +14,7 @@ import pytest
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.verify import verify
-from llmconv.verify.folder_comparison import routes
+from llmconv.verify.float_folder import routes
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.options import OPTION_MUTANTS, OptionMutant
 

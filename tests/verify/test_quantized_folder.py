@@ -19,7 +19,7 @@ from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import verify
-from llmconv.verify.other_exporters.quantized.accuracy_cost import TokenCosts
+from llmconv.verify.other_exporters.quantized.accuracy import TokenCosts
 from tests.builders.safetensors import change_tensor
 from tools.tiny_models import depth, save_tiny
 

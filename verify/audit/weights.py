@@ -3,13 +3,17 @@
 An initializer of an exported graph refers to a safetensors file, an offset and a length. So a wrong reference is found
 in the file's header, without running the graph; weights are read only where the graph contains a copy, or where the
 reference is another folder.
+
+Notes on weights that hide differences: NaN, infinity, and matrices of zeros.
+
+A graph and the eager model agree on their results, whatever the graph computes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +25,12 @@ import onnx
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
-from llmconv.output.manifest import read_manifest
+from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, single_pass_entries
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.runtime.onnxruntime.lora_names import is_factor
+from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
@@ -289,3 +296,123 @@ def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
 def same_values(values: Array, wanted: Array) -> bool:
     """Whether the values are equal after casting the reference `wanted` to their dtype."""
     return np.array_equal(values, wanted.astype(values.dtype), equal_nan=values.dtype.kind == "f")
+
+
+NAMED = 3
+"""Maximum number of tensors that a note names."""
+MATRIX = 2
+
+
+def odd_weights(tensors: Mapping[str, LazyTensor]) -> list[str]:
+    """A note for each kind of odd tensor; reads the tensors block by block."""
+    found: dict[str, list[str]] = {}
+    with ThreadPoolExecutor(READERS) as pool:  # reading and numpy's loops run without the interpreter's lock
+        for name, kinds in zip(tensors, pool.map(lambda tensor: list(_kinds(tensor)), tensors.values()), strict=True):
+            for kind in kinds:
+                found.setdefault(kind, []).append(name)
+    return [_note(kind, names) for kind, names in found.items()]
+
+
+def _kinds(tensor: LazyTensor) -> Iterator[str]:
+    finite, empty = True, len(tensor.shape) >= MATRIX and tensor.nbytes > 0
+    for start, stop in tensor.blocks():
+        largest, infinity = _largest(tensor.rows(start, stop))
+        finite, empty = finite and largest < infinity, empty and largest == 0
+    if not finite:
+        yield "NaN or infinity"
+    if empty:
+        yield "zeros only"
+
+
+INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
+"""The bits of infinity by dtype; those of finite numbers, without their sign, are smaller, and those of NaN larger."""
+
+
+def _largest(block: Array) -> tuple[float, float]:
+    """The largest bits of a number without its sign, and those of infinity; of other dtypes the numbers themselves."""
+    infinity = INFINITY.get(block.dtype.name)
+    if infinity is None:
+        finite = block.dtype.kind in "biu" or bool(np.isfinite(block).all())
+        return (float(block.any()) if finite else np.inf), np.inf
+    kind = np.dtype(f"u{block.dtype.itemsize}")
+    bits = np.ascontiguousarray(block).view(kind)
+    return int((bits & kind.type(np.iinfo(kind).max >> 1)).max(initial=0)), infinity
+
+
+def _note(kind: str, names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:NAMED])
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    verb = "contains" if len(names) == 1 else "contain"
+    return f"{shown}{more} {verb} {kind}: faults in results that depend on it cannot be seen"
+
+
+NAME = "graph file"
+"""Name of the check in reports."""
+
+UNLISTED = "is in the folder but not listed as one of its graphs; it was not verified"
+
+WAY_OUT = "export again, or pass `--allow-changed` to verify it as it is"
+
+
+def audit_graph_files(
+    folder: Path, entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto], *, allow_changed: bool = False
+) -> tuple[list[Check], list[str]]:
+    """Compares every graph file with the manifest.
+
+    Args:
+        folder: the folder of the graphs.
+        entries: the graphs.
+        models: the graphs by name; contains the graph of the embedding table if there is one.
+        allow_changed: a changed file is a note instead of a failure.
+
+    Returns:
+        A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
+        allowed changes and on files without a sha256.
+    """
+    table = {name: [folder / name] for name in (EMBEDDINGS, VISION) if name in models}
+    files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
+    others = single_pass_entries(folder)  # which have checks of their own
+    listed = {path.name for paths in (*files.values(), *(entry.paths(folder) for entry in others)) for path in paths}
+    unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
+    skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
+    if not (folder / MANIFEST).is_file():
+        return skipped, [f"no `{MANIFEST}`: changes of the graphs after their export cannot be detected"]
+    recorded = read_manifest(folder).files
+    checks: list[Check] = []
+    notes: list[str] = []
+    for graph, paths in files.items():
+        changed = [path.name for path in paths if _is_changed(path, recorded)]
+        unknown = [path.name for path in paths if not _sha256(path, recorded)]
+        notes += [
+            f"`{name}` has no sha256 in `{MANIFEST}`: a change after its export cannot be detected" for name in unknown
+        ]
+        if changed and allow_changed:
+            notes += [f"graph changed: {_names_text(changed)}; allowed"]
+        elif changed:
+            checks.append(
+                Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_names_text(changed)}; {WAY_OUT}")
+            )
+        elif not unknown:
+            checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
+    return [*checks, *skipped], notes
+
+
+def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:
+    expected = _sha256(path, recorded)
+    if not expected:
+        return False
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() != expected
+
+
+def _sha256(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> str:
+    """The recorded sha256; empty if there is none."""
+    entry = recorded.get(path.name, {})
+    return str(entry.get("sha256") or "") if isinstance(entry, dict) else ""
+
+
+def _names_text(names: Iterable[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    if len(quoted) == 1:
+        return f"{quoted[0]} is not the graph that was exported (its sha256 differs)"
+    return f"{', '.join(quoted)} are not the graphs that were exported (their sha256 differ)"

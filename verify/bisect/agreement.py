@@ -1,13 +1,24 @@
-"""ValueComparison: whether an inner value of the graph equals that of the eager model, within its rounding noise."""
+"""ValueComparison: whether an inner value of the graph equals that of the eager model, within its rounding noise.
+
+AgreementTrace: which values of a graph agree with the model, and the nodes between those and a failing value.
+
+A value agrees if the eager model computes the same value in the same module. Exporters write some steps differently, so
+a correct value may have no counterpart; it counts as correct if a value computed from it agrees. The remaining nodes
+lead from the failing output back to the fault.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.recording import RecordedValue
+from llmconv.verify.bisect.recording import ANYWHERE, ModuleScopes, RecordedValue
+from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.results.sigma import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
@@ -97,3 +108,162 @@ def _rows(array: Array) -> Array:
     """The array as [1, rows, features]."""
     features = array.shape[-1] if array.ndim and array.shape[-1] >= ROW else array.size
     return array.reshape(1, -1, features)
+
+
+LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
+"""Operators that move elements and change none."""
+
+ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|div", "Div": "mul|div"}
+"""Operators that remain when a term or factor is missing, with a pattern of the model's operators to compare with."""
+
+CHOICES = {"Where": "where|masked_fill", "Clip": "clamp|clip", "Min": "min|clamp", "Max": "max|clamp"}
+"""The same for operators that may leave all elements unchanged."""
+
+SKIP_NORMS = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+"""Norms that first add a residual, which belongs to another module and is their last output."""
+
+REDUCTIONS = {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ArgMax"}
+"""Operators whose result may agree for a wrong input: the mean of small numbers vanishes next to an epsilon."""
+
+SHAPE_OPS = {"Shape", "Size", "Constant", "ConstantOfShape"}
+TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "Slice", "Split", "Tile"}
+"""Operators whose inputs after the first determine only the layout."""
+
+
+class GraphIndex:
+    """The nodes of a graph, indexed by the values that they produce and read.
+
+    Attributes:
+        nodes: in topological order.
+        order: position of each node, by `id`.
+        maker: the node that produces a value.
+        users: the nodes that read a value.
+        outputs: names of the graph's outputs.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.nodes = list(model.graph.node)
+        self.order = {id(node): index for index, node in enumerate(self.nodes)}
+        self.maker = {name: node for node in self.nodes for name in node.output if name}
+        self.users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in dict.fromkeys(inner_inputs(node)):
+                self.users[name].append(node)
+        self.outputs = {port.name for port in model.graph.output}
+        self._shapes = self._shape_nodes()
+
+    def _shape_nodes(self) -> set[int]:
+        """Nodes whose values are used only as shapes, axes or bounds."""
+        found: set[int] = set()
+        for node in reversed(self.nodes):
+            used = [(name, user) for name in node.output for user in self.users[name]]
+            laid_out = all(id(user) in found or _is_shape_input(user, name) for name, user in used)
+            if used and laid_out and not self.outputs & set(node.output):
+                found.add(id(node))
+        return found
+
+    def is_shape(self, node: onnx.NodeProto) -> bool:
+        """Whether a node's values are used only as shapes, axes or bounds."""
+        return id(node) in self._shapes or node.op_type in SHAPE_OPS
+
+    def before(self, value: str, known: Iterable[str]) -> list[onnx.NodeProto]:
+        """The nodes that compute a value from known values, in order."""
+        stop, found, waiting = set(known), {}, [value]
+        while waiting:
+            node = self.maker.get(waiting.pop())
+            if node is not None and id(node) not in found:
+                found[id(node)] = node
+                waiting += [name for name in inner_inputs(node) if name and name not in stop]
+        return sorted(found.values(), key=lambda node: self.order[id(node)])
+
+
+def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
+    """Whether a node reads the value as a shape, axis or bound."""
+    return node.op_type in SHAPE_OPS or (node.op_type in TAKES_SHAPE and name not in node.input[:1])
+
+
+class AgreementTrace:
+    """Determines which values of a graph agree with the model.
+
+    Args:
+        index: the nodes of the graph.
+        scopes: finds the module of a node.
+        values: of the graph, by name.
+        records: values of the eager model.
+        comparison: compares two values.
+        trusted: names of values that need no comparison.
+        changing: operators that, where they leave a value unchanged, agree only with a matching operator of the model.
+
+    Attributes:
+        matched: names of the values that agree.
+        good: names of the correct values.
+    """
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        scopes: ModuleScopes,
+        values: Mapping[str, Array],
+        records: Sequence[RecordedValue],
+        comparison: ValueComparison,
+        trusted: Iterable[str],
+        changing: Mapping[str, str] = ARITHMETIC,
+    ) -> None:
+        self.index, self.scopes, self.values, self.comparison = index, scopes, values, comparison
+        self.changing = changing
+        self.ports = [record for record in records if record.is_port]
+        self.by_place: dict[tuple[str, int], list[RecordedValue]] = defaultdict(list)
+        for record in records:
+            if not record.is_port:
+                self.by_place[record.scope, record.exact.size].append(record)
+                self.by_place[ANYWHERE, record.exact.size].append(record)
+        self.matched = {name for name in values if name in index.maker and self._agrees(name)}
+        self.good = self._good(trusted)
+
+    def places(self, value: str) -> list[RecordedValue]:
+        """The model's values in the same module with as many elements."""
+        node = self.index.maker.get(value)
+        if node is None or value not in self.values:
+            return []
+        size = self.values[value].size
+        if node.op_type in SKIP_NORMS and value != node.output[0]:
+            return [record for record in self.by_place[ANYWHERE, size] if "add" in record.op]
+        return self.by_place[self.scopes.of(node), size]
+
+    def _agrees(self, value: str) -> bool:
+        array, node = self.values[value], self.index.maker[value]
+        if array.dtype.kind != "f" and self.scopes.of(node) == ANYWHERE:
+            return False  # small integers agree by chance
+        records = self.places(value)
+        if node.op_type in self.changing and any(self._is_same(name, array) for name in node.input):
+            # the node changed nothing: its input may agree where its output should have
+            records = [record for record in records if re.search(self.changing[node.op_type], record.op)]
+        return any(self.comparison.agrees(record, array) for record in records)
+
+    def _is_same(self, name: str, array: Array) -> bool:
+        other = self.values.get(name)
+        return other is not None and other.size == array.size and bool((other.ravel() == array.ravel()).all())
+
+    def _good(self, trusted: Iterable[str]) -> set[str]:
+        """Values that agree, and values from which those were computed."""
+        good = self.matched | set(trusted)
+        for node in reversed(self.index.nodes):
+            is_conclusive = not self.index.is_shape(node) and node.op_type not in REDUCTIONS
+            if is_conclusive and good.intersection(node.output):
+                good.update(name for name in inner_inputs(node) if name in self.index.maker)
+        shapes = (node for node in self.index.nodes if self.index.is_shape(node))
+        return (good | {name for node in shapes for name in node.output}) - {""}
+
+    def scope(self, node: onnx.NodeProto) -> str:
+        """The module of a node, or of the first nodes that use it if its name contains none; else empty."""
+        for _ in range(len(self.index.nodes)):
+            scope = self.scopes.of(node)
+            users = [user for name in node.output for user in self.index.users[name]]
+            if scope != ANYWHERE or not users:
+                break
+            node = users[0]
+        return "" if scope == ANYWHERE else scope
+
+    def back_from(self, value: str) -> list[onnx.NodeProto]:
+        """The nodes between the last correct values and this one, in order; empty if it is correct."""
+        return [] if value in self.good else self.index.before(value, self.good)

@@ -3,29 +3,40 @@
 The cache, or else a binary search over the layers' outputs, shows between which layers the fault is. There, every value
 is compared with the model's values in the same module (`agreement_trace`), the failing nodes are reduced to the
 smallest failing piece (`smallest_piece`), and compared with the model's modules (`findings`).
+
+Lists the nodes of a graph whose values the eager model does not compute in the same module.
+
+Some of them are steps that an exporter writes differently, such as the square root inside a norm. The others may be
+faults that no scenario reaches: comparisons, selections or factors that the model does not have.
+
+Locates a failure from the checks: the first layer whose cache differs.
+
+Keys and values of layer k depend only on the layers before k and on the first part of layer k, so the first layer whose
+keys or values differ delimits the fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, first_line
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.cache_names import is_state, layer_of
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement import ValueComparison
-from llmconv.verify.bisect.agreement_trace import AgreementTrace, GraphIndex
+from llmconv.verify.bisect.agreement import ARITHMETIC, CHOICES, LAYOUT_OPS, AgreementTrace, GraphIndex, ValueComparison
 from llmconv.verify.bisect.findings import Suspect, find
-from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes, layer_of_scope
-from llmconv.verify.bisect.recording import OUT, RecordedValue
+from llmconv.verify.bisect.recording import ANYWHERE, OUT, ModuleScopes, RecordedValue, layer_of_scope
 from llmconv.verify.bisect.replay import Replayable, ReplayedCall
-from llmconv.verify.bisect.smallest_piece import FailingPiece, TargetValue, smallest_piece
+from llmconv.verify.bisect.suspect import FailingPiece, TargetValue, smallest_piece
 from llmconv.verify.bisect.write_piece import WrittenPiece, write_piece
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check, Report, Where
+from llmconv.verify.results.report import Check, Report, UnmatchedNode, Where
 
 NOTHING = "nothing to find: every check passed"
 
@@ -217,3 +228,152 @@ def short(scope: str) -> str:
     """A scope without the model's prefix: `layers.7.mlp` of `model.layers.7.mlp`."""
     first, _, rest = scope.partition(".")
     return rest if rest and first in {"model", "transformer", "gpt_neox", "backbone"} else scope
+
+
+CALLS = (("chunked prefill, pieces of 1 to 48 tokens", 1), ("decode chain, 16 steps", 1), ("prefill, 7 tokens", 0))
+"""Scenarios and steps to compare values of; the first that a graph ran is used."""
+
+MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}
+"""Operators that compute no new number."""
+
+SHOWN = 4
+"""Maximum number of kinds of nodes in a note."""
+
+NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs that update fixed buffers in place"
+
+
+def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
+    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probed only gets a note.
+
+    Args:
+        report: of a verification.
+        verified: replays one of its calls.
+        eager: the reference; None if no graph could be run.
+    """
+    if eager is None or eager.is_layered or report.quantization:
+        return
+    for name, where in _calls(report):
+        try:
+            with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
+                text = _listed(report, name, replay) if replay else NOT_LISTED
+        except Exception as error:  # an error in the search must not change the verdict
+            text = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
+        after = ", including those after the fault" if report.where and name in report.where.graph else ""
+        report.notes.append(f"`{name}`: {text}{after}")
+
+
+def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
+    report.unmatched[name] = unmatched_nodes(replay)
+    return _unmatched_text(report.unmatched[name], len(replay.probe.model.graph.node))
+
+
+def _calls(report: Report) -> Iterator[tuple[str, Where]]:
+    """One call for each graph that is not a copy of another."""
+    for name in dict.fromkeys(check.graph for check in report.checks if check.name == "structure"):
+        if name in report.copies:
+            continue
+        for scenario, step in CALLS:
+            graphs = {check.graph for check in report.checks if check.name == scenario and check.output}
+            of_step = [graph for graph in graphs if graph.split("+")[-1 if step else 0] == name]
+            if of_step:
+                yield name, Where(scenario, min(of_step, key=len), step, None, "logits", "")
+                break
+
+
+def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
+    """The unmatched nodes of one graph, in order; nodes that only change the layout are left out."""
+    index = GraphIndex(replay.probe.model)
+    scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
+    values = replay.probe.read(replay.feeds, [name for node in index.nodes for name in node.output])
+    comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
+    trace = AgreementTrace(
+        index, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES
+    )
+    return [
+        UnmatchedNode(node.name, node.op_type, trace.scope(node))
+        for node in index.nodes
+        if not index.is_shape(node) and node.op_type not in MOVES and not trace.matched.intersection(node.output)
+    ]
+
+
+def _unmatched_text(nodes: Sequence[UnmatchedNode], of: int) -> str:
+    """`17 of 357 nodes compute what the model does not: 5 Sqrt in layers.#.input_layernorm, …`."""
+    if not nodes:
+        return f"each of {of} nodes has a counterpart in the model"
+    kinds = Counter((node.operator, re.sub(r"\d+", "#", node.scope)) for node in nodes)
+    listed = [f"{count} {operator} in `{scope or '?'}`" for (operator, scope), count in kinds.most_common(SHOWN)]
+    more = [f"{len(kinds) - SHOWN} more kinds"] if len(kinds) > SHOWN else []
+    return f"{len(nodes)} of {of} nodes have no counterpart in the model: {', '.join([*listed, *more])}"
+
+
+def localize(checks: Sequence[Check]) -> Where | None:
+    """The first failing scenario, its first failing step, and its first differing layer; None if all passed."""
+    failed = [check for check in checks if check.verdict == "fail"]
+    if not failed:
+        return None
+    unrun = _layers_text([check for check in failed if not check.output])
+    audited = [check for check in failed if check.name == "weights"]
+    failed = [check for check in failed if check.output]
+    if not failed:
+        return _of_weights(audited[0], unrun) if audited else Where("", "", 0, None, "", unrun)
+    first = failed[0]
+    place = (first.name, first.graph)
+    same = [check for check in failed if (check.name, check.graph) == place]
+    step = min(check.step for check in same)
+    here = [check for check in same if check.step == step]
+    first = min(here, key=_depth)
+    layer = layer_of(first.output)
+    outputs = {check.output for check in here if layer_of(check.output) == layer}
+    cached = any(layer_of(check.output) is not None for check in checks if (check.name, check.graph) == place)
+    place_text = _place(layer, outputs) if cached else "the logits differ" if first.sigma else ""
+    text = "; ".join(part for part in (place_text, first.detail, unrun) if part)
+    text = f"{first.name}, {first.graph}, step {step}: {text}"
+    return Where(first.name, first.graph, step, layer, first.output, text)
+
+
+def _layers_text(checks: Sequence[Check]) -> str:
+    """The details of checks that run no graph; equal details of several graphs once."""
+    graphs: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        graphs.setdefault((check.name, check.detail), []).append(check.graph)
+    return "; ".join(f"{name}, {' and '.join(files)}: {detail}" for (name, detail), files in graphs.items())
+
+
+def _of_weights(check: Check, unrun: str) -> Where:
+    """The layer and module of the first tensor in a failed weight audit."""
+    tensor = next(iter(re.findall(r"`([^`]+)`", check.detail)), "")
+    scope = tensor.rpartition(".")[0]
+    found = re.search(r"(?:^|\.)(\d+)\.", tensor)
+    layer = int(found[1]) if found else None
+    return Where("", check.graph, 0, layer, "", unrun, scope=scope, finding=check.detail)
+
+
+def _depth(check: Check) -> int:
+    layer = layer_of(check.output)
+    return 1 << 30 if layer is None else layer
+
+
+def _place(layer: int | None, outputs: set[str]) -> str:
+    if layer is None:
+        return "the whole cache agrees, the logits differ: last layer's attention or MLP, final norm, or head"
+    if any(is_state(name) for name in outputs):
+        return _state_place(layer, outputs)
+    kinds = {name.rsplit(".", 1)[1] for name in outputs}
+    if kinds == {"key"}:
+        return f"layer {layer}, keys only: its key projection, key norm or position encoding"
+    if kinds == {"value"}:
+        return f"layer {layer}, values only: its value projection"
+    if layer == 0:
+        return "layer 0, keys and values: the embedding, the first norm or the first projections"
+    return (
+        f"layer {layer}, keys and values: the attention or MLP of layer {layer - 1}, or the first norm of layer {layer}"
+    )
+
+
+def _state_place(layer: int, outputs: set[str]) -> str:
+    if all(name.startswith("present_recurrent.") for name in outputs):
+        return f"layer {layer}, recurrent state only: its convolution, its time step or its scan"
+    before = "the embedding" if layer == 0 else f"layer {layer - 1} after its scan or attention"
+    return (
+        f"layer {layer}, {' and '.join(sorted(outputs))}: {before}, or the first norm or projections of layer {layer}"
+    )

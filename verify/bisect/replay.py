@@ -24,8 +24,8 @@ from llmconv.tensors import Array
 from llmconv.verify.bisect.recording import RecordedValue, Recorder, ScopeFilter, paired
 from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.comparison.scaled_weights import scaled_settings
-from llmconv.verify.reference.chain_runs import edited, run_chain
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.other_roundings import edited, run_chain
 from llmconv.verify.reference.prefix import stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import WeightScaling, scaling_of
 from llmconv.verify.results.report import Where

@@ -30,10 +30,10 @@ from llmconv.files.safe_folder import Folder, WritableContent, parents_made, req
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
-from llmconv.verify.bisect.agreement_trace import AgreementTrace
+from llmconv.verify.bisect.agreement import AgreementTrace
 from llmconv.verify.bisect.recording import RecordedValue
 from llmconv.verify.bisect.replay import ReplayedCall
-from llmconv.verify.bisect.smallest_piece import FailingPiece
+from llmconv.verify.bisect.suspect import FailingPiece
 from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.results.report import Where
 from llmconv.verify.results.sigma import GATES, ULP_SHARE, ULPS, rms

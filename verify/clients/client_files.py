@@ -1,6 +1,11 @@
 """ClientFiles: whether the graphs and weights that a client opens are those that were verified.
 
 The few tokens of the other checks do not show a small difference, such as that of an adapter merged at weight 0.05.
+
+The graph files that each client opens in a folder, by its configuration and its own rules of choice.
+
+Read in onnxruntime-genai 0.18 (`src/config.cpp`), optimum-onnx 0.1 (`optimum/onnxruntime/modeling_decoder.py`) and
+@huggingface/transformers 4.3 (`src/models/session.js`, `src/utils/dtypes.js`).
 """
 
 from __future__ import annotations
@@ -8,21 +13,25 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from llmconv.checkpoint import read_json
 from llmconv.errors import listing
 from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.genai_guard import CONFIG, named_files
+from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.clients.client_variants import as_for_optimum, image_variants
-from llmconv.verify.clients.opened_graphs import opened_graphs
 from llmconv.verify.results.report import Check
 
 NAME = "client files"
@@ -182,3 +191,110 @@ def _are_equal(path: Path, other: Path) -> bool:
             if block != theirs.read(BLOCK):
                 return False
     return True
+
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Fields of `config.json` with the placeholder token."""
+
+
+def as_for_optimum(graph: onnx.ModelProto) -> Iterator[onnx.ModelProto]:
+    """The graph with the cache inputs that optimum may need in `model.onnx`, where other clients have it without.
+
+    Args:
+        graph: a decoder; nothing is yielded if its cache has no fixed number and size of heads.
+    """
+    from llmconv.export.clients import EncodedGraphs  # noqa: PLC0415 - only for `--client`
+    from llmconv.export.clients.optimum import accept_any_empty_past  # noqa: PLC0415
+
+    encoded = graph.SerializeToString()
+    past = EncodedGraphs({"unified": encoded}, {}, ()).past()
+    if past and all(len(port.axes) == 4 and type(port.axes[1]) is type(port.axes[3]) is int for port in past):
+        yield onnx.ModelProto.FromString(accept_any_empty_past(encoded, past))
+
+
+def image_variants(graphs: Mapping[Path, onnx.ModelProto], model: Path) -> list[onnx.ModelProto]:
+    """The variants of a vision tower and an embedding table.
+
+    Args:
+        graphs: the verified graphs by their files.
+        model: the model's folder, whose `config.json` has the placeholder token.
+    """
+    from llmconv.export.clients.genai_images import image_graphs  # noqa: PLC0415 - only for `--client`
+    from llmconv.export.clients.transformersjs_images import variant  # noqa: PLC0415
+
+    encoded = {path.name: graph.SerializeToString() for path, graph in graphs.items()}
+    if VISION not in encoded or EMBEDDINGS not in encoded:
+        return []
+    parts = {VISION_ROLE: encoded[VISION], EMBEDDINGS_ROLE: encoded[EMBEDDINGS]}
+    made = [variant(VISION_ROLE, parts[VISION_ROLE])]
+    config = read_json(model / "config.json")
+    tokens = [config[name] for name in IMAGE_TOKENS if type(config.get(name)) is int]
+    with suppress(StopIteration, IndexError, KeyError, ValueError):  # parts of another form than GenAI's variants need
+        made += image_graphs(tokens[0], parts).values()
+    return [onnx.ModelProto.FromString(one) for one in made]
+
+
+STANDARD_NAME = "model.onnx"
+"""The file that optimum prefers, in the folder and then in any folder inside."""
+
+JS_FOLDER, JS_CONFIG = "onnx", "transformers.js_config"
+
+JS_SUFFIXES = {"fp32": "", "q8": "_quantized"} | {
+    name: f"_{name}" for name in ("fp16", "int8", "uint8", "bnb4", "q4", "q2", "q1", "q4f16", "q2f16", "q1f16")
+}
+"""End of a graph's name by the `dtype` of transformers.js."""
+
+
+def opened_graphs(client: str, folder: Path) -> list[Path]:
+    """The files in a folder that a client opens as graphs; those that are missing are left to the client.
+
+    Args:
+        client: name of the client.
+        folder: the folder that it is given.
+
+    Raises:
+        MalformedInput: the configuration of the client is refused, see `genai_guard`.
+    """
+    return [path for path in OPENED[client](folder) if path.exists()]
+
+
+def _genai(folder: Path) -> list[Path]:
+    """Every file that `genai_config.json` names, apart from configurations of processors."""
+    return [folder / name for name in named_files(folder)] if (folder / CONFIG).is_file() else []
+
+
+def _optimum(folder: Path) -> list[Path]:
+    """`model.onnx`; where there is none, every graph that may be chosen instead."""
+    if (folder / STANDARD_NAME).exists():
+        return [folder / STANDARD_NAME]
+    found = sorted(folder.rglob("*.onnx"))
+    return [path for path in found if path.name == STANDARD_NAME] or found
+
+
+def _transformersjs(folder: Path) -> list[Path]:
+    """The graphs in `onnx/` of the variety that `config.json` selects."""
+    path = folder / "config.json"
+    config = read_json(path).get(JS_CONFIG) if path.is_file() else None
+    dtype = _js_dtype(config if isinstance(config, dict) else {})
+    return [graph for graph in sorted((folder / JS_FOLDER).glob("*.onnx")) if _is_selected(graph.stem, dtype)]
+
+
+def _js_dtype(config: Mapping[str, Any]) -> Any:
+    """The `dtype` of a configuration, which the section of its device overrides."""
+    devices = config.get("device_config")
+    own = devices.get(str(config.get("device") or "cpu")) if isinstance(devices, dict) else None
+    return {**config, **(own if isinstance(own, dict) else {})}.get("dtype")
+
+
+def _is_selected(stem: str, dtype: Any) -> bool:
+    """Whether a graph is of the selected variety: one for all graphs, or one for each."""
+    suffix = max((suffix for suffix in JS_SUFFIXES.values() if stem.endswith(suffix)), key=len)
+    wanted = dtype.get(stem.removesuffix(suffix)) if isinstance(dtype, dict) else dtype
+    return suffix == JS_SUFFIXES.get(wanted if isinstance(wanted, str) else "", "")
+
+
+OPENED: Mapping[str, Callable[[Path], list[Path]]] = {
+    "genai": _genai,
+    "optimum": _optimum,
+    "transformersjs": _transformersjs,
+}

@@ -17,9 +17,8 @@ from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.runtime.random_prompts import random_prompts, usable_tokens
 from llmconv.verify.clients.client import Client, ClientError, Generation
 from llmconv.verify.clients.client_files import ClientFiles
-from llmconv.verify.clients.expected_tokens import LogitsSource
-from llmconv.verify.clients.padded_batch import PaddedBatch
-from llmconv.verify.clients.padding_token import padding_checks
+from llmconv.verify.clients.expected_tokens import LogitsSource, PaddedBatch
+from llmconv.verify.clients.genai_fields import padding_checks
 from llmconv.verify.results.report import Check, Checks
 from llmconv.verify.results.sigma import ExpectedOutput
 

@@ -15,14 +15,12 @@ from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
-from llmconv.runtime.runner import Runner, Step
+from llmconv.runtime.runner import Choices, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.comparison.token_choices import expected_count, measure_choices
-from llmconv.verify.reference.chain_runs import rows_of, run_chain
 from llmconv.verify.reference.eager import ExpectedOutputs
-from llmconv.verify.results.evidence import Evidence
+from llmconv.verify.reference.other_roundings import rows_of, run_chain
 from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import ExpectedOutput, Gates, Measure, calmest_sigma, measure
+from llmconv.verify.results.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, calmest_sigma, measure, rms
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
 
@@ -310,3 +308,59 @@ class PrefillDecodeAgreement:
         """One check per output."""
         blank = Check("prefill and decode agree", f"{self._names.get('prefill')}+{self._names.get('decode')}", "")
         return [fold(blank, name, found, self._gates) for name, found in sorted(self._measures.items())]
+
+
+ULP = 2.0**-23
+"""Unit in the last place of float32 scores, which are large even where all logits are tiny."""
+
+
+def expected_count(postprocess: str) -> int:
+    """Number of chosen tokens: K for `topk:K`, 1 for `argmax`."""
+    return int(postprocess.partition(":")[2] or 1)
+
+
+def measure_choices(logits: ExpectedOutput, choices: Choices, count: int) -> dict[str, Measure]:
+    """Compares `tokens` and `scores` with the logits of the eager model.
+
+    The token of rank k must have the k-th largest logit, up to near-ties; a score is compared with the log-probability
+    of the chosen token.
+
+    Args:
+        logits: expected logits, rows [batch, tokens, vocabulary].
+        choices: tokens and scores of the graph, [batch, tokens, K].
+        count: K as recorded in the manifest.
+    """
+    tokens, shape = choices.tokens, (*logits.exact.shape[:2], count)
+    if tokens.shape != shape or choices.scores.shape != shape:
+        return _both(f"shape mismatch: expected {list(shape)}, got {list(tokens.shape)} (batch, tokens, choices)")
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= logits.exact.shape[-1]:
+        return _both("a token is outside the vocabulary")
+    ordered = np.sort(tokens, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        return _both("a token is chosen twice")
+    chosen = np.take_along_axis(logits.exact, tokens, -1)
+    return {
+        "tokens": Measure(flips=_misplaced(logits, chosen)),
+        "scores": measure(_expected_scores(logits, chosen), choices.scores),
+    }
+
+
+def _both(problem: str) -> dict[str, Measure]:
+    return {name: Measure(problem=problem) for name in ("tokens", "scores")}
+
+
+def _misplaced(logits: ExpectedOutput, chosen: Array) -> int:
+    """Number of rows with a token whose logit differs from that of its rank by more than noise."""
+    largest = -np.sort(-logits.exact, axis=-1)[..., : chosen.shape[-1]]
+    near = 2 * np.maximum(logits.max_noise, GATES["float32"].row * logits.noise)[..., None]
+    wrong: Array = (np.abs(largest - chosen) > near).any(axis=-1) & logits.valid
+    return int(wrong.sum())
+
+
+def _expected_scores(logits: ExpectedOutput, chosen: Array) -> ExpectedOutput:
+    """Expected scores: logit minus log-sum-exp; both have the noise of the logits, and the sum its own rounding."""
+    top = logits.exact.max(axis=-1, keepdims=True)
+    total = top + np.log(np.exp(logits.exact - top).sum(axis=-1, keepdims=True))
+    rounding = ULP * np.abs(total[..., 0])
+    noise = np.hypot(2**0.5 * np.maximum(logits.noise, logits.total_noise), rounding)
+    return replace(logits, exact=chosen - total, noise=noise, total_noise=rms(noise[logits.valid]) or 1e-300)

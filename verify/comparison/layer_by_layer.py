@@ -19,19 +19,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx
 
 from llmconv.checkpoint import open_weights
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES, DeclaredValue, PiecedGraph
-from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, PrecomputedRunner, SpillFile
+from llmconv.runtime.low_memory.precomputed import MAX_TOKENS, CallChain, KeyedCache, PrecomputedRunner, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
@@ -41,12 +41,11 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
-from llmconv.verify.comparison.planned_chains import precompute_chains
 from llmconv.verify.reference.cost_estimate import largest_layer, suite_seconds
-from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.own_cache import own_cache_chains
+from llmconv.verify.reference.eager import Eager, own_cache_chains
+from llmconv.verify.reference.other_roundings import edited
 from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
-from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
+from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
@@ -214,3 +213,62 @@ def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]
     return [chain for several in chains for chain in several]
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The calls of a chain that are left, and the cache before them."""
+
+    past: KeyedCache | None
+    calls: Chain
+    is_begun: bool
+
+
+def precompute_chains(first: PrecomputedRunner, then: PrecomputedRunner, chains: Sequence[Chain]) -> None:
+    """Runs all calls of all chains; errors of calls are raised when their results are requested.
+
+    Args:
+        first: runs the first call of each chain.
+        then: runs the others; may be the same.
+        chains: the chains.
+
+    Raises:
+        UnsupportedInput: the calls cannot run together.
+    """
+    rest = [_Rest(None, chain, is_begun=False) for chain in chains]
+    while rest:
+        parts = [(one, _until_edit(one, together=one.is_begun or first is then)) for one in rest]
+        for runner, begun in ((first, False), (then, True)):
+            planned: list[CallChain] = [
+                (_before(one.past, calls[0]), calls) for one, calls in parts if one.is_begun is begun
+            ]
+            runner.precompute(planned)
+        found = [_after(one, calls, then if one.is_begun else first) for one, calls in parts]
+        rest = [one for one in found if one]
+
+
+def _until_edit(rest: _Rest, *, together: bool) -> Chain:
+    """The next calls that continue each other without an edit; one call if they do not run together."""
+    stop = 1
+    while together and stop < len(rest.calls) and rest.calls[stop].edit == CacheEdit():
+        stop += 1
+    return rest.calls[:stop]
+
+
+def _after(rest: _Rest, calls: Chain, runner: PrecomputedRunner) -> _Rest | None:
+    """What is left after some calls; None if nothing is, or a call failed."""
+    left = rest.calls[len(calls) :]
+    if not left:
+        return None
+    past = _before(rest.past, calls[0])
+    try:
+        for call in calls:
+            past = runner.present(past, call)
+    except LlmconvError:  # reported by the checks of the scenario
+        return None
+    return _Rest(past, left, is_begun=True)
+
+
+def _before(past: KeyedCache | None, call: Call) -> KeyedCache | None:
+    """The cache that a call continues, edited or made up."""
+    return cast("KeyedCache | None", edited(past, call))

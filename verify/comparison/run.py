@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import onnx
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.runtime.images.families import family_in
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.vision import VISION, VisionGraph
-from llmconv.verify.audit.structure import check_structure, name_problems
-from llmconv.verify.audit.tower_norms import check_tower_norms
-from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario
-from llmconv.verify.comparison.embeddings import check_embeddings
-from llmconv.verify.comparison.identical_files import distinct, with_copies
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
+from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems
+from llmconv.verify.comparison.candidates import (
+    Candidate,
+    PrefillDecodeAgreement,
+    candidates,
+    check_scenario,
+    fold,
+    with_checked_noise,
+)
 from llmconv.verify.comparison.images import FEATURES, ImageChecks
 from llmconv.verify.comparison.layer_by_layer import precompute
-from llmconv.verify.comparison.own_embeddings import check_own_embeddings
 from llmconv.verify.comparison.scaled_weights import Scaler
-from llmconv.verify.comparison.under_budget import OtherSettings, not_run, scaled_rows
-from llmconv.verify.reference.eager import Eager, ExpectedOutputs
-from llmconv.verify.reference.own_cache import check_own_cache
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, check_own_cache
+from llmconv.verify.reference.other_roundings import rows_of
 from llmconv.verify.reference.prefix import StartOf, stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
     WeightScaling,
     hidden_faults,
+    scalings,
     unreached_checks,
 )
-from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.report import Check, Checks, Report
-from llmconv.verify.results.sigma import GATES
-from llmconv.verify.scenarios.calls import Chain
+from llmconv.verify.results.sigma import GATES, Evidence, ExpectedOutput, Gates, Measure, NoiseFloor, measure
+from llmconv.verify.scenarios.budget import Budget, Named
+from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
@@ -296,3 +304,186 @@ def open_graphs(
         except LlmconvError as error:
             yield [Check("structure", entry.name, "", verdict="fail", detail=error.message)]
     return graphs
+
+
+NAME = "own embeddings"
+BATCH, TOKENS, SEED = 2, 6, 29
+
+
+def check_own_embeddings(graph: OrtGraph, eager: Eager, gates: Gates) -> list[Check]:
+    """One check per output, of two prompts in which most embeddings are random numbers of the table's size.
+
+    Args:
+        graph: takes embeddings.
+        eager: the model.
+        gates: the largest sigma that passes.
+    """
+    blank = Check(NAME, graph.name, "")
+    call, placed = _call(eager)
+    candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
+    if reason := candidate.refuses(call):
+        return [replace(blank, output="logits", verdict="skip", detail=reason)]
+    given = call.input_ids, call.attention_mask, call.position_ids
+    truths = eager.outputs_of(call, lambda model: model.prefill(*given, placed=placed))
+    try:
+        step = candidate.runner.prefill(*given, placed=placed)
+    except LlmconvError as error:
+        return [replace(blank, output="logits", verdict="fail", detail=error.message)]
+    rows = rows_of(step)
+    if step.choices is not None:
+        rows.pop("logits")
+    expected = {name: truth for name, truth in truths.items() if name in rows or step.choices is None}
+    if candidate.last_logits and "logits" in expected:
+        expected["logits"] = expected["logits"].last()
+    return [fold(blank, name, [_measure(truth, rows.get(name), gates)], gates) for name, truth in expected.items()]
+
+
+def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
+    if rows is None:
+        return Measure(problem="missing output")
+    return with_checked_noise(truth, lambda truth: measure(truth, rows), gates)
+
+
+def _call(eager: Eager) -> tuple[Call, PlacedEmbeddings]:
+    """A call of two rows, and random embeddings for all of their tokens but the first and the last."""
+    random = np.random.default_rng(SEED)
+    ids = random.integers(0, eager.facts().vocab_size, (BATCH, TOKENS))
+    mask = np.ones_like(ids)
+    table = eager.embed(ids)[0]
+    where = np.zeros(ids.shape, dtype=bool)
+    where[:, 1:-1] = True
+    size = float(np.sqrt((table**2).mean()))
+    rows = (size * random.standard_normal((int(where.sum()), table.shape[-1]))).astype(np.float32)
+    if eager.dtype in ("float16", "bfloat16"):  # the graph's input rounds them
+        rows = _rounded(rows, eager.dtype)
+    return Call(ids, mask, default_positions(mask, TOKENS)), PlacedEmbeddings(where, rows)
+
+
+def _rounded(rows: Array, dtype: str) -> Array:
+    if dtype == "float16":
+        return rows.astype(np.float16).astype(np.float32)
+    bits = rows.view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+@dataclass(frozen=True)
+class OtherSettings:
+    """A scenario with other settings of onnxruntime.
+
+    Attributes:
+        scenario: the scenario.
+        optimization: level of graph optimization.
+        threads: number of threads.
+    """
+
+    scenario: Scenario
+    optimization: str
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.scenario.name}, optimization {self.optimization}, {threads}"
+
+
+def scaled_rows(eager: Eager, selection: Selection) -> Iterator[tuple[WeightScaling, list[Chain]]]:
+    """The scalings, each with the calls that are made with it; without a budget, which counts them, with none.
+
+    Args:
+        eager: the reference; later scalings depend on the limits that it reached.
+        selection: of scenarios.
+    """
+    few = replace(selection, only=SCALED_SCENARIOS, budget=None)
+    planned = few.calls(eager.facts()) if selection.budget else []
+    chains = [chain for _, chains in planned for chain in chains]
+    return ((scaling, chains) for scaling in scalings(eager))
+
+
+def not_run(left: Iterable[Named], budget: Budget | None, graphs: Sequence[str]) -> Checks:
+    """Skipped checks of each row for which the budget had no time, one for every graph.
+
+    Args:
+        left: the rows.
+        budget: which had no time for them; None if there are none.
+        graphs: names of the graphs.
+    """
+    reason = budget.reason if budget else ""
+    for row in left:
+        yield [Check(row.name, name, "logits", verdict="skip", detail=reason) for name in graphs]
+
+
+ROWS = 4096
+"""Maximum number of compared tokens, evenly spread over the vocabulary."""
+
+
+def takes_embeddings(models: Iterable[onnx.ModelProto]) -> bool:
+    """Whether a graph takes `inputs_embeds` from the graph of the embedding table."""
+    return any(port.name == INPUTS_EMBEDS for model in models for port in model.graph.input)
+
+
+def check_embeddings(path: Path, eager: Eager, settings: SessionSettings | None) -> Check:
+    """One check over tokens of the whole vocabulary.
+
+    Args:
+        path: the graph of the embedding table.
+        eager: the model.
+        settings: of onnxruntime.
+    """
+    blank = Check("embeddings", path.name, INPUTS_EMBEDS)
+    count = eager.facts().vocab_size
+    ids = np.unique(np.linspace(0, count - 1, min(ROWS, count), dtype=np.int64))[None]
+    exact, rounded = eager.embed(ids)
+    truth = NoiseFloor(eager.dtype).truth(INPUTS_EMBEDS, exact, rounded, np.ones(ids.shape, dtype=bool))
+    try:
+        found = measure(truth, EmbeddingGraph(path, settings).run(ids))
+    except LlmconvError as error:
+        found = Measure(problem=error.message)
+    return fold(blank, INPUTS_EMBEDS, [found], GATES[eager.dtype])
+
+
+Result = TypeVar("Result")
+
+
+def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], dict[str, list[str]]]:
+    """The first graph of each content, and the names of its copies by its own name.
+
+    Copies have the same bytes, and the same manifest entry except for the role.
+    """
+    kept, copies = distinct_entries(folder, [graph.entry for graph in graphs])
+    names = {entry.name for entry in kept}
+    return [graph for graph in graphs if graph.name in names], copies
+
+
+def distinct_entries(folder: Path, entries: Sequence[GraphEntry]) -> tuple[list[GraphEntry], dict[str, list[str]]]:
+    """The same of graphs that are not opened; arguments as for `distinct`."""
+    firsts: dict[object, GraphEntry] = {}
+    copies: dict[str, list[str]] = {}
+    for entry in entries:
+        first = firsts.setdefault(entry.content_key(folder), entry)
+        if first is not entry:
+            copies.setdefault(first.name, []).append(entry.name)
+    return list(firsts.values()), copies
+
+
+def with_copies(
+    found: Generator[list[Check], None, Result], copies: dict[str, list[str]]
+) -> Generator[list[Check], None, Result]:
+    """The same checks, each followed by those of the graph's copies; returns what `found` returns."""
+    while True:
+        try:
+            checks = next(found)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        yield checks
+        for first, names in copies.items():
+            own = [check for check in checks if check.graph == first]
+            yield from ([_of_copy(check, name) for check in own] for name in names)
+
+
+def _of_copy(check: Check, name: str) -> Check:
+    if check.verdict == "skip":  # for a reason that holds for both
+        return replace(check, graph=name)
+    note = f"the same bytes as {check.graph}"
+    return replace(check, graph=name, detail="; ".join(part for part in (check.detail, note) if part))

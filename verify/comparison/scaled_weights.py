@@ -3,6 +3,12 @@
 A small or untrained model has small attention scores, so that a missing softcap changes no more than rounding; large
 activations hide a wrong epsilon. Factors are powers of two, so no file is written: the eager model scales the weights
 that it reads, and the graphs are rewritten in memory (`scaled_graph`).
+
+Rewrites a graph so that it computes as if some of its weights were multiplied by powers of two.
+
+No file is written. A product with a scaled matrix equals the scaled product bit by bit, so a Mul follows every
+MatMul, Gemm and Gather with such a weight; if a weight has other users, the Mul follows the weight itself,
+and onnxruntime folds it when it opens the graph.
 """
 
 from __future__ import annotations
@@ -12,17 +18,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.runtime.onnxruntime.guard import external_fields
+from llmconv.runtime.onnxruntime.guard import external_fields, graphs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.comparison.scaled_graph import scale
+from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.reference.weight_scaling import WeightScaling
 
 
@@ -128,3 +137,145 @@ class FolderTensors:
         at = bisect_right(places, offset, key=lambda place: place[0]) - 1
         first, name, whole = places[max(at, 0)]
         return name if first <= offset < first + whole.nbytes else ""
+
+
+LAYOUT = {"Identity", "Transpose"}
+"""Operators that change no element."""
+PRODUCTS = {"MatMul", "Gather"}
+WITH_ALPHA = {"Gemm", "FusedMatMul"}
+"""Products with a factor as an attribute."""
+SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+
+Product = tuple[onnx.NodeProto, int]
+"""A node that multiplies a weight, and the element type of its product."""
+
+
+def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
+    """Scales initializers of a graph in place.
+
+    Args:
+        model: the graph without its weights.
+        factors: by initializer name; an array is broadcast to the initializer's shape.
+        at_weights: scale the weights instead of products, so that all inner values are those of the scaled model.
+    """
+    for graph in graphs(model.graph):
+        wanted = [t for t in graph.initializer if t.name in factors and np.any(np.asarray(factors[t.name]) != 1)]
+        if wanted:
+            _Scaling(graph, at_weights or graph is not model.graph).apply(wanted, factors)
+
+
+class _Scaling:
+    def __init__(self, graph: onnx.GraphProto, at_weights: bool) -> None:
+        self._graph, self._at_weights = graph, at_weights
+        self._users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
+        self._hidden = {port.name for port in graph.output}
+        for node in graph.node:
+            for at, name in enumerate(node.input):
+                self._users[name].append((node, at))
+            if node.attribute:
+                own = set(node.input)
+                self._hidden |= {name for name in inner_inputs(node) if name not in own}
+                self._hidden |= {port.name for attribute in node.attribute for port in attribute.g.output}
+        self._before: list[onnx.NodeProto] = []
+        self._after: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+
+    def apply(self, tensors: Sequence[onnx.TensorProto], factors: Mapping[str, float | Array]) -> None:
+        """Scales these initializers and inserts the new nodes."""
+        for tensor in tensors:
+            factor = np.asarray(factors[tensor.name])
+            places = None if self._at_weights or factor.size > 1 else self._places(tensor.name, tensor.data_type)
+            if places is None:
+                self._scale_weight(tensor, factor)
+            for node, kind in places or ():
+                self._scale_product(node, kind, float(factor))
+        nodes = [*self._before]
+        for node in self._graph.node:
+            nodes.append(node)
+            for name in node.output:
+                nodes += self._after.get(name, [])
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del self._graph.node[:]
+        self._graph.node.extend(copies)
+
+    def _places(self, name: str, kind: int) -> list[Product] | None:
+        """The products with a weight; None if it is used in another way."""
+        if name in self._hidden:
+            return None
+        found: list[Product] = []
+        for node, at in self._users[name]:
+            if node.op_type in {*LAYOUT, "Cast"} and at == 0:
+                inner = self._places(node.output[0], _cast_to(node) or kind)
+                if inner is None:
+                    return None
+                found += inner
+            elif _is_product(node, at) and list(node.input).count(name) == 1 and kind in WIDE:
+                found.append((node, kind))
+            elif _is_product(node, at) and node.op_type == "Gather" and (casts := self._widened(node.output[0])):
+                found += casts
+            else:
+                return None
+        return found
+
+    def _widened(self, name: str) -> list[Product]:
+        """The casts of a half-precision value to wider types; none if it is used in another way."""
+        users = [(node, _cast_to(node)) for node, _ in self._users[name]]
+        return users if name not in self._hidden and all(to in WIDE for _, to in users) else []
+
+    def _scale_product(self, node: onnx.NodeProto, kind: int, factor: float) -> None:
+        if node.op_type in WITH_ALPHA:
+            alpha = next((one for one in node.attribute if one.name == "alpha"), None)
+            if alpha is None:
+                node.attribute.append(helper.make_attribute("alpha", factor))
+            else:
+                alpha.f *= factor
+            return
+        self._scale_output(node, kind, np.array(factor))
+
+    def _scale_output(self, node: onnx.NodeProto, kind: int, factor: Array) -> None:
+        """Renames the node's output and gives its name to the product."""
+        name = node.output[0]
+        node.output[0] = f"{name}:unscaled"
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        self._after[node.output[0]] += self._times(node.output[0], factor.astype(dtype), name)
+        self._after[node.output[0]] += self._after.pop(name, [])
+
+    def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
+        """Renames the initializer and gives its name to the product, in the type that its users read."""
+        name, kind = tensor.name, tensor.data_type
+        if casts := self._widened(name):
+            for node, to in casts:
+                self._scale_output(node, to, factor)
+            return
+        tensor.name = stored = f"{name}:unscaled"
+        ports = [
+            port for port in self._graph.input if port.name != name
+        ]  # before IR version 4 initializers are also inputs
+        del self._graph.input[:]
+        self._graph.input.extend(ports)
+        if kind not in SHORT:
+            dtype = helper.tensor_dtype_to_np_dtype(kind)
+            self._before += self._times(stored, factor.astype(dtype), name)
+            return
+        wide, scaled = f"{stored}:wide", f"{name}:wide"  # onnxruntime's CPU provider does not multiply bfloat16
+        self._before.append(helper.make_node("Cast", [stored], [wide], name=wide, to=onnx.TensorProto.FLOAT))
+        self._before += self._times(wide, factor.astype(np.float32), scaled)
+        self._before.append(helper.make_node("Cast", [scaled], [name], name=f"{name}:narrow", to=kind))
+
+    def _times(self, value: str, factor: Array, result: str) -> list[onnx.NodeProto]:
+        constant = f"{result}:factor"
+        self._graph.initializer.append(numpy_helper.from_array(factor, constant))
+        return [helper.make_node("Mul", [value, constant], [result], name=f"{result}:scaled")]
+
+
+def _is_product(node: onnx.NodeProto, at: int) -> bool:
+    """Whether the node's output is proportional to this input."""
+    return (node.op_type in PRODUCTS and at == 0) or (node.op_type in {"MatMul", *WITH_ALPHA} and at < 2)
+
+
+def _cast_to(node: onnx.NodeProto) -> int:
+    """The target type of a Cast; 0 for other operators."""
+    if node.op_type != "Cast":
+        return 0
+    kind: Any = next(one.i for one in node.attribute if one.name == "to")
+    return int(kind)

@@ -1,19 +1,31 @@
-"""GraphLayers: a graph as a part before the layers, its layers, and a part after them, with one value at every cut."""
+"""GraphLayers: a graph as a part before the layers, its layers, and a part after them, with one value at every cut.
+
+Declarations of a graph: types of values and the order of its inputs and outputs, which onnxruntime and callers read.
+
+Parts of a graph run without them, so layers must agree in them.
+
+Forms: what a value computes, as a digest that is equal for values computed alike, whatever their names.
+
+A form is built from the leaves up: sources (weights, inputs, shared values) have forms that the caller gives, and a
+node's form is the digest of its operator, attributes and the forms of its inputs. So two layers are isomorphic, node by
+node, if the forms of their outputs and of all their nodes are equal.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import onnx
+from onnx import numpy_helper
 
 from llmconv.runtime.cache_names import is_past, is_present, layer_of
-from llmconv.verify.layers.declarations import declaration_problem, declared_caches, declared_values, role
-from llmconv.verify.layers.forms import Form, Sources, forms_of, tensor_form
+from llmconv.runtime.onnxruntime.guard import external_fields, is_external
 from llmconv.verify.layers.graph_index import NO_LAYER, NUMBERED, GraphIndex, NotLayered
 
 EMBEDS = "inputs_embeds"
@@ -377,3 +389,139 @@ def _foreign_caches(index: GraphIndex, at: int, part: int, count: int) -> str:
     caches = [name for name in read if name in index.inputs and is_past(name)]
     caches += [name for name in node.output if is_present(name)]
     return next((name for name in caches if layer_of(name) != part), "")
+
+
+def role(name: str) -> str:
+    """A cache input or output without the number of its layer."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def declared_caches(index: GraphIndex, number: int) -> list[Form]:
+    """The cache inputs and outputs of a layer in the order of the file, with their types.
+
+    Args:
+        index: the graph.
+        number: of the layer.
+    """
+    graph = index.model.graph
+    ports = [port for port in graph.input if is_past(port.name)] + [p for p in graph.output if is_present(p.name)]
+    return [f"{role(port.name)} {_kind(port)}" for port in ports if layer_of(port.name) == number]
+
+
+def declared_values(index: GraphIndex, values: Mapping[str, Form]) -> list[Form]:
+    """The types that the file declares for values of a layer, without the names of axes.
+
+    Args:
+        index: the graph.
+        values: the forms of the values that the layer computes.
+    """
+    return sorted(f"{values[port.name]} {_kind(port)}" for port in index.model.graph.value_info if port.name in values)
+
+
+def declaration_problem(index: GraphIndex) -> str:
+    """Why the declarations are not those of layers in order; empty if they are."""
+    graph = index.model.graph
+    computed = [name for node in index.nodes for name in node.output if name]
+    names = Counter([*computed, *index.inputs.keys() - index.initializers.keys(), *index.initializers])
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        return f"`{twice[0]}` is computed or declared twice"
+    for ports in (graph.input, graph.output):
+        if odd := _out_of_order([port.name for port in ports]):
+            return f"the cache `{odd}` is not in the order of the layers"
+    return ""
+
+
+def _out_of_order(names: Sequence[str]) -> str:
+    """The first cache after one of the same role of a later layer."""
+    last: dict[str, int] = {}
+    for name in names:
+        number = layer_of(name)
+        if number is None or not (is_past(name) or is_present(name)):
+            continue
+        if number <= last.get(role(name), -1):
+            return name
+        last[role(name)] = number
+    return ""
+
+
+def _kind(port: onnx.ValueInfoProto) -> str:
+    """Element type and sizes; axes with names are alike."""
+    tensor = port.type.tensor_type
+    sizes: Iterable[object] = (axis.dim_value if axis.HasField("dim_value") else "?" for axis in tensor.shape.dim)
+    return f"{tensor.elem_type}[{', '.join(map(str, sizes)) if tensor.HasField('shape') else '…'}]"
+
+
+Form = str
+"""A digest, or a readable text for a source."""
+
+Sources = Callable[[str], Form]
+"""The form of a value that no node of the part computes."""
+
+
+def forms_of(nodes: Iterable[onnx.NodeProto], source: Sources) -> tuple[dict[str, Form], list[Form]]:
+    """The form of each value that nodes compute, by name, and the form of each node.
+
+    Args:
+        nodes: in an order in which every value is computed before it is read.
+        source: the forms of all other values.
+    """
+    values: dict[str, Form] = {}
+    found: list[Form] = []
+
+    def value(name: str) -> Form:
+        return values[name] if name in values else source(name)
+
+    for node in nodes:
+        form = _node_form(node, value)
+        found.append(form)
+        values |= {name: f"{form}.{at}" for at, name in enumerate(node.output) if name}
+    return values, found
+
+
+def tensor_form(tensor: onnx.TensorProto) -> Form:
+    """The form of a constant by its content; of external data by its place."""
+    kind = f"{onnx.TensorProto.DataType.Name(tensor.data_type)}{list(tensor.dims)}"
+    if is_external(tensor):
+        return f"{kind} {sorted(external_fields(tensor).items())}"
+    return f"{kind} {_digest([numpy_helper.to_array(tensor).tobytes()])}"
+
+
+def _node_form(node: onnx.NodeProto, value: Sources) -> Form:
+    parts = [node.domain or "ai.onnx", node.op_type, str(len(node.output))]
+    parts += [value(name) if name else "-" for name in node.input]
+    parts += [f"{attribute.name}={_attribute_form(attribute, value)}" for attribute in _sorted(node)]
+    return f"{node.op_type}:{_digest([part.encode() for part in parts])}"
+
+
+def _sorted(node: onnx.NodeProto) -> list[onnx.AttributeProto]:
+    return sorted(node.attribute, key=lambda attribute: attribute.name)
+
+
+def _attribute_form(attribute: onnx.AttributeProto, value: Sources) -> Form:
+    kinds = onnx.AttributeProto
+    if attribute.type in (kinds.GRAPH, kinds.GRAPHS):
+        graphs = [attribute.g] if attribute.type == kinds.GRAPH else attribute.graphs
+        return ",".join(_graph_form(graph, value) for graph in graphs)
+    if attribute.type in (kinds.TENSOR, kinds.TENSORS):
+        tensors = [attribute.t] if attribute.type == kinds.TENSOR else attribute.tensors
+        return ",".join(tensor_form(tensor) for tensor in tensors)
+    return _digest([attribute.SerializeToString(deterministic=True)])
+
+
+def _graph_form(graph: onnx.GraphProto, outer: Sources) -> Form:
+    """The form of a subgraph, whose own names do not count."""
+    own: Mapping[str, Form] = {
+        **{tensor.name: tensor_form(tensor) for tensor in graph.initializer},
+        **{port.name: f"input {at}" for at, port in enumerate(graph.input)},
+    }
+    values, nodes = forms_of(graph.node, lambda name: own[name] if name in own else outer(name))
+    known = {**own, **values}
+    results = [known.get(port.name) or outer(port.name) for port in graph.output]
+    return _digest([part.encode() for part in (*results, "|", *sorted(nodes))])
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(len(part).to_bytes(8, "little") + part)
+    return content.hexdigest()[:24]

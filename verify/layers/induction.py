@@ -10,23 +10,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.cache_names import is_past
+from llmconv.runtime.cache_names import is_past, is_present, layer_of
+from llmconv.runtime.low_memory.graph_pieces import values_read_by
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify.audit.weights import WeightSource, tensors_of
 from llmconv.verify.bisect.replay import VerifiedFolder
-from llmconv.verify.layers.classes import LayerClasses
-from llmconv.verify.layers.graph_index import NUMBERED, NotLayered
-from llmconv.verify.layers.graph_layers import GraphLayers
-from llmconv.verify.layers.kept_layers import keep_layers
-from llmconv.verify.layers.layer_kinds import layer_kinds, layer_names
+from llmconv.verify.layers.graph_index import NUMBERED, Kind, NotLayered, layer_kinds, layer_names
+from llmconv.verify.layers.graph_layers import GraphLayers, Layer, forms_of
 from llmconv.verify.results.report import Check
 
 ALL, CLASSES, SAMPLED = "all", "classes", "sampled:"
@@ -202,3 +202,158 @@ def keep_if_layered(model: onnx.ModelProto, kept: tuple[int, ...], tensors: Mapp
 def _composed(graph: GraphLayers) -> str:
     parts = len(graph.layers) + 2
     return f"{len(graph.index.nodes)} nodes, each in one of {parts} parts; one hidden state crosses each cut"
+
+
+LEAST = 3
+"""Minimum number of layers of a kind of which one can be the odd one out."""
+
+
+@dataclass(frozen=True)
+class LayerClasses:
+    """The layers of a model by class.
+
+    Attributes:
+        names: module names of the layers, in order.
+        graphs: the parts of each graph, by its name.
+        kinds: of the layers of the eager model.
+    """
+
+    names: tuple[str, ...]
+    graphs: Mapping[str, GraphLayers]
+    kinds: Sequence[Kind]
+
+    @property
+    def classes(self) -> list[list[int]]:
+        """Numbers of the layers that are alike, in the order of the first of each."""
+        found: dict[object, list[int]] = {}
+        for number, kind in enumerate(self.kinds):
+            forms = tuple(layers.layers[number].form for layers in self.graphs.values())
+            found.setdefault((kind, forms), []).append(number)
+        return list(found.values())
+
+    @property
+    def representatives(self) -> tuple[int, ...]:
+        """The first layer of each class."""
+        return tuple(numbers[0] for numbers in self.classes)
+
+    def odd_layers(self, graph: str) -> dict[int, str]:
+        """Layers of a graph that differ from most layers of their kind, each with the first node that differs."""
+        found: dict[int, str] = {}
+        layers = self.graphs[graph].layers
+        for numbers in self._by_kind().values():
+            forms = Counter(layers[number].form for number in numbers)
+            usual, count = forms.most_common(1)[0]
+            if len(numbers) >= LEAST and len(numbers) > count > len(numbers) / 2:
+                alike = next(layers[number] for number in numbers if layers[number].form == usual)
+                odd = [layers[number] for number in numbers if layers[number].form != usual]
+                found |= {one.number: self._difference(graph, one, alike, count) for one in odd}
+        return dict(sorted(found.items()))
+
+    def _by_kind(self) -> dict[Kind, list[int]]:
+        kinds: dict[Kind, list[int]] = {}
+        for number, kind in enumerate(self.kinds):
+            kinds.setdefault(kind, []).append(number)
+        return kinds
+
+    def _difference(self, graph: str, odd: Layer, usual: Layer, count: int) -> str:
+        """In words, how a layer differs from one of the others."""
+        parts = self.graphs[graph]
+        nodes, known = parts.nodes_of(odd.nodes), Counter(usual.form.nodes)
+        _, forms = forms_of(nodes, parts.source_of(odd))
+        first = None
+        for node, form in zip(nodes, forms, strict=True):
+            if known[form] == 0:
+                first = node
+                break
+            known[form] -= 1
+        what = (
+            f"node `{first.name}` ({first.op_type})"
+            if first
+            else "it lacks a node, or its outputs or their types are others"
+        )
+        return f"layer {odd.number} differs from the {count} others of its kind: {what}"
+
+
+def keep_layers(model: onnx.ModelProto, kept: Collection[int], tensors: Mapping[str, str] | None = None) -> None:
+    """Removes all other layers of a graph in place; each kept layer reads the hidden state of the kept one before it.
+
+    Args:
+        model: the graph without its weights.
+        kept: numbers of the layers to keep.
+        tensors: as for `GraphLayers.of`.
+
+    Raises:
+        NotLayered: the graph does not fall into layers, or reads the length of a cache that no kept layer has.
+    """
+    layers = GraphLayers.of(model, tensors)
+    removed = {at for layer in layers.layers if layer.number not in kept for at in layer.nodes}
+    renamed = {**_bypassed(layers, kept), **_lengths(layers, kept)}
+    nodes = [_renamed(node, renamed) for at, node in enumerate(layers.index.nodes) if at not in removed]
+    graph = model.graph
+    _replace(graph.node, nodes)
+    _replace(graph.input, [port for port in graph.input if not is_past(port.name) or layer_of(port.name) in kept])
+    _replace(graph.output, [port for port in graph.output if not is_present(port.name) or layer_of(port.name) in kept])
+    drop_unused(model)
+
+
+def drop_unused(model: onnx.ModelProto) -> None:
+    """Removes the initializers and declared shapes of values that no node reads or computes, and inputs of defaults."""
+    defaults = {tensor.name for tensor in model.graph.initializer}
+    used = {name for node in model.graph.node for name in (*node.input, *node.output)} | _inner_names(model)
+    _replace(model.graph.initializer, [tensor for tensor in model.graph.initializer if tensor.name in used])
+    ports = [port for port in model.graph.input if port.name in used or port.name not in defaults]
+    _replace(model.graph.input, ports)
+    _replace(model.graph.value_info, [info for info in model.graph.value_info if info.name in used])
+
+
+def _bypassed(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
+    """The hidden state that replaces that of each removed layer."""
+    found: dict[str, str] = {}
+    for layer in layers.layers:
+        if layer.number not in kept:
+            found[layer.exit] = found.get(layer.entry, layer.entry)
+    return found
+
+
+def _lengths(layers: GraphLayers, kept: Collection[int]) -> dict[str, str]:
+    """The cache of a kept layer for each removed one whose shape is read: one with the same declared shape."""
+    index, outside = layers.index, {*layers.prologue, *layers.epilogue}
+    past = {name: _type_of(port) for name, port in index.inputs.items() if is_past(name)}
+    alike = {kind: name for name, kind in reversed(past.items()) if layer_of(name) in kept}
+    found: dict[str, str] = {}
+    for name, kind in past.items():
+        if layer_of(name) in kept:
+            continue
+        if kind not in alike and outside & set(index.readers.get(name, ())):
+            raise NotLayered(f"the shape of `{name}` is that of no other cache")
+        found |= {name: alike[kind]} if kind in alike else {}
+    return found
+
+
+def _type_of(port: onnx.ValueInfoProto) -> bytes:
+    return bytes(port.type.SerializeToString(deterministic=True))
+
+
+def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
+    """A copy of a node that reads other values, also in its subgraphs."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for at, name in enumerate(copy.input):
+        copy.input[at] = names.get(name, name)
+    for attribute in copy.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            own = {name for one in graph.node for name in one.output}
+            inner = [_renamed(one, {old: new for old, new in names.items() if old not in own}) for one in graph.node]
+            _replace(graph.node, inner)
+    return copy
+
+
+def _inner_names(model: onnx.ModelProto) -> set[str]:
+    return {name for node in model.graph.node if node.attribute for name in values_read_by(node)}
+
+
+def _replace(field: Any, items: Iterable[Any]) -> None:
+    """Replaces the content of a repeated protobuf field."""
+    copies = list(items)
+    del field[:]
+    field.extend(copies)

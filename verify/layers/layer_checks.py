@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,17 +13,16 @@ import onnx
 
 from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.progress import status
-from llmconv.runtime.cache_names import is_past, is_state
+from llmconv.runtime.cache_names import is_past, is_state, layer_of
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fold
 from llmconv.verify.layers.graph_layers import GraphLayers
-from llmconv.verify.layers.induction import Induction
-from llmconv.verify.layers.part_runner import PartRunner
-from llmconv.verify.layers.single_layers import ExpectedLayers, GraphRun, LayerRuns, made_up_call, run_eager
-from llmconv.verify.results.report import Check, Checks
+from llmconv.verify.layers.induction import LAYERS, PARTS, Induction
+from llmconv.verify.layers.single_layers import ExpectedLayers, GraphRun, LayerRuns, PartRunner, made_up_call, run_eager
+from llmconv.verify.results.report import Check, Checks, Report, Statement, Where
 from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, cache_rows, measure, state_rows
 
 NAME = "layers by themselves"
@@ -147,3 +147,115 @@ class SingleLayerChecks:
     def _check(self, blank: Check, output: str, truth: ExpectedOutput, rows: Array, *, tokens: bool = False) -> Check:
         found: Measure = measure(truth, rows, tokens=tokens and rows.shape == truth.exact.shape)
         return fold(blank, output, [found], GATES[self.dtype])
+
+
+AUDITS = ("graph file", "weights", "decisions", "structure", LAYERS, PARTS)
+
+
+def statements(induction: Induction, report: Report, drift: Drift | None) -> list[Statement]:
+    """The parts of the proof.
+
+    Args:
+        induction: the layers by class.
+        report: its checks decide which parts were shown.
+        drift: errors of the layers that ran by themselves; None if no numbers were compared.
+    """
+    graphs, count = len(induction.classes.graphs), len(induction.classes.names)
+    found = [
+        _shown(report, "structure", LAYERS, f"{count} layers of {_classes(len(induction.kept))}, alike node by node"),
+        _shown(report, "weights", "weights", "each initializer is the tensor of the model in its place"),
+        _shown(report, "composition", PARTS, "the parts are the file, and values cross only at the cuts"),
+    ]
+    if drift is not None:
+        found += [_base(induction, report), _step(induction, report, drift, count)]
+    per_graph = {check.graph for check in report.checks if check.name == LAYERS}
+    return found if len(per_graph) == graphs else [Statement(one.name, False, one.text) for one in found]
+
+
+def _shown(report: Report, name: str, check: str, text: str) -> Statement:
+    return _of(report, name, lambda one: one.name == check and one.graph.endswith(".onnx"), text)
+
+
+def _of(report: Report, name: str, belongs: Callable[[Check], bool], text: str) -> Statement:
+    checks = [check for check in report.checks if belongs(check)]
+    shown = any(check.verdict == "pass" for check in checks) and all(check.verdict != "fail" for check in checks)
+    return Statement(name, shown, text)
+
+
+def _base(induction: Induction, report: Report) -> Statement:
+    kept = _numbers(induction.kept)
+    scenarios = {check.name for check in report.checks if check.is_measured and not check.name.startswith(NAME)}
+    text = f"{kept} (one of each class), with the parts before and after, in {len(scenarios)} scenarios"
+    found = _of(report, "base", _is_scenario, text)
+    compared = {name for one in report.checks if _is_scenario(one) for name in one.graph.split("+")}
+    return found if induction.classes.graphs.keys() <= compared else Statement(found.name, False, found.text)
+
+
+def _is_scenario(check: Check) -> bool:
+    """Whether it compares outputs of a shortened graph."""
+    return check.is_measured and not check.name.startswith(NAME)
+
+
+def _step(induction: Induction, report: Report, drift: Drift, count: int) -> Statement:
+    numbers = induction.run
+    which = f"all {count} layers" if len(numbers) == count else f"{len(numbers)} of {count} layers"
+    return _of(report, "step", lambda one: one.name.startswith(NAME), f"{which}, each by itself; {drift.text()}")
+
+
+def _classes(count: int) -> str:
+    return f"{count} class{'es' * (count > 1)}"
+
+
+def _numbers(kept: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, kept[:6])) + (f" and {len(kept) - 6} more" if len(kept) > 6 else "")
+    return f"layer{'s' * (len(kept) > 1)} {shown}"
+
+
+def unseen_of(induction: Induction) -> list[str]:
+    """What an induction cannot show."""
+    left = len(induction.classes.names) - len(induction.run)
+    found = ["rounding errors that grow from layer to layer"]
+    return found + (
+        [f"wrong numbers of {left} layer{'s' * (left > 1)}, whose weights alone were audited"] if left else []
+    )
+
+
+AFTER = re.compile(rf"^{HIDDEN} after layer (\d+)$")
+
+
+def narrowed(where: Where | None, report: Report) -> Where | None:
+    """The location of a failure with the layer that it is in.
+
+    Args:
+        where: the location by the scenarios; None if nothing failed.
+        report: its checks and the layers that are unlike the others of their kind.
+    """
+    if where is None:
+        return None
+    failed = [check for check in report.checks if check.verdict == "fail"]
+    if layers := _of_weights(failed):
+        return replace(where, layer=layers[0])
+    if report.odd_layers:
+        number, text = next(iter(report.odd_layers.items()))
+        return replace(where, layer=number, text=f"{text}; {where.text}" if text not in where.text else where.text)
+    found = {_number(check) for check in failed}
+    numbers = sorted(at for at in found if at is not None)
+    if not numbers:
+        return where
+    more = f" and {len(numbers) - 1} more" if numbers[1:] else ""
+    return replace(where, layer=numbers[0], text=f"layer {numbers[0]}{more} by itself; {where.text}")
+
+
+def _of_weights(failed: Sequence[Check]) -> list[int]:
+    """Layers of the tensors that the audit of weights names."""
+    names = [name for check in failed if check.name == "weights" for name in re.findall(r"`([^`]+)`", check.detail)]
+    found = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
+    return [int(match[1]) for match in found if match]
+
+
+def _number(check: Check) -> int | None:
+    """The layer of a failed check of a single layer."""
+    if not check.name.startswith(NAME):
+        return None
+    match = AFTER.match(check.output)
+    return int(match[1]) if match else layer_of(check.output)

@@ -1,19 +1,42 @@
-"""ExternalComparison: runs the scenarios on external graphs and the eager model, with original and scaled weights."""
+"""ExternalComparison: runs the scenarios on external graphs and the eager model, with original and scaled weights.
+
+Graphs without an input for positions, which may count padding as tokens.
+
+transformers' `generate` computes positions from the mask. A graph that counts padding may still be correct: padding on
+the left shifts all positions of a row alike, which relative positions show in the rotated keys only, not in the logits.
+
+External graphs with scaled weights: their initializers are scaled like the model's tensors.
+
+See `llmconv.verify.comparison.scaled_weights` for the purpose. A graph can be scaled if the audit found every matrix of
+the model in it; of quantized matrices, the scales are scaled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.tensors import LazyTensor
-from llmconv.verify.comparison.run import skipped
-from llmconv.verify.comparison.under_budget import not_run, scaled_rows
-from llmconv.verify.other_exporters.candidates import check_external, external_candidates
-from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
+from llmconv.runtime.placed_embeddings import PlacedEmbeddings
+from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
+from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.audit.weights import initializer_values
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
+from llmconv.verify.comparison.run import not_run, scaled_rows, skipped
+from llmconv.verify.comparison.scaled_weights import scale
+from llmconv.verify.other_exporters.content_matching import InitializerContent
+from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile
-from llmconv.verify.other_exporters.scaled_weights import scaled_settings, why_not_scalable
-from llmconv.verify.reference.eager import Eager
+from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs
+from llmconv.verify.reference.other_roundings import run_chain
 from llmconv.verify.reference.weight_scaling import (
     SCALED_SCENARIOS,
     SCALINGS,
@@ -21,10 +44,11 @@ from llmconv.verify.reference.weight_scaling import (
     hidden_faults,
     unreached_checks,
 )
-from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.report import Check, Checks, Report
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.results.sigma import GATES, Evidence, ExpectedOutput, Gates, rms
+from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import Scenario
 
 
 @dataclass(frozen=True)
@@ -125,3 +149,331 @@ class ExternalComparison:
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["a dropped limit that no run reaches"] if checks else []
             yield checks
+
+
+@dataclass(frozen=True)
+class ExternalCandidate(Candidate):
+    """One external graph, or a prefill graph whose cache a decode graph continues.
+
+    Attributes:
+        external: the one or two graphs.
+        last_only: whether it returns the logits of the last token only.
+    """
+
+    external: tuple[ExternalGraph, ...] = ()
+    last_only: bool = False
+
+    @property
+    def last_logits(self) -> bool:
+        """See `Candidate`."""
+        return self.last_only
+
+    @property
+    def role(self) -> str:
+        """Empty: external graphs are compared with the model only, not with each other."""
+        return ""
+
+    def refuses(self, call: Call, *, whole: bool = False) -> str:
+        """The reason why the graphs do not support a call; else empty; arguments as in `Candidate.refuses`."""
+        return next((reason for graph in self.external if (reason := graph.limits.refusal(call))), "")
+
+
+def external_candidates(graphs: Sequence[ExternalGraph]) -> list[ExternalCandidate]:
+    """Every graph that can start a sequence alone, and the pair of prefill and decode graph.
+
+    Raises:
+        UsageProblem: the only graph is a decode graph.
+    """
+    ordered = sorted(graphs, key=lambda graph: (graph.keeps_cache, graph.limits.tokens is not None))
+    starting = [graph for graph in ordered if not (graph.keeps_cache and graph.limits.tokens is not None)]
+    if not starting:
+        raise UsageProblem(
+            f"`{ordered[0].name}` takes one token after a past, so it cannot run a prompt",
+            hint="give the prefill graph, too: `--graph prefill.onnx --graph decode.onnx`",
+        )
+    found = [ExternalCandidate(graph.name, ExternalRunner(graph, graph), (), (graph,)) for graph in starting]
+    if len(ordered) == 2 and ordered[1].keeps_cache:
+        first, then = ordered
+        found.append(ExternalCandidate(f"{first.name}+{then.name}", ExternalRunner(first, then), (), (first, then)))
+    return found
+
+
+def check_external(
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: ExternalCandidate,
+    truths: ExpectedOutputs,
+    eager: Eager,
+    gates: Gates,
+    evidence: Evidence | None = None,
+    repeat: int = 1,
+) -> list[Check]:
+    """The checks of a scenario, over the chains, outputs and tokens that the graphs support.
+
+    Args:
+        scenario: the scenario.
+        chains: its chains of calls.
+        candidate: the graphs.
+        truths: the exact outputs, per chain and call.
+        eager: the model, for exact outputs with other positions.
+        gates: limits of the dtype.
+        evidence: collects figures for the report.
+        repeat: how often each chain runs.
+    """
+    refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
+    if all(refusals):
+        return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
+    supported = [at for at, reason in enumerate(refusals) if not reason]
+    chains = [chains[at] for at in supported]
+    try:
+        runs = [run_chain(candidate.runner, chain) for chain in chains]
+        if not all(steady(candidate.runner, *pair, repeat) for pair in zip(chains, runs, strict=True)):
+            return [unsteady(Check(scenario.name, candidate.name, ""))]
+    except OutOfMemory:
+        raise
+    except LlmconvError as error:
+        return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
+    checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in supported], gates, evidence)
+    if any(check.verdict == "fail" for check in checks) and may_count_padding(candidate.external, chains):
+        other = replace(scenario, name=f"{scenario.name}, positions count padding")
+        counting = with_padding_counted(chains)
+        counted = _compare(scenario, counting, candidate, runs, eager.expected_outputs(other, counting), gates)
+        checks = checks_with_padding_counted(checks, counted, chains)
+    skipped = len(refusals) - len(supported)
+    why = f"{skipped} of {len(refusals)} sequences skipped: {next(filter(None, refusals))}" if skipped else ""
+    return [replace(check, detail="; ".join(filter(None, (check.detail, why)))) for check in checks]
+
+
+def _compare(
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: ExternalCandidate,
+    runs: list[list[Step]],
+    truths: ExpectedOutputs,
+    gates: Gates,
+    evidence: Evidence | None = None,
+) -> list[Check]:
+    """Compares the outputs of calls with their truths; other arguments as in `check_external`."""
+    pairs = [pair for chain, steps in zip(chains, runs, strict=True) for pair in zip(chain, steps, strict=True)]
+    last_only = any(step.logits.shape[1] == 1 < call.input_ids.shape[1] for call, step in pairs)
+    expected = [
+        [_comparable(truth, step) for truth, step in zip(wanted, steps, strict=True)]
+        for wanted, steps in zip(truths, runs, strict=True)
+    ]
+    recorded = replace(candidate, runner=RecordedSteps(step for steps in runs for step in steps), last_only=last_only)
+    return check_scenario(scenario, chains, recorded, expected, gates, PrefillDecodeAgreement(gates), evidence)
+
+
+def _comparable(truth: dict[str, ExpectedOutput], step: Step) -> dict[str, ExpectedOutput]:
+    """The truth of the outputs that a step returned: without a missing cache, and with the tokens of a window only."""
+    kept = step.present.kept if isinstance(step.present, ExternalCache) else {}
+    return {
+        name: exact if name == "logits" else _last_tokens(exact, kept[name].shape[2])
+        for name, exact in truth.items()
+        if name == "logits" or name in kept
+    }
+
+
+def _last_tokens(truth: ExpectedOutput, count: int) -> ExpectedOutput:
+    """The truth of the last `count` tokens; earlier tokens are not compared."""
+    forgotten = truth.valid.shape[1] - count
+    if forgotten <= 0:
+        return truth
+    valid = truth.valid & (np.arange(truth.valid.shape[1]) >= forgotten)
+    return replace(truth, valid=valid, total_noise=max(rms(truth.noise[valid]), 1e-300))
+
+
+class ExternalRunner(Runner):
+    """A prefill and a decode graph; one graph may serve as both."""
+
+    def __init__(self, prefill: ExternalGraph, decode: ExternalGraph) -> None:
+        self._prefill, self._decode = prefill, decode
+
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
+        """Runs the prompt."""
+        refuse_placed(placed)
+        return self._prefill.run(input_ids, attention_mask, position_ids, past, extras)
+
+    def decode(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+    ) -> Step:
+        """Runs a step."""
+        return self._decode.run(input_ids, attention_mask, position_ids, past, extras)
+
+
+class RecordedSteps(Runner):
+    """Returns recorded steps in their order."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+
+    def prefill(
+        self,
+        input_ids: Array,
+        attention_mask: Array,
+        position_ids: Array,
+        past: Cache | None = None,
+        extras: Extras | None = None,
+        placed: PlacedEmbeddings | None = None,
+    ) -> Step:
+        """The next step."""
+        return next(self._steps)
+
+
+DETAIL = "positions count padding, as the graph has no input for them"
+
+
+def may_count_padding(graphs: Sequence[ExternalGraph], chains: list[Chain]) -> bool:
+    """Whether positions may differ from those of `generate`."""
+    padded = any(not chain[-1].attention_mask.all() for chain in chains)
+    return padded and any(not graph.limits.takes_positions for graph in graphs)
+
+
+def with_padding_counted(chains: list[Chain]) -> list[Chain]:
+    """The same calls with positions 0, 1, … in every row."""
+    return [[replace(call, position_ids=_all_positions(call)) for call in chain] for chain in chains]
+
+
+def _all_positions(call: Call) -> Array:
+    total, (rows, new) = call.attention_mask.shape[1], call.input_ids.shape
+    return np.tile(np.arange(total - new, total), (rows, 1))
+
+
+def checks_with_padding_counted(checks: list[Check], counted: list[Check], chains: list[Chain]) -> list[Check]:
+    """The checks against a model that counts padding, except for logits after padding on the left.
+
+    Clients use those logits in padded batches, so they must equal those of `generate`.
+
+    Args:
+        checks: the checks against `generate`'s positions.
+        counted: the checks against positions that count padding.
+        chains: the calls.
+    """
+    if any(check.verdict == "fail" for check in counted if check.output != "logits"):
+        return checks
+    left = all((np.diff(chain[-1].attention_mask, axis=1) >= 0).all() for chain in chains)
+    kept = {check.output: check for check in checks if left and check.output == "logits"}
+    return [kept.get(check.output, replace(check, detail=check.detail or DETAIL)) for check in counted]
+
+
+def why_not_scalable(
+    contents: Mapping[str, InitializerContent], quantized: Sequence[MatchedMatrix], reference: Mapping[str, LazyTensor]
+) -> str:
+    """The reason why a graph cannot be scaled; else empty.
+
+    A matrix of unknown content is assumed to be a table of the graph if no tensor of the model has its shape.
+
+    Args:
+        contents: the initializers by name, see `match_contents`.
+        quantized: the quantized matrices.
+        reference: tensors of the model by name.
+    """
+    matrices = {name: tensor.shape for name, tensor in reference.items() if len(tensor.shape) > 1}
+    found = {name for content in contents.values() if content.matched for name in content.names}
+    found |= {name for one in quantized for name in one.names}
+    missing = sorted(matrices.keys() - found)
+    if missing:
+        return f"`{missing[0]}` was not found in the graph"
+    shapes = {*matrices.values(), *(shape[::-1] for shape in matrices.values())}
+    odd = [name for name, content in contents.items() if not content.matched and content.shape in shapes]
+    odd += [one.stored.name for one in quantized if not one.whole]
+    return f"the content of `{odd[0]}` is unknown" if odd else _why_scales_are_not_scalable(quantized)
+
+
+def _why_scales_are_not_scalable(quantized: Sequence[MatchedMatrix]) -> str:
+    uses = Counter(name for name, _ in {(one.stored.scales, one.stored.name) for one in quantized})
+    shared = next((name for name, count in uses.items() if count > 1), "")
+    if shared:
+        return f"several matrices share the scales `{shared}`"
+    for one in quantized:
+        if not all(_window(one, match) for match in one.matches):
+            return f"the tensors in `{one.stored.name}` share scales"
+        if any(not _is_exact(one.stored.scale, change.factor) for change in SCALINGS):
+            return f"the scales of `{one.stored.name}` are too small to be made smaller"
+    return ""
+
+
+def _is_exact(scales: Array, factor: float) -> bool:
+    scaled = scales * scales.dtype.type(factor)
+    return bool(np.array_equal(scaled.astype(np.float64), scales.astype(np.float64) * factor))
+
+
+def _window(one: MatchedMatrix, match: TensorMatch) -> tuple[slice, slice] | None:
+    """The window of a match in the grid of scales; None if its neighbors share scales with it."""
+    slices = []
+    for part, repeat, size in zip((match.rows, match.columns), one.stored.repeat, one.stored.shape, strict=True):
+        if part.start % repeat or (part.stop % repeat and part.stop != size):
+            return None
+        slices.append(slice(part.start // repeat, -(-part.stop // repeat)))
+    return slices[0], slices[1]
+
+
+def scaled_settings(
+    settings: SessionSettings,
+    file: GraphFile,
+    reference: Mapping[str, LazyTensor],
+    change: WeightScaling,
+    *,
+    at_weights: bool = False,
+) -> SessionSettings:
+    """Session settings that scale the weights when a graph is opened.
+
+    Args:
+        settings: settings of the unscaled graph.
+        file: the graph.
+        reference: tensors of the model by name.
+        change: the factors.
+        at_weights: as for `scale`.
+    """
+    scales = {one.stored.scales: one for one in file.quantized_weights}
+
+    def apply(path: Path, model: onnx.ModelProto) -> None:
+        for tensor in model.graph.initializer:
+            if tensor.name in scales:
+                values = np.array(initializer_values(tensor, path.parent))
+                grid = _scaled_grid(values, scales[tensor.name], reference, change)
+                tensor.CopyFrom(numpy_helper.from_array(grid, tensor.name))
+        factors = {name: _factor(content, reference, change) for name, content in file.contents.items()}
+        scale(model, factors, at_weights=at_weights)
+
+    return replace(settings, change=apply)
+
+
+def _scaled_grid(
+    values: Array, one: MatchedMatrix, reference: Mapping[str, LazyTensor], change: WeightScaling
+) -> Array:
+    """The scales of a quantized matrix, multiplied by the factors of its tensors."""
+    grid = values.reshape(one.stored.scale.shape)
+    for match in one.matches:
+        factor = change.factor_of(match.name, reference[match.name].shape)
+        grid[_window(one, match)] *= values.dtype.type(factor)
+    return grid.reshape(values.shape)
+
+
+def _factor(content: InitializerContent, reference: Mapping[str, LazyTensor], change: WeightScaling) -> float | Array:
+    """The factor of an initializer; per row or column if it contains several tensors."""
+    if content.whole:
+        return change.factor_of(content.whole, reference[content.whole].shape)
+    if not content.parts:
+        return 1.0
+    transposed = not content.covered(transposed=False)
+    found = np.ones(content.shape[-1 if transposed else 0])
+    done: set[int] = set()
+    for part in content.parts:
+        rows = [row for row in part.rows if row not in done] if part.transposed is transposed else []
+        done |= set(rows)
+        found[rows] = change.factor_of(part.name, reference[part.name].shape)
+    return found if transposed else found.reshape(-1, *[1] * (len(content.shape) - 1))

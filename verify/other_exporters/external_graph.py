@@ -6,7 +6,7 @@ into runs of the whole sequence if it has no cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +18,14 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_lin
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.extra_values import ExtraValues
+from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
 from llmconv.runtime.runner import Cache, Extras, Step
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.graph_cache import ExternalCache, unroll_ring
-from llmconv.verify.other_exporters.graph_limits import GraphLimits
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.scenarios.synthetic_past import SyntheticPast
+from llmconv.verify.scenarios.calls import CacheEdit, Call, SyntheticPast
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -198,3 +197,141 @@ def _dtype(graph: str, port: str, declared: str) -> str:
             hint="verify runs graphs of float32, float16 or float64",
         )
     return DTYPES[declared]
+
+
+@dataclass(frozen=True)
+class ExternalCache:
+    """The cache that a graph returned, with its tokens.
+
+    Attributes:
+        kept: keys and values in the order of the tokens, `[batch, heads, tokens, head_dim]` by name; a sliding layer
+            may keep the last tokens only.
+        given: keys and values as the graph returned them; its next past.
+        input_ids, position_ids: all tokens and positions so far, int64 `[batch, length]`.
+    """
+
+    kept: Mapping[str, Array]
+    given: Mapping[str, Array]
+    input_ids: Array
+    position_ids: Array
+
+    @classmethod
+    def made_up(cls, past: SyntheticPast) -> ExternalCache:
+        """A synthetic past, whose tokens are unknown and therefore 0."""
+        arrays = past.arrays()
+        unknown = np.zeros((past.rows, past.length), dtype=np.int64)
+        return cls(arrays, arrays, unknown, unknown)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far, padding included."""
+        return int(self.input_ids.shape[1])
+
+    def arrays(self) -> dict[str, Array]:
+        """See `Cache.arrays`; tokens that a layer no longer keeps are zeros."""
+        return {name: _padded_left(array, self.length) for name, array in self.kept.items()}
+
+    def edited(self, edit: CacheEdit, mask: Array) -> ExternalCache:
+        """See `CacheEdit.apply`; in ring buffers only the order of the rows changes."""
+        rows = list(edit.rows) if edit.rows is not None else slice(None)
+        end = self.length - edit.drop
+        ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]
+        whole = {name for name, array in self.kept.items() if self.given[name] is array}
+        arrays = {
+            name: edit.of_array(name, array, mask) if name in whole else array[rows]
+            for name, array in self.given.items()
+        }
+        kept = {name: arrays[name] if name in whole else array[rows] for name, array in self.kept.items()}
+        return ExternalCache(kept, arrays, ids, positions)
+
+
+def _padded_left(array: Array, length: int) -> Array:
+    missing = length - array.shape[2]
+    return np.pad(array, ((0, 0), (0, 0), (missing, 0), (0, 0))) if missing > 0 else array
+
+
+def unroll_ring(ring: Array, length: int) -> Array:
+    """The last tokens of a ring buffer in their order: token t is at index t modulo the size of the ring.
+
+    Args:
+        ring: `[batch, heads, size, head_dim]`.
+        length: number of tokens so far.
+    """
+    size = ring.shape[2]
+    return ring[:, :, np.arange(max(0, length - size), length) % size]
+
+
+GROUPED = "GroupQueryAttention"
+BIAS = 10
+"""Index of its input `attention_bias`; without it the operator only counts the ones of the mask."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """Properties of a graph that limit its calls.
+
+    Attributes:
+        rows: fixed batch size; None if dynamic.
+        tokens: fixed number of new tokens; None if dynamic.
+        takes_mask, takes_positions: whether it has those inputs.
+        counts_mask: whether it derives only the sequence length from the mask.
+        single: whether several new tokens after a past require a batch of 1.
+        rings: names, as in reports, of keys and values in ring buffers.
+        keeps_cache: whether it continues a past.
+    """
+
+    rows: int | None
+    tokens: int | None
+    takes_mask: bool
+    takes_positions: bool
+    counts_mask: bool
+    single: bool
+    rings: frozenset[str] = frozenset()
+    keeps_cache: bool = True
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto, binding: Binding) -> GraphLimits:
+        """Reads the limits from a graph."""
+        axes = {info.name: _fixed_axes(info) for info in model.graph.input}
+        rows, tokens = axes[binding.port_map.tokens]
+        grouped = [node for node in nodes(model) if node.op_type == GROUPED]
+        biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
+        in_rings = {port for node in grouped if _is_ring(node) for port in node.input[3:5]}
+        rings = frozenset(name for name, port in binding.past.items() if port in in_rings)
+        takes = (binding.takes_mask, binding.takes_positions)
+        return cls(rows, tokens, *takes, not biased, bool(grouped), rings, keeps_cache=bool(binding.past))
+
+    def refusal(self, call: Call) -> str:
+        """The reason why a call is not supported; else empty."""
+        rows = len(call.input_ids)
+        if self.rows is not None and rows != self.rows:
+            return f"the graph has a batch size of {self.rows}, not {rows}"
+        if not call.uniform and not self.takes_positions:
+            return "the graph has no input for positions"
+        if call.edit.drop and self.rings:
+            return "the graph keeps its sliding layers in ring buffers, from which tokens cannot be removed"
+        if call.known and self.rings:
+            return "the graph keeps its sliding layers in ring buffers, which cannot hold a synthetic past"
+        if call.known and not self.keeps_cache:
+            return "the graph has no input for a past"
+        if call.attention_mask.all():
+            return ""
+        if not self.takes_mask:
+            return "the graph has no input for a mask"
+        return f"{GROUPED} only counts the ones of the mask, so padding is not supported" if self.counts_mask else ""
+
+    def width(self, rows: int, past: int, new: int) -> int:
+        """New tokens per run, for a batch of `rows` with `past` tokens and `new` new tokens."""
+        if self.tokens is not None:
+            return self.tokens
+        return 1 if self.single and rows > 1 and past else new
+
+
+def _is_ring(node: onnx.NodeProto) -> bool:
+    return any(attribute.name == "sliding_window_cache" and attribute.i for attribute in node.attribute)
+
+
+def _fixed_axes(info: onnx.ValueInfoProto) -> Sequence[int | None]:
+    """Sizes of the first two axes; None if dynamic."""
+    shape = [axis.dim_value or None for axis in info.type.tensor_type.shape.dim]
+    return (*shape, None, None)[:2]

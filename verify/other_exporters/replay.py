@@ -15,20 +15,17 @@ from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.bisect.replay import ReplayedCall
 from llmconv.verify.comparison.graph_probe import GraphProbe
-from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
+from llmconv.verify.other_exporters.comparison import ExternalCandidate, external_candidates, scaled_settings
 from llmconv.verify.other_exporters.content_matching import InitializerContent
-from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
-from llmconv.verify.other_exporters.graph_cache import ExternalCache
+from llmconv.verify.other_exporters.external_graph import ExternalCache, ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.other_exporters.scaled_weights import scaled_settings
-from llmconv.verify.reference.chain_runs import edited, run_chain
 from llmconv.verify.reference.eager import Eager
+from llmconv.verify.reference.other_roundings import edited, run_chain
 from llmconv.verify.reference.weight_scaling import scaling_of
 from llmconv.verify.results.report import Where
-from llmconv.verify.scenarios.calls import Call, Chain
+from llmconv.verify.scenarios.calls import Call, Chain, SyntheticPast
 from llmconv.verify.scenarios.selection import Selection
-from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)

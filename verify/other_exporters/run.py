@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from pathlib import Path
+
+import numpy as np
+import onnx
 
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import open_weights, read_json
@@ -14,36 +18,33 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
+from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, with_options
-from llmconv.tensors import LazyTensor
-from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
+from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
-from llmconv.verify.audit.weights import misplaced_weights
+from llmconv.verify.audit.decisions.state import MASK, POSITION, TOKEN
+from llmconv.verify.audit.weights import initializer_values, misplaced_weights, reference_name
 from llmconv.verify.comparison.half_precision import WITHOUT_KERNELS, most_precise
 from llmconv.verify.other_exporters.comparison import ExternalComparison
-from llmconv.verify.other_exporters.external_graph import ExternalGraph, ModelSizes
+from llmconv.verify.other_exporters.content_matching import PREFIX, InitializerContent, match_contents
+from llmconv.verify.other_exporters.external_graph import CacheShapesByName, ExternalGraph, ModelSizes
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
-from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
-from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
+from llmconv.verify.other_exporters.half_precision import compare_half_precision, rounded_reference, rounding_copy
 from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.quantized.accuracy_gates import AccuracyLimits
-from llmconv.verify.other_exporters.quantized.audit import audit_quantized
+from llmconv.verify.other_exporters.port_map import AXES, input_names
+from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits
+from llmconv.verify.other_exporters.quantized.audit import audit_quantized, match_zeros
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
 from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 from llmconv.verify.other_exporters.quantized.slow_layouts import float_copies, slow_layouts
 from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
-from llmconv.verify.other_exporters.quantized.zero_matrices import match_zeros
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions, compare_quantized
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
-from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision
-from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions, compare_quantized
-from llmconv.verify.other_exporters.weights import audit_contents, initializer_contents, missing_tensors
 from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.results.report import Check, Checks, Quantization, Report
 from llmconv.verify.scenarios.budget import Budget
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Checking, OnChecks, Session
@@ -314,3 +315,108 @@ def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
     if graph.limits.rings:
         notes.append("keeps its sliding layers in ring buffers, which have room for the window and 512 new tokens")
     return [f"{file.name}: {note}" for note in notes]
+
+
+def check_cache(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> Check:
+    """Checks that every layer has a key and a value with the model's heads and head size."""
+    problems = [*_missing(graph, cache_shapes), *_sizes(graph, cache_shapes)]
+    detail = "; ".join(problems[:5]) or f"inputs and outputs named as by {graph.binding.port_map.title}"
+    return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail=detail)
+
+
+def _missing(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:
+    """Problems of an incomplete cache; no cache at all is allowed."""
+    problems = []
+    for kind, found in (("past", graph.binding.past), ("present", graph.binding.present)):
+        if found and found.keys() != cache_shapes.keys():
+            odd = sorted(found.keys() ^ cache_shapes.keys())
+            problems.append(
+                f"its {kind} has {len(found)} of {len(cache_shapes)} keys and values, first difference: {odd[0]}"
+            )
+    return problems
+
+
+def _sizes(graph: ExternalGraph, cache_shapes: CacheShapesByName) -> list[str]:
+    problems = []
+    axes = graph.binding.port_map.axes
+    for ports in (graph.binding.past, graph.binding.present):
+        for name, port in ports.items():
+            shape = graph.shapes[port]
+            if len(shape) != len(AXES):
+                problems.append(f"{port} has {len(shape)} axes, expected {len(AXES)}")
+                continue
+            for letter, at in (("h", 1), ("d", 3)):
+                size = shape[axes.index(letter)]
+                if isinstance(size, int) and name in cache_shapes and size != cache_shapes[name][at]:
+                    problems.append(f"{port} has an axis of size {size}, expected {cache_shapes[name][at]}")
+    return problems
+
+
+def dead_inputs(model: onnx.ModelProto) -> list[str]:
+    """Inputs that no node reads."""
+    used = {name for node in nodes(model) for name in node.input} | {port.name for port in model.graph.output}
+    return [name for name in input_names(model) if name not in used]
+
+
+SHOWN = 3
+FLOAT_TYPES = {getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")}
+
+
+def initializer_contents(
+    model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor], excluded: Collection[str] = ()
+) -> dict[str, InitializerContent]:
+    """Every larger float initializer, matched with the model's tensors.
+
+    Args:
+        model: the graph.
+        folder: folder of its external data.
+        reference: tensors of the model by name.
+        excluded: names of initializers to leave out.
+    """
+    contents = {
+        tensor.name: _content(tensor, folder)
+        for tensor in model.graph.initializer
+        if tensor.data_type in FLOAT_TYPES and prod(tensor.dims) >= PREFIX and tensor.name not in excluded
+    }
+    match_contents(contents, reference)
+    return contents
+
+
+def _content(tensor: onnx.TensorProto, folder: Path) -> InitializerContent:
+    def read() -> Array:
+        return np.asarray(initializer_values(tensor, folder))
+
+    return InitializerContent(tuple(tensor.dims), onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), read)
+
+
+def audit_contents(
+    graph: str, contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]
+) -> Check:
+    """One check: an initializer with a tensor's name but other content fails; unknown content does not.
+
+    Args:
+        graph: name of the graph.
+        contents: matched content by initializer.
+        reference: tensors of the model.
+    """
+    wrong = [
+        f"`{name}` differs from the model's tensor of that name"
+        for name, content in contents.items()
+        if (named := reference_name(name, reference)) and named not in content.names
+    ]
+    matched = [content for content in contents.values() if content.matched]
+    verdict = "fail" if wrong else "pass" if matched else "skip"
+    return Check("weights", graph, "", verdict=verdict, detail="; ".join(wrong[:5]) or _summary(contents, matched))
+
+
+def _summary(contents: Mapping[str, InitializerContent], matched: list[InitializerContent]) -> str:
+    counts = Counter(content.form or "as they are" if content.whole else "in parts" for content in matched)
+    forms = ", ".join(f"{count} {form}" for form, count in counts.items())
+    other = [name for name, content in contents.items() if not content.matched]
+    rest = f"; others: {', '.join(f'`{name[:60]}`' for name in other[:SHOWN])}" + (" …" if other[SHOWN:] else "")
+    return f"{len(matched)} of {len(contents)} are the model's by content ({forms or 'none'})" + (rest if other else "")
+
+
+def missing_tensors(contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]) -> set[str]:
+    """Tensors of the model that match no initializer."""
+    return set(reference) - {name for content in contents.values() for name in content.names}

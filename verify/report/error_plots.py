@@ -10,8 +10,7 @@ import numpy as np
 
 from llmconv.runtime.cache_names import layer_of
 from llmconv.tensors import Array
-from llmconv.verify.results.evidence import LOWEST, PER_DECADE, Evidence
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.results.sigma import GATES, LOWEST, PER_DECADE, Evidence
 
 WIDTH, HEIGHT = 440, 240
 LEFT, BOTTOM, TOP = 46, 30, 14

@@ -1,4 +1,10 @@
-"""Writes a report as report.json, junit.xml, summary.md and report.html; all are escaped and work offline."""
+"""Writes a report as report.json, junit.xml, summary.md and report.html; all are escaped and work offline.
+
+Annotations of GitHub Actions, `::error title=…::…`, which show failures next to the change.
+
+A step shows at most ten annotations of each kind, so the last one contains the number of the others.
+Source: docs.github.com, "Workflow commands for GitHub Actions".
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from llmconv.argument_checks import checked
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import Folder, folder_made, require_writable, unwritable
 from llmconv.verify.report.html import render_html
-from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, clean
+from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, SUMMARY_LIMIT, Check, Report, check_line, clean
 
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""
@@ -174,3 +180,34 @@ def _row(check: Check) -> str:
 def _cell(text: str, limit: int = NAME_LIMIT) -> str:
     """Text with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text, limit))
+
+
+LIMIT = 9
+"""One less than the maximum of a step."""
+
+
+def annotation_lines(report: Report) -> list[str]:
+    """One line per failed group of outputs, and lines for the location of a fault and for an inconclusive verdict."""
+    failed = [check for check in report.highlights() if check.verdict == "fail"]
+    where = report.where.text if report.where else ""
+    lines = [_command("error", f"llmconv verify {report.folder}", where)] if where else []
+    room = LIMIT - len(lines)
+    lines += [_command("error", check.name, check_line(check, check.output)) for check in failed[:room]]
+    if len(failed) > room:
+        lines.append(_command("error", "llmconv verify", f"and {len(failed) - room} more, see the report"))
+    if report.verdict == "inconclusive":
+        lines.append(_command("warning", "llmconv verify", "; ".join([report.summary(), *report.notes])))
+    return lines
+
+
+def _command(kind: str, title: str, message: str) -> str:
+    return f"::{kind} title={_property(title)}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    """An escaped message, which cannot start another command."""
+    return clean(text, SUMMARY_LIMIT).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -4,14 +4,74 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from llmconv.errors import UsageProblem
+from llmconv.progress import status
 from llmconv.verify.scenarios.calls import Chain
-from llmconv.verify.scenarios.ranks import CORE, CORE_STREAMED, RANKS
+
+CORE = (
+    "garbage under the mask",
+    "chunked prefill, pieces of 1 to 48 tokens",
+    "pasts of 30 to 1,022 tokens",
+    "prefill, 33 tokens",
+    "left padding",
+    "decode chain, 16 steps",
+)
+"""The mandatory scenarios: they catch all of the 144 mutants that a scenario on the model's own weights catches.
+
+Tiny models: llama, gemma2, gpt2, bloom.
+"""
+
+CORE_STREAMED = (
+    "right padding",
+    "chunked prefill, pieces of 1 to 48 tokens",
+    "left padding",
+    "prefill, 33 tokens",
+    "decode chain, 16 steps",
+)
+"""The same without the scenarios that edit a cache or make one up, which do not run layer by layer."""
+
+RANKS = (
+    ("garbage under the mask", 136, 136),
+    ("chunked prefill, pieces of 1 to 48 tokens", 7, 131),
+    ("pasts of 30 to 1,022 tokens", 1, 129),
+    ("prefill, 33 tokens", 0, 123),
+    ("left padding", 0, 133),
+    ("decode chain, 16 steps", 0, 125),
+    ("right padding", 134, 134),
+    ("positions over the whole context", 5, 108),
+    ("window crossed behind a made-up past", 1, 43),
+    ("first and last token", 1, 120),
+    ("rows exchanged", 134, 134),
+    ("end of the context", 3, 104),
+    ("sliding window crossed", 1, 43),
+    ("a row of padding only", 133, 133),
+    ("middle of the context", 3, 104),
+    ("prefill, 1 token", 1, 76),
+    ("holes in the mask", 133, 133),
+    ("positions with gaps", 3, 106),
+    ("prefill, 2 tokens", 1, 118),
+    ("batch of 6", 133, 133),
+    ("one-token prompt", 1, 114),
+    ("equal rows of repeated tokens", 125, 125),
+    ("second turn", 124, 124),
+    ("tokens taken back", 124, 124),
+    ("batch of 3", 124, 124),
+    ("prefill, 7 tokens", 117, 117),
+    ("prefill, 3 tokens", 116, 116),
+    ("beyond the original context", 0, 0),
+    ("first and last values of extra inputs", 0, 0),
+)
+"""Name of a scenario, mutants that it catches and none above it does, and mutants that it catches in all.
+
+The mandatory scenarios come first. After them, the first number is counted as if nothing had been caught yet, and again
+whenever all are caught.
+"""
+
 
 Clock = Callable[[], float]
 """Seconds from any fixed moment."""
@@ -167,3 +227,54 @@ class Budget:
 def tokens_of(chains: Iterable[Chain]) -> int:
     """Number of new tokens of all calls."""
     return sum(call.input_ids.size for chain in chains for call in chain)
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+class Paced(Generic[Row]):
+    """Iterates over the rows that run now, and measures each until the next one is asked for.
+
+    Args:
+        rows: with their calls, in order.
+        budget: decides which of them run; None for all.
+        reopens: each row opens model and graphs again.
+
+    Attributes:
+        left: the rows that did not run, after the iteration.
+    """
+
+    def __init__(
+        self, rows: Iterable[tuple[Row, list[Chain]]], budget: Budget | None, *, reopens: bool = False
+    ) -> None:
+        self._rows, self._budget, self._reopens = rows, budget, reopens
+        self.left: list[Row] = []
+
+    def __iter__(self) -> Iterator[tuple[Row, list[Chain]]]:
+        budget = self._budget
+        if budget is None:
+            yield from self._shown()
+            return
+        if budget.opening is None:
+            budget.opening = budget.used
+        for row, chains in self._rows:
+            tokens = tokens_of(chains)
+            if not budget.admits(row.name, tokens, reopens=self._reopens):
+                self.left.append(row)
+                budget.left[row.name] = None
+                continue
+            begin = budget.clock()
+            yield row, chains
+            budget.record(row.name, tokens, budget.clock() - begin, reopens=self._reopens)
+
+    def _shown(self) -> Iterator[tuple[Row, list[Chain]]]:
+        """All rows; a terminal shows the number of each, and the time that the others will take by their tokens."""
+        rows = self._rows
+        sizes = [tokens_of(chains) for _, chains in rows] if isinstance(rows, list) else []
+        begin = time.monotonic()
+        for number, (row, chains) in enumerate(rows):
+            of, done = f" {number + 1} of {len(sizes)}" if sizes else "", sum(sizes[:number])
+            left = (time.monotonic() - begin) / done * sum(sizes[number:]) if done else 0.0
+            status(f"scenario{of}: {row.name}" + (f", about {left:.0f} s left" if left >= 1 else ""))
+            yield row, chains
+        status("")

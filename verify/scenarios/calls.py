@@ -1,18 +1,28 @@
-"""Call: the inputs of one model call in a scenario (tokens, mask, positions), and edits of the cache between calls."""
+"""Call: the inputs of one model call in a scenario (tokens, mask, positions), and edits of the cache between calls.
+
+SyntheticPast: a cache of random numbers, which makes pasts of thousands of tokens cheap.
+
+Running 4,096 tokens in float64 to cross a window takes too long. But a graph and the eager model continue any cache:
+here the same random numbers for both, with large values at the edge of the window. All numbers are small multiples of
+1/16, which are exact in every floating-point type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from llmconv.runtime.array_cache import TOKEN_AXIS
 from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import ExtraInput, ModelCall
+from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall
 from llmconv.runtime.runner import Cache, default_positions
-from llmconv.tensors import Array
-from llmconv.verify.scenarios.synthetic_past import SyntheticPast
+from llmconv.tensors import BY_NAME, Array
 
 GARBAGE = 1e6
 """Value of masked cache slots: too large for a weak mask of -10,000 to hide, finite in bfloat16 and float32."""
@@ -270,3 +280,188 @@ def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
     mask[:, [0, -1]] = 1
     mask[:, length // 2] = 0
     return mask
+
+
+LARGEST = 24
+STEP = 1 / 16
+LOUDER = 32
+"""Factor of the values of the loud tokens, so that one token among thousands is visible."""
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class SyntheticPast:
+    """A `Cache` of random keys and values; states are zero, as in an empty past.
+
+    Attributes:
+        shapes: cache shapes for one sequence and one token, by output name.
+        rows: number of sequences.
+        length: number of tokens.
+        loud: first slot with large values, and the slot after the last.
+        seed: of the random numbers.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    rows: int
+    length: int
+    loud: tuple[int, int]
+    seed: int
+
+    @property
+    def key(self) -> bytes:
+        """A digest of its description."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+    def arrays(self) -> dict[str, Array]:
+        """Arrays by name, float32; generated anew on each call, so that no memory is held between two calls."""
+        return {name: self._array(name, shape) for name, shape in self.shapes.items()}
+
+    def _array(self, name: str, shape: tuple[int, ...]) -> Array:
+        whole = [self.rows, *shape[1:]]
+        if is_state(name):
+            return np.zeros(whole, dtype=np.float32)
+        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        whole[TOKEN_AXIS] = self.length
+        array: Array = rng.integers(-LARGEST, LARGEST + 1, whole, dtype=np.int8).astype(np.float32)
+        array *= STEP
+        if name.endswith(".value"):
+            array[:, :, slice(*self.loud)] *= LOUDER
+        return array
+
+    def kept_by(self, arrays: Mapping[str, Array]) -> bool:
+        """Whether a later cache begins with exactly this one; states are not compared, since they change."""
+        return all(
+            name not in arrays or np.array_equal(arrays[name][:, :, : self.length], self._array(name, shape))
+            for name, shape in self.shapes.items()
+            if not is_state(name)
+        )
+
+
+def elements_per_token(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Elements that one token of one sequence adds to a cache."""
+    return sum(int(np.prod(shape)) for name, shape in shapes.items() if not is_state(name))
+
+
+WINDOW = re.compile(r"^(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)$")
+"""Names of config fields that contain a window size in tokens.
+
+`sliding_window` in most families, `window_size` in GPT-Neo, `attention_chunk_size` in Llama 4, `attention_window_size`
+in RecurrentGemma, `sliding_window_size` in Inkling, `local_attention` in ModernBERT's decoder.
+"""
+
+MOST = 6
+"""Maximum number of windows that are crossed; no known family has more than two."""
+
+
+def windows_of(config: Any) -> tuple[int, ...]:
+    """Sizes in tokens of all sliding windows and attention chunks that a config declares, smallest first.
+
+    A size that no layer uses is included as well: crossing it only costs time.
+
+    Args:
+        config: transformers config of the language model; layers may have their own configs.
+    """
+    fields = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    sizes = {*_sizes(config.to_dict()), *_sizes(fields)}
+    for layer in getattr(config, "per_layer_config", None) or ():
+        sizes |= set(_sizes({name: getattr(layer, name, None) for name in fields}))
+    return tuple(sorted(sizes)[:MOST])
+
+
+def _sizes(fields: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in fields.items():
+        if WINDOW.match(name):
+            numbers = value if isinstance(value, list | tuple) else [value]
+            yield from (n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n > 1)
+
+
+BFLOAT16_BITS = np.uint32(0xFFFF0000)
+
+Extras = Mapping[str, ExtraInput]
+"""Resolved extra inputs by name."""
+
+
+def drawn(chain: Chain, inputs: Extras, rng: np.random.Generator, *, both_ways: bool = False) -> Chain:
+    """The calls with random values of the inputs that a request may give; calls that have values keep them.
+
+    A value of each new token is drawn for each call; one of all tokens grows, and one of a sequence stays, with the
+    cache of its row.
+
+    Args:
+        chain: the calls.
+        inputs: the extra inputs.
+        rng: generates the values.
+        both_ways: also of inputs with which a call cannot be divided, as graphs of a fixed size divide it.
+    """
+    free = {
+        name: extra for name, extra in inputs.items() if extra.values is not None and (both_ways or not extra.both_ways)
+    }
+    calls, held = [], dict[str, Array]()
+    for call in chain:
+        if call.extras is not None:
+            calls.append(call)
+            continue
+        held = {name: _continued(extra, held.get(name), call, rng) for name, extra in free.items()}
+        calls.append(replace(call, extras=held))
+    return calls
+
+
+def _continued(extra: ExtraInput, before: Array | None, call: Call, rng: np.random.Generator) -> Array:
+    """The value in a call, after the value in the call before."""
+    new = random_value(extra, call.tokens, rng)
+    if before is None or SEQUENCE in extra.axes:
+        return new
+    kept = _edited(extra, before, call.edit)
+    if TOTAL not in extra.axes:
+        return kept
+    at = extra.axes.index(TOTAL)
+    later = np.take(new, range(kept.shape[at], new.shape[at]), axis=at)
+    return np.concatenate([kept, later], axis=at)
+
+
+def _edited(extra: ExtraInput, array: Array, edit: CacheEdit) -> Array:
+    """The value after a change of the cache."""
+    if edit.rows is not None and BATCH in extra.axes:
+        array = np.take(array, edit.rows, axis=extra.axes.index(BATCH))
+    if edit.drop and TOTAL in extra.axes:
+        at = extra.axes.index(TOTAL)
+        array = np.take(array, range(array.shape[at] - edit.drop), axis=at)
+    return array
+
+
+def random_value(extra: ExtraInput, call: ModelCall, rng: np.random.Generator) -> Array:
+    """A random value: an integer below the number of values, or a normal number that bfloat16 has.
+
+    Args:
+        extra: the input; a request may give its value.
+        call: the call.
+        rng: generates it.
+    """
+    shape, dtype = extra.shape(call), BY_NAME[extra.dtype].numpy
+    assert isinstance(extra.values, int | float)
+    if extra.dtype == "float32":
+        numbers = (rng.standard_normal(shape) * extra.values).astype(np.float32)
+        return (numbers.view(np.uint32) & BFLOAT16_BITS).view(np.float32)
+    values: Array = rng.integers(0, 2 if extra.dtype == "bool" else max(int(extra.values), 1), shape).astype(dtype)
+    return values
+
+
+def at_limits(chain: Chain, inputs: Extras, *, last: bool) -> Chain:
+    """The calls with the first or the last valid value of every input that a request may give, everywhere.
+
+    Args:
+        chain: the calls.
+        inputs: the extra inputs.
+        last: the last one.
+    """
+    free = {name: extra for name, extra in inputs.items() if extra.values is not None}
+    values = [{name: _limit(extra, call.tokens, last=last) for name, extra in free.items()} for call in chain]
+    return [replace(call, extras=one) for call, one in zip(chain, values, strict=True)]
+
+
+def _limit(extra: ExtraInput, call: ModelCall, *, last: bool) -> Array:
+    assert isinstance(extra.values, int | float)
+    whole = extra.dtype != "float32"
+    value = (max(extra.values, 1) - 1 if whole else extra.values) if last else 0
+    return np.full(extra.shape(call), value if extra.dtype != "bool" else last, BY_NAME[extra.dtype].numpy)

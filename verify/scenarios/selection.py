@@ -10,10 +10,8 @@ import numpy as np
 
 from llmconv.argument_checks import require_least
 from llmconv.errors import UsageProblem
-from llmconv.verify.scenarios.budget import Budget, place_of
-from llmconv.verify.scenarios.calls import Chain, ModelFacts
-from llmconv.verify.scenarios.extra_draws import drawn
-from llmconv.verify.scenarios.paced import Paced, Row
+from llmconv.verify.scenarios.budget import Budget, Paced, Row, place_of
+from llmconv.verify.scenarios.calls import Chain, ModelFacts, drawn
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 

@@ -8,26 +8,256 @@ scenario's name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmconv.runtime.runner import default_positions
-from llmconv.verify.scenarios import long_pasts, sweep
+from llmconv.tensors import Array
 from llmconv.verify.scenarios.calls import (
+    MIB,
     CacheEdit,
     Call,
     Chain,
     ModelFacts,
+    SyntheticPast,
+    at_limits,
     chain,
+    continuing,
+    drawn,
+    elements_per_token,
     full_mask,
     holes_mask,
     moved,
     pieces,
     ragged_mask,
 )
-from llmconv.verify.scenarios.extra_draws import at_limits, drawn
+
+CROSSING = (3, 1, 5)
+"""New tokens of the calls across the edge of a window; the last reach the edge of a chunk even after padding."""
+
+BEFORE = 2
+"""Tokens between the past and the edge of the window."""
+
+PADDING = 5
+LOUD = 10
+
+QUICK = (30, 62, 126, 254, 1022)
+MORE = (14, 46, 94, 158, 190, 318, 382, 510, 638, 766, 894, 1534, 2046, 3070, 4094, 8190, 16382, 32766)
+THEN = (2, 1)
+"""New tokens of the calls: two after a past of these lengths, then one after a past of a multiple of 16."""
+
+ROOM = {False: (1 << 24, 1 / 8), True: (1 << 26, 1 / 2)}
+"""Largest synthetic cache, by whether the suite is full: elements, or a share of the model's parameters if larger."""
+
+BYTES = 8
+"""Bytes per element of the reference, which is float64."""
+
+RowCounts = Callable[[ModelFacts], Sequence[int]]
+
+
+def crossed_windows(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """A few tokens across the edge of every window and chunk; the tokens just outside have large values."""
+    chains = []
+    for window in _windows(facts):
+        if fits(window, facts):
+            past = _past(facts, window - BEFORE, (0, LOUD), rng)
+            chains.append(continuing(past, _lengths(CROSSING, facts), facts, rng, min(PADDING, window - BEFORE - 1)))
+    return chains
+
+
+def _windows(facts: ModelFacts) -> list[int]:
+    """Windows whose edge lies within the context; others are never crossed."""
+    limit = facts.max_positions or 1 << 40
+    return [window for window in facts.windows if 2 * BEFORE < window < limit - sum(CROSSING)]
+
+
+def quick_pasts(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """A few tokens after pasts of several lengths, and at the end of the context if the past fits into memory."""
+    return _after([*QUICK, *_end(facts)], facts, rng)  # the end is optional here: `more_pasts` reports it as left out
+
+
+def more_pasts(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """A few tokens after pasts of more lengths, up to the end of the context."""
+    return _after(_more(facts), facts, rng)
+
+
+def _more(facts: ModelFacts) -> list[int]:
+    return sorted({*MORE, *_end(facts)})
+
+
+def _end(facts: ModelFacts) -> list[int]:
+    """The length of the past after which the calls fill the context, in a list; empty without a limit."""
+    end = facts.max_positions
+    return [end - sum(THEN)] if end and end > 2 * sum(THEN) else []
+
+
+def _after(lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    return [
+        continuing(_past(facts, length, (0, 0), rng, rows=1), _lengths(THEN, facts), facts, rng)
+        for length in _within(lengths, facts)
+        if fits(length, facts)
+    ]
+
+
+def _within(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
+    """The lengths that fit into the context."""
+    return [length for length in lengths if length + sum(THEN) <= (facts.max_positions or 1 << 40)]
+
+
+def _past(
+    facts: ModelFacts, length: int, loud: tuple[int, int], rng: np.random.Generator, rows: int = 2
+) -> SyntheticPast:
+    return SyntheticPast(facts.cache, rows, length, loud, int(rng.integers(1 << 30)))
+
+
+def _lengths(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
+    """The lengths; single tokens for layers with states, which transformers continues only token by token."""
+    return [1] * sum(lengths) if facts.keeps_states else list(lengths)
+
+
+def fits(length: int, facts: ModelFacts) -> bool:
+    """Whether the cache of two sequences of `length` tokens is small compared with the model."""
+    if facts.no_synthetic_past or not elements_per_token(facts.cache):
+        return False
+    return 2 * length * elements_per_token(facts.cache) <= _room(facts)
+
+
+def _room(facts: ModelFacts) -> int:
+    least, share = ROOM[facts.thorough]
+    return max(least, int(share * facts.parameters))
+
+
+def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:
+    """A function that returns why some of the wanted lengths are not run; empty if all are."""
+
+    def reason(facts: ModelFacts) -> str:
+        if facts.no_synthetic_past:
+            return facts.no_synthetic_past if wanted(facts) else ""
+        if not elements_per_token(facts.cache):
+            return ""  # only states, which have no length
+        left = [length for length in wanted(facts) if not fits(length, facts)]
+        if not left:
+            return ""
+        needed = 2 * max(left) * elements_per_token(facts.cache) * BYTES // MIB
+        more = "" if facts.thorough else "; `--suite full` has more room"
+        return f"past of {' and '.join(map(str, left))} tokens left out: the cache takes {needed:,} MiB{more}"
+
+    return reason
+
+
+windows_left_out = too_large(_windows)
+quick_left_out = too_large(lambda facts: _within(QUICK, facts))
+more_left_out = too_large(lambda facts: _within(_more(facts), facts))
+
+
+MOST_NEW = 48
+"""The full suite runs every number of new tokens up to this, with and without a past."""
+
+PIECES = (1, 5, 6, 8, 9, 1, 10, 11, 12, 13)
+LONGER_PIECES = (1, 24, 32, 16, 48)
+"""New tokens of consecutive calls in the quick suite; other scenarios have pieces of 2, 3, 4 and 7 tokens."""
+
+LONGEST = 128
+LONGEST_WITH_STATES = 64
+"""Tokens of one chain; shorter for layers with states, where the model recomputes all tokens in every call."""
+
+ROWS, COLUMNS, WIDE = 6, 24, 64
+"""Sequences and tokens of a call with spread positions; `WIDE` is for the full suite."""
+
+EVERY = 4096
+"""Number of positions in the full suite: all of a shorter context, evenly spaced ones of a longer context."""
+
+RAGGED = (3, 9, 1, 7, 5, 2)
+"""Tokens of six prompts; the first is padded, so that its mask cannot serve for all."""
+
+
+def packed(lengths: Sequence[int], facts: ModelFacts) -> Iterator[list[int]]:
+    """Groups of consecutive lengths, each within the context; longer lengths are left out."""
+    limit = min(facts.max_positions or LONGEST, LONGEST_WITH_STATES if facts.keeps_states else LONGEST)
+    group: list[int] = []
+    for length in lengths:
+        if sum(group) + length > limit and group:
+            yield group
+            group = []
+        group += [length] if length <= limit else []
+    if group:
+        yield group
+
+
+def many_pieces(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Chains whose calls have the numbers of new tokens in `PIECES` and `LONGER_PIECES`."""
+    groups = [*packed(PIECES, facts), *packed(LONGER_PIECES, facts)]
+    return [chain(full_mask(1, sum(group)), group, facts, rng) for group in groups]
+
+
+def every_number(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Every number of new tokens up to `MOST_NEW`, as a prompt and after a past."""
+    then = rng.permutation(MOST_NEW) + 1
+    pairs = [(first, int(then[first - 1])) for first in range(1, MOST_NEW + 1)]
+    return [chain(full_mask(1, sum(pair)), pair, facts, rng) for pair in pairs]
+
+
+def every_batch(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Every batch size up to six, with prompts of several lengths."""
+    return [
+        chain(ragged_mask(RAGGED[:rows], 4, "left"), [max(RAGGED[:rows]), 1, 3], facts, rng)
+        for rows in range(1, ROWS + 1)
+    ]
+
+
+def batch_of_six(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Six sequences of several lengths: the prompt, one step, then three tokens."""
+    return [chain(ragged_mask(RAGGED, 4, "left"), [max(RAGGED), 1, 3], facts, rng)]
+
+
+def spread_positions(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """Positions spread over the whole context, and over the context before rotary scaling."""
+    if not facts.takes_positions:
+        return []
+    ends = [end for end in (facts.original, _context(facts)) if end]
+    return [_at(spread(ROWS * COLUMNS, end, rng), (COLUMNS - 1, 1), facts, rng) for end in ends]
+
+
+def every_position(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
+    """All positions of a context of up to `EVERY` tokens; `EVERY` positions of a longer one."""
+    if not facts.takes_positions:
+        return []
+    end, size = _context(facts), ROWS * WIDE
+    positions = rng.permutation(spread(min(EVERY, -(-end // size) * size), end, rng))
+    parts = np.array_split(positions, -(-len(positions) // size))
+    return [_at(np.sort(np.resize(part, size)), (WIDE - 1, 1), facts, rng) for part in parts]
+
+
+def spread(count: int, end: int, rng: np.random.Generator) -> Array:
+    """Ascending positions below `end`: all of them if `count` suffices, else one from each of `count` equal ranges.
+
+    Args:
+        count: number of positions to return.
+        end: upper limit; 0 and `end - 1` are always included.
+        rng: selects the position in each range.
+    """
+    if end <= count:
+        return np.sort(np.resize(np.arange(end), count))
+    edges = np.linspace(0, end, count + 1).astype(np.int64)
+    positions = rng.integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1))
+    positions[0], positions[-1] = 0, end - 1
+    return positions
+
+
+def _context(facts: ModelFacts) -> int:
+    return facts.max_positions or EVERY
+
+
+def _at(positions: Array, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator) -> Chain:
+    """Calls whose rows take the positions in turn, so that each row covers the whole range."""
+    table = positions.reshape(-1, ROWS).T
+    ids = rng.integers(0, facts.vocab_size, table.shape)
+    mask = full_mask(*table.shape)
+    uniform = bool((table == default_positions(mask, table.shape[1])).all())
+    return pieces(ids, mask, np.ascontiguousarray(table), lengths, uniform=uniform)
+
 
 LENGTHS = (33, 1, 2, 3, 7)
 LONG_LENGTHS = (16, 17, 64, 65, 127)
@@ -223,7 +453,7 @@ SCENARIOS = (
     Scenario(
         "chunked prefill, pieces of 1 to 48 tokens",
         "optimum #1839: the decode graph assumed one new token",
-        sweep.many_pieces,
+        many_pieces,
     ),
     Scenario(
         "decode chain, 16 steps",
@@ -263,20 +493,20 @@ SCENARIOS = (
     Scenario(
         "window crossed behind a made-up past",
         "mobius #371: the window of 4,096 was missing, which no short test reaches",
-        long_pasts.crossed_windows,
-        left_out=long_pasts.windows_left_out,
+        crossed_windows,
+        left_out=windows_left_out,
     ),
     Scenario(
         "pasts of 30 to 1,022 tokens",
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
-        long_pasts.quick_pasts,
-        left_out=long_pasts.quick_left_out,
+        quick_pasts,
+        left_out=quick_left_out,
     ),
-    Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", sweep.batch_of_six),
+    Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", batch_of_six),
     Scenario(
         "positions over the whole context",
         "onnxruntime #19801: a table of positions shorter than the context",
-        sweep.spread_positions,
+        spread_positions,
     ),
     Scenario("positions with gaps", "optimum #1381: position_ids declared but not used", _high_positions),
     Scenario("end of the context", "sparseml #1826: rotary table folded at export length", _context_end),
@@ -339,24 +569,22 @@ SCENARIOS = (
     Scenario(
         "every number of new tokens, 1 to 48",
         "pytorch #148886: a dynamic length frozen at trace time",
-        sweep.every_number,
+        every_number,
         "full",
     ),
-    Scenario(
-        "every batch size, 1 to 6", "pytorch #140011: batch size 1 baked into the graph", sweep.every_batch, "full"
-    ),
+    Scenario("every batch size, 1 to 6", "pytorch #140011: batch size 1 baked into the graph", every_batch, "full"),
     Scenario(
         "every position of the context",
         "onnxruntime #19801: a table of positions shorter than the context",
-        sweep.every_position,
+        every_position,
         "full",
     ),
     Scenario(
         "pasts of 14 tokens to the end of the context",
         "cascadia #151: fine below 1,024 tokens, degenerate beyond",
-        long_pasts.more_pasts,
+        more_pasts,
         "full",
-        long_pasts.more_left_out,
+        more_left_out,
     ),
     Scenario(
         "decode chain, 64 steps",

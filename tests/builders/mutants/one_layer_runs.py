@@ -17,7 +17,7 @@ import onnxruntime as ort
 from llmconv.export import export
 from llmconv.verify import verify
 from llmconv.verify.layers.graph_index import NotLayered
-from llmconv.verify.layers.kept_layers import keep_layers
+from llmconv.verify.layers.induction import keep_layers
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.builders.mutants.one_layer import NoPlace, WholeGraph
 from tests.builders.mutants.one_layer_forms import in_one_layer

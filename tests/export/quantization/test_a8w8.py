@@ -15,7 +15,7 @@ from llmconv.errors import UsageProblem
 from llmconv.export import export
 from llmconv.tensors import Array
 from llmconv.verify import verify
-from llmconv.verify.other_exporters.quantized.accuracy_gates import GATES, AccuracyGate
+from llmconv.verify.other_exporters.quantized.accuracy import GATES, AccuracyGate
 from tests.verify.test_quantized_folder import damaged
 from tools.tiny_models import depth, save_tiny
 

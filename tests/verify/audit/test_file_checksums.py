@@ -15,7 +15,7 @@ from llmconv.cli import main
 from llmconv.output.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.verify import Check, verify
-from llmconv.verify.audit.file_checksums import audit_graph_files
+from llmconv.verify.audit.weights import audit_graph_files
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.surgery import users
 

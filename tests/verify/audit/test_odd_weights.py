@@ -13,7 +13,7 @@ from llmconv.checkpoint import open_weights
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, LazyTensor
 from llmconv.verify import verify
-from llmconv.verify.audit.odd_weights import odd_weights
+from llmconv.verify.audit.weights import odd_weights
 
 
 def lazy(*rows: float, dtype: str = "float32") -> LazyTensor:

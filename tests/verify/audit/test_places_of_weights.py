@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array
-from llmconv.verify.audit.odd_weights import _largest
-from llmconv.verify.audit.weights import WeightSource, audit_weights, tensors_of
+from llmconv.verify.audit.weights import WeightSource, _largest, audit_weights, tensors_of
 
 KINDS = onnx.TensorProto
 

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from torch import nn
 
-from llmconv.verify.audit.tower_norms import check_tower_norms
+from llmconv.verify.audit.structure import check_tower_norms
 
 
 class Tower(nn.Module):

@@ -14,9 +14,9 @@ from llmconv.cli import main
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify
-from llmconv.verify.audit.stages_as_one import load_whole
 from llmconv.verify.bisect.first_wrong_node import name_node
 from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.graph_folder import load_whole
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmconv.verify import Check, verify
-from llmconv.verify.bisect.first_wrong_layer import localize
+from llmconv.verify.bisect.first_wrong_node import localize
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
 from tests.builders.mutants.mutants import MUTANTS, Mutant

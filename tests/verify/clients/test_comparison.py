@@ -11,8 +11,7 @@ import pytest
 from llmconv.errors import MalformedInput
 from llmconv.verify.clients.client import Client, Generation
 from llmconv.verify.clients.comparison import NEW, ClientChecks, end_tokens, judged, lengths_problem, up_to_end
-from llmconv.verify.clients.expected_tokens import EagerLogits
-from llmconv.verify.clients.padded_batch import PaddedBatch
+from llmconv.verify.clients.expected_tokens import EagerLogits, PaddedBatch
 from llmconv.verify.results.sigma import ExpectedOutput
 
 ENDS = frozenset({2})

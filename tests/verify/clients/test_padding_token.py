@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmconv.verify.clients.padding_token import allowed_tokens, padding_checks
+from llmconv.verify.clients.genai_fields import allowed_tokens, padding_checks
 from llmconv.verify.results.report import Check
 from tests.conftest import save_tiny
 

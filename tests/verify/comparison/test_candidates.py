@@ -16,9 +16,8 @@ from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.report import Check
-from llmconv.verify.results.sigma import GATES
+from llmconv.verify.results.sigma import GATES, Evidence
 from llmconv.verify.scenarios.selection import Selection
 
 GATE = GATES["float32"]

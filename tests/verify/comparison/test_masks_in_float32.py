@@ -9,8 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from llmconv.verify.comparison.half_precision import round_every_value, widen
-from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.comparison.half_precision import KnownConstants, round_every_value, widen
 
 LOWEST = float(np.finfo(np.float32).min)
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
 from llmconv.verify.layers.induction import LayerChoice
-from llmconv.verify.layers.layer_checks import NAME, Drift
-from llmconv.verify.layers.statements import statements
+from llmconv.verify.layers.layer_checks import NAME, Drift, statements
 from llmconv.verify.report.files import write_report
 from tests.builders.layered_models import LAYERED, change_layer, load, rename, save, save_layered, shuffle
 from tests.conftest import save_tiny

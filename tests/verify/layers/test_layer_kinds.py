@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from llmconv.verify.layers.layer_kinds import layer_kinds
+from llmconv.verify.layers.graph_index import layer_kinds
 
 
 class Layer(torch.nn.Module):

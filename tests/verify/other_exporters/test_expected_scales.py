@@ -11,8 +11,7 @@ import pytest
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import NONE, block_scales, block_values
 from llmconv.tensors import Array
-from llmconv.verify.other_exporters.quantized.expected_scales import scale_problem
-from llmconv.verify.other_exporters.quantized.weight_blocks import Blocks
+from llmconv.verify.other_exporters.quantized.expected_scales import Blocks, scale_problem
 
 COUNT = 500
 Draw = Callable[[np.random.Generator, tuple[int, int]], Array]

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.constants import Constants, unpacked
-from llmconv.verify.other_exporters.quantized.unrounded_copies import remove_rounding
+from llmconv.verify.other_exporters.quantized.dequantized_reference import remove_rounding
 
 ROWS = 48
 

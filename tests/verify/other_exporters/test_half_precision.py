@@ -13,8 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.verify import Report, verify_graphs
-from llmconv.verify.comparison.half_precision import IN_FLOAT32, ROUNDED, widen
-from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.comparison.half_precision import IN_FLOAT32, ROUNDED, KnownConstants, widen
 from llmconv.verify.reference.eager import Eager
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant

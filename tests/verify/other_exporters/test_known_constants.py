@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.comparison.known_constants import KnownConstants
+from llmconv.verify.comparison.half_precision import KnownConstants
 
 FREQUENCIES = (10000.0 ** -(np.arange(8) / 8)).astype(np.float32)
 KNOWN = KnownConstants.of({"hidden_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-6}, [(FREQUENCIES, 1.0)])

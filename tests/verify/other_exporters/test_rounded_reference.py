@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import open_weights
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.content_matching import InitializerContent
-from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
+from llmconv.verify.other_exporters.half_precision import rounded_reference
 
 SaveTensors = Callable[..., Path]
 

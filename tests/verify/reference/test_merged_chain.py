@@ -11,9 +11,15 @@ import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
-from llmconv.verify.reference.chain_runs import rows_of, run_chain, valid_rows
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
-from llmconv.verify.reference.merged_chain import MergedPrefix, are_merged, merged_steps
+from llmconv.verify.reference.other_roundings import (
+    MergedPrefix,
+    are_merged,
+    merged_steps,
+    rows_of,
+    run_chain,
+    valid_rows,
+)
 from llmconv.verify.scenarios.calls import Chain
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.verify.reference.chain_runs import rows_of, run_chain
-from llmconv.verify.reference.other_roundings import SEEDS, nudged, other_roundings
+from llmconv.verify.reference.other_roundings import SEEDS, nudged, other_roundings, rows_of, run_chain
 from llmconv.verify.scenarios.calls import Call
 from tests.conftest import save_tiny
 

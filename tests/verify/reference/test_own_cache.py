@@ -10,8 +10,7 @@ from transformers import AutoConfig
 from llmconv import causal_lm
 from llmconv.export import export
 from llmconv.verify import verify
-from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.own_cache import NAME, check_own_cache
+from llmconv.verify.reference.eager import NAME, Eager, check_own_cache
 from tests.builders.seeded import TEXT, save_seeded
 from tests.conftest import save_tiny
 from tests.test_causal_lm import BERT

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_wrong_layer import localize
-from llmconv.verify.report.github import LIMIT, annotation_lines
+from llmconv.verify.bisect.first_wrong_node import localize
+from llmconv.verify.report.files import LIMIT, annotation_lines
 
 
 def report_of(*checks: Check) -> Report:

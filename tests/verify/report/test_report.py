@@ -16,9 +16,9 @@ import pytest
 
 from llmconv.errors import OutputFailed
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_wrong_layer import localize
+from llmconv.verify.bisect.first_wrong_node import localize
 from llmconv.verify.report.files import today, write_report
-from llmconv.verify.report.plots import heat_map
+from llmconv.verify.report.html import heat_map
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)

@@ -7,8 +7,7 @@ import pytest
 
 from llmconv.tensors import Array
 from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
-from llmconv.verify.results.evidence import LOWEST, PER_DECADE, Evidence
-from llmconv.verify.results.sigma import ExpectedOutput, NoiseFloor, measure
+from llmconv.verify.results.sigma import LOWEST, PER_DECADE, Evidence, ExpectedOutput, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
 RNG = np.random.default_rng(0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmconv.verify.results.quantization import AccuracyCost, Estimate, Perplexities, Quantization
-from llmconv.verify.results.report import Check, Report
+from llmconv.verify.results.report import AccuracyCost, Check, Estimate, Perplexities, Quantization, Report
 
 
 @pytest.mark.parametrize(("perplexity", "suits"), [(83_020.0, False), (12.5, True)])

@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.verify import verify
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.scenarios.synthetic_past import SyntheticPast, elements_per_token
+from llmconv.verify.scenarios.calls import SyntheticPast, elements_per_token
 from tests.builders.mutants.surgery import add_constant, insert, users
 from tests.verify.conftest import decode_only
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from llmconv.verify.scenarios.windows import windows_of
+from llmconv.verify.scenarios.calls import windows_of
 from tests.conftest import DECODER
 
 FIELDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {

@@ -1,13 +1,32 @@
-"""The audit of decisions: one check per graph, which names nodes that decide by numbers that are not the model's."""
+"""The audit of decisions: one check per graph, which names nodes that decide by numbers that are not the model's.
+
+GraphWalk: derives node by node the values that depend on the call only, and finds the nodes that decide by them.
+
+A graph computes its masks, positions and shapes from lengths, token ids and the mask, in a few dozen nodes without
+weights. Sums and layout changes decide nothing. Nodes that compare, round, clip, look up or cut do decide, and must do
+so by numbers of the model.
+
+Derives axes that ONNX shape inference loses: after layout changes, slices and elementwise operators.
+
+Shapes that the graph declares for its inner values are not used, because no check has validated them.
+
+A copy of a graph for shape inference: operators of onnxruntime become standard ones with outputs of the same shapes.
+
+ONNX's shape inference stops at operators that it does not know, and nothing after them would have known axes.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
@@ -15,13 +34,28 @@ from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.guard import is_external
-from llmconv.verify.audit.decisions.config_fields import read_fields
-from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
-from llmconv.verify.audit.decisions.graph_walk import GraphWalk
-from llmconv.verify.audit.decisions.operators import INPUTS
-from llmconv.verify.audit.decisions.standard_shapes import in_standard_operators
-from llmconv.verify.audit.decisions.state import AxisSizes, WalkState
-from llmconv.verify.audit.decisions.value_kinds import AuditFindings
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, DecisionJudge, window_of
+from llmconv.verify.audit.decisions.derived_values import DerivedValues
+from llmconv.verify.audit.decisions.lookups import Lookups
+from llmconv.verify.audit.decisions.state import (
+    HALVES,
+    INPUTS,
+    MASK,
+    RANDOM,
+    AffineForm,
+    AuditFindings,
+    AxisSizes,
+    ConstantValue,
+    InputValue,
+    ModelValue,
+    Value,
+    ValueKind,
+    WalkState,
+    atom,
+    attribute,
+    forms_of,
+    made_of,
+)
 from llmconv.verify.results.report import Check
 
 NAME = "decisions"
@@ -226,3 +260,314 @@ def _lengths(model: onnx.ModelProto, prefix: int) -> list[int]:
     lengths = {tensor.dims[2] if len(tensor.dims) == 4 and tensor.external_data else 0 for tensor in stored}
     is_used = bool(stored) and lengths == {prefix} and {tensor.name for tensor in stored} <= cut
     return [*found, prefix] if prefix and is_used else found
+
+
+SMALL_CONSTANT = 1 << 12
+"""Maximum number of elements of a constant in a graph that may contain its weights."""
+
+
+class GraphWalk:
+    """Visits the nodes of a graph in order.
+
+    Args:
+        numbers: the numbers of the model.
+        state: the initial state.
+    """
+
+    def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
+        self.state, self.judge = state, DecisionJudge(numbers)
+        self._lookups, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
+
+    def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
+        """Visits all nodes of a graph; `given` are known values of its inputs."""
+        values = self.state.values
+        for port in graph.input:
+            source = self.state.ports.get(port.name)
+            values[port.name] = InputValue(_given(port.name, source)) if source else ModelValue()
+        values |= given or {}
+        for node in graph.node:
+            for name in node.input:
+                self.state.readers.setdefault(name, []).append(node)
+        for tensor in graph.initializer:
+            values[tensor.name] = self._held(tensor)
+            self.state.weights |= {tensor.name} if tensor.external_data else set()
+        for node in graph.node:
+            self._see(node)
+
+    def _held(self, tensor: onnx.TensorProto) -> Value:
+        """A constant or a weight; if both are inline, by size."""
+        if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL_CONSTANT):
+            return ModelValue()
+        return ConstantValue(numpy_helper.to_array(tensor))
+
+    def _see(self, node: onnx.NodeProto) -> None:
+        value = self._value(node, self.state.inputs(node))
+        self.state.values |= dict.fromkeys(node.output, value)
+        follow_axes(self.state, node)
+        self.state.note_binary(node)
+        if isinstance(value, ModelValue) and self.state.is_of_weights(node):
+            self.state.weights |= set(node.output)
+            if not _is_widened(node) or node.input[0] in self.state.changed:
+                self.state.changed |= set(node.output)
+
+    def _value(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
+        if node.op_type in ("Shape", "Size"):
+            return self._results.lengths(node)
+        if node.op_type == "Constant":
+            return _constant(node)
+        if node.op_type in RANDOM or (node.op_type == "Dropout" and len(inputs) > 2 and inputs[2] is not None):
+            self.judge.flag(node, f"{node.op_type} gives different results in each run")
+            return ModelValue()
+        given = [value for value in inputs if value is not None]
+        self._lookups.at_bounds(node, inputs)
+        self._lookups.at_index(node, inputs)
+        self._lookups.at_window(node)
+        if any(one.HasField("g") for one in node.attribute):
+            return self._inner(node, given)
+        if node.op_type == "Range":
+            return self._results.counted(node, inputs)
+        if any(isinstance(value, ModelValue) for value in given):
+            self._lookups.at_data(node, inputs)
+            return ModelValue()
+        if all(isinstance(value, ConstantValue) for value in given):
+            return self._results.folded(node, given)
+        return self._results.of_call(node, given)
+
+    def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """If, Loop and Scan, whose subgraphs can read the values around them.
+
+        A model's scans go over model values only. Values that branches or loops derive from the call are not analyzed.
+        """
+        graphs = [one.g for one in node.attribute if one.HasField("g")]
+        text = f"{node.op_type} of a value that is not analyzed"
+        if node.op_type != "Scan" or not all(isinstance(value, ModelValue) for value in given) or _counts(graphs):
+            self.judge.flag(node, text, certain=False)
+        if node.op_type == "If" and not any(isinstance(value, ModelValue) for value in given):
+            self.judge.decisions(node, forms_of(given))
+        before, axes = dict(self.state.values), dict(self.state.axes)
+        for graph in graphs:
+            self.run(graph, dict.fromkeys((port.name for port in graph.input), ModelValue()))
+            if any(isinstance(self.state.values.get(name), InputValue) for one in graph.node for name in one.input):
+                self.judge.flag(node, text, certain=False)
+        self.state.values, self.state.axes = before, axes
+        return ModelValue()
+
+
+def _counts(graphs: list[onnx.GraphProto]) -> bool:
+    """Whether a scan passes values other than floating-point numbers from step to step."""
+    floats = {*HALVES, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
+    return any(port.type.tensor_type.elem_type not in floats for graph in graphs for port in graph.input)
+
+
+def _is_widened(node: onnx.NodeProto) -> bool:
+    """Whether a node only casts to float32, as graphs do with weights in half precision."""
+    return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
+
+
+def _given(name: str, source: str) -> AffineForm:
+    """The form of an input of the graph; a mask is 0 or 1."""
+    return atom(name, source, kind=ValueKind.BINARY if source == MASK else ValueKind.COUNT)
+
+
+def _constant(node: onnx.NodeProto) -> Value:
+    value = node.attribute[0]
+    if value.name == "value":
+        return ModelValue() if value.t.external_data else ConstantValue(numpy_helper.to_array(value.t))
+    return ConstantValue(np.asarray(onnx.helper.get_attribute_value(value)))
+
+
+ELEMENT_BY_ELEMENT = {"Mul", "Add", "Sub", "Div", "Cast", "Sigmoid", "Identity", "Where"}
+COPIED = {"ScatterND", "ScatterElements", "CumSum", "Softmax"}
+"""Operators whose result has the shape of the first input."""
+
+
+def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
+    """Completes the axes of a node's outputs, if those of its inputs are known."""
+    if node.op_type == "Reshape":
+        return _reshaped(state, node)
+    known = state.axes.get(node.input[0]) if node.input else None
+    made = state.axes.get(node.output[0]) if node.output else None
+    if known is None or (made is not None and all(map(state.is_followed, made))):
+        return None
+    if node.op_type == "Transpose":
+        named = (list(one.ints) for one in node.attribute if one.name == "perm")
+        order = next(named, list(range(len(known)))[::-1])
+        state.axes[node.output[0]] = [known[at] for at in order]
+    elif node.op_type in COPIED:
+        state.axes[node.output[0]] = known
+    elif node.op_type == "Slice":
+        _cut(state, node, known)
+    elif node.op_type == "Split":
+        _split(state, node, known)
+    elif node.op_type == "Expand":
+        _expand(state, node)
+    elif node.op_type == "Concat":
+        _join(state, node)
+    elif node.op_type in ELEMENT_BY_ELEMENT:
+        _broadcast(state, node)
+    return None
+
+
+def _cut(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
+    """Keeps the axes that a Slice does not cut; the others are those of shape inference."""
+    made = state.axes.get(node.output[0]) or [None] * len(known)
+    which = state.values.get(node.input[3]) if len(node.input) > 3 else None
+    if isinstance(which, ConstantValue) and len(made) == len(known):
+        cut = {int(axis) % len(known) for axis in which.array.ravel()}
+        state.axes[node.output[0]] = [made[at] if at in cut else axis for at, axis in enumerate(known)]
+
+
+def _split(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
+    sizes = state.values.get(node.input[1]) if len(node.input) > 1 else None
+    axis = attribute(node, "axis", 0) % len(known) if known else 0
+    if isinstance(sizes, ConstantValue) and sizes.array.size == len(node.output):
+        for name, size in zip(node.output, sizes.array.ravel().tolist(), strict=True):
+            state.axes[name] = [int(size) if at == axis else one for at, one in enumerate(known)]
+
+
+def _expand(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of an Expand of axes of 1: the list of lengths that it is given."""
+    shape = state.values.get(node.input[1])
+    parts = state.parts(node.input[1], shape) if shape is not None else None
+    if parts is not None and set(state.axes[node.input[0]]) <= {1}:
+        state.name_axes(node.output[0], parts)
+
+
+def _join(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of a Concat: the sum of the lengths along its axis, the others as in the first input."""
+    given = [state.lengths(name) for name in node.input]
+    first = given[0]
+    if not first or any(lengths is None or len(lengths) != len(first) for lengths in given):
+        return
+    axis = attribute(node, "axis", 0) % len(first)
+    joined = sum((lengths[axis] for lengths in given[1:] if lengths), first[axis])
+    state.name_axes(node.output[0], tuple(joined if at == axis else one for at, one in enumerate(first)))
+
+
+def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:
+    """The broadcast axes of all inputs; a number wins over a name."""
+    given = [state.axes.get(name) for name in node.input]
+    if any(axes is None for axes in given):
+        return
+    rank = max(len(axes or []) for axes in given)
+    made: AxisSizes = []
+    for at in range(-rank, 0):
+        sizes = {(axes or [])[at] for axes in given if len(axes or []) >= -at} - {1}
+        numbers = [size for size in sizes if isinstance(size, int)]
+        made.append(next(iter(sizes), 1) if len(sizes) < 2 else numbers[0] if numbers else None)
+    state.axes[node.output[0]] = made
+
+
+def _reshaped(state: WalkState, node: onnx.NodeProto) -> None:
+    """The axes of a Reshape whose shape is a list of lengths; -1 is the quotient of the input and the others."""
+    shape = state.values.get(node.input[1])
+    parts = state.parts(node.input[1], shape) if shape is not None else None
+    before = state.lengths(node.input[0])
+    if parts is None or before is None or attribute(node, "allowzero", 0):
+        return
+    if any(not part.terms and part.number == 0 for part in parts[len(before) :]):
+        return
+    # 0 is the axis of the input at the same place
+    parts = tuple(part if part.terms or part.number else before[at] for at, part in enumerate(parts))
+    open_axes = [at for at, part in enumerate(parts) if not part.terms and part.number < 0]
+    if len(open_axes) > 1:
+        return
+    made = list(parts)
+    for at in open_axes:
+        rest = _left(before, [part for one, part in enumerate(parts) if one != at])
+        if rest is None:
+            return
+        made[at] = rest
+    state.name_axes(node.output[0], tuple(made))
+
+
+def _left(whole: list[AffineForm], taken: list[AffineForm]) -> AffineForm | None:
+    """A product of axes divided by others; None if more than one axis of the call is left."""
+    left = [form for form in whole if form.terms]
+    for form in (form for form in taken if form.terms):
+        if form.key() not in [one.key() for one in left]:
+            return None
+        left.remove(next(one for one in left if one.key() == form.key()))
+    number = prod(form.number for form in whole if not form.terms)
+    by = prod(form.number for form in taken if not form.terms)
+    if not by or (len(left) > 1 and number != by):
+        return None
+    if len(left) > 1:
+        return made_of("Size", left)
+    return left[0].times(number / by) if left else AffineForm(number=number // by)
+
+
+ROTARY = frozenset({"rope_scaling", "rope_parameters"})
+"""Fields whose inner fields depend on the kind of rotary scaling."""
+
+ROTARY_FIELDS = frozenset({"rope_type", "type", "factor", "original_max_position_embeddings"})
+"""Inner fields whose numbers are compared with lengths (transformers modeling_rope_utils.py)."""
+
+
+def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The fields that the config's class has, including those of nested configs.
+
+    Args:
+        fields: content of `config.json`, or of a nested config.
+        config: the transformers config built from it.
+    """
+    kind = type(config)
+    known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        inner = getattr(config, name, None) if name in kind.sub_configs else None  # some fields warn when they are read
+        if name in ROTARY and isinstance(value, Mapping):
+            found[name] = _rotary(value)
+        elif isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+            found[name] = read_fields(value, inner)
+        elif name in known:
+            found[name] = value
+    return found
+
+
+def _defaults(kind: Any) -> set[str]:
+    try:
+        return set(kind().to_dict())
+    except Exception:  # a config class without defaults
+        return set()
+
+
+def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The known fields of a rotary scaling, or of one scaling per layer type."""
+    return {
+        name: _rotary(content) if isinstance(content, Mapping) else content
+        for name, content in value.items()
+        if name in ROTARY_FIELDS or isinstance(content, Mapping)
+    }
+
+
+SKIPPING = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+"""Norms of a sum, whose outputs 0 and 3 have the shape of the first input."""
+
+
+def in_standard_operators(graph: onnx.GraphProto) -> None:
+    """Replaces the nodes in place; their values are not those of the graph any more, their shapes are."""
+    matrices = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+    nodes = [made for node in graph.node for made in _replaced(node, matrices)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _replaced(node: onnx.NodeProto, matrices: set[str]) -> Iterator[onnx.NodeProto]:
+    if node.domain == "com.microsoft" and node.op_type in SKIPPING:
+        for name in (node.output[at] for at in (0, 3) if at < len(node.output) and node.output[at]):
+            yield helper.make_node("Identity", node.input[:1], [name])
+    elif node.domain == "com.microsoft" and node.op_type == "FusedMatMul" and _is_of_matrix(node, matrices):
+        right = node.input[1]
+        if attribute(node, "transB", 0):
+            right = f"{node.output[0]} transposed"
+            yield helper.make_node("Transpose", [node.input[1]], [right])
+        yield helper.make_node("MatMul", [node.input[0], right], list(node.output))
+    else:
+        yield node
+
+
+def _is_of_matrix(node: onnx.NodeProto, matrices: set[str]) -> bool:
+    """Whether a product is one with a matrix of weights, in which at most the matrix is transposed."""
+    others = ("transA", "transBatchA", "transBatchB")
+    return node.input[1] in matrices and not any(attribute(node, name, 0) for name in others)

@@ -1,8 +1,17 @@
-"""The dequantized reference: a temporary folder of the model with the dequantized weights of a graph."""
+"""The dequantized reference: a temporary folder of the model with the dequantized weights of a graph.
+
+StoredSmoothing: factors in a folder of llmconv; norms are divided by them, and matrices multiplied with them.
+
+`X.smoothing` in the folder's files belongs to the tensor `X` of the model. A norm `y` and a matrix `W` with the same
+factors `s` are the same function as without: `(y / s) @ (s * W)`. Whether those that meet have the same is decided by
+the scenarios: their reference has the model's own norms, and the graph's codes, divided by the factors of the codes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -11,15 +20,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import onnx
 
-from llmconv.checkpoint import SINGLE, read_json
+from llmconv.checkpoint import SINGLE, open_checkpoint, read_json
+from llmconv.files.safetensors_file import read_header
 from llmconv.output.plan import Shard, json_bytes
 from llmconv.output.streaming import stream_shard
-from llmconv.tensors import BY_NAME, Array, LazyTensor
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 from llmconv.verify.audit.weights import reference_name
-from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
-from llmconv.verify.other_exporters.quantized.stacked_matrices import restacked
+from llmconv.verify.other_exporters.quantized.constants import Constants
+from llmconv.verify.other_exporters.quantized.schemes import schemes
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
+from llmconv.verify.results.report import Check
 
 TIED = "tie_word_embeddings"
 
@@ -162,3 +176,258 @@ class _TransposedWindow:
         shift = match.columns.start - match.first_column
         values = self._read()[match.rows.start : match.rows.stop, first + shift : last + shift].T
         rows[first - start : last - start, match.first_row : match.first_row + len(match.rows)] = values
+
+
+RESTORING = "DequantizeLinear"
+
+Known = Callable[[onnx.ModelProto, Constants], Container[str] | None]
+
+
+def remove_rounding(model: onnx.ModelProto, constants: Constants, known: Container[str] | None = None) -> list[str]:
+    """Removes the rounding of activations in place; returns the operators that did it, each once.
+
+    Args:
+        model: the graph.
+        constants: its constants.
+        known: values in a fixed range that may be replaced by what they are before they are rounded; None for all.
+
+    Raises:
+        UnsupportedInput: the rounding cannot be removed.
+    """
+    unrounded = {name: make for scheme in schemes().values() for name, make in scheme.unrounded.items()}
+    changed: dict[str, None] = {}
+    made: set[str] = set()
+    for graph in graphs(model.graph):
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            may = node.op_type != RESTORING or known is None or node.output[0] in known
+            replacement = unrounded[node.op_type](node, constants) if may and node.op_type in unrounded else None
+            nodes += [node] if replacement is None else replacement
+            if replacement is not None:
+                changed[node.op_type] = None
+                made |= set(node.output)
+        del graph.node[:]
+        graph.node.extend(nodes)
+        kept = [value for value in graph.value_info if value.name not in made]
+        del graph.value_info[:]
+        graph.value_info.extend(kept)
+    return list(changed)
+
+
+@contextmanager
+def unrounded_copy(path: Path, known: Known) -> Iterator[tuple[Path, list[str]]]:
+    """Context with a copy of a graph without the rounding of activations, and the operators that round.
+
+    If there are none, the result is the file itself, else a temporary copy with its external data.
+
+    Args:
+        path: the graph.
+        known: the argument of that name of `remove_rounding`, for the graph and its constants.
+
+    Raises:
+        UnsupportedInput: the rounding cannot be removed.
+    """
+    model = load_guarded(path)
+    constants = Constants(model, path.parent)
+    changed = remove_rounding(model, constants, known(model, constants))
+    if not changed:
+        yield path, changed
+        return
+    with TemporaryDirectory(prefix="llmconv-unrounded-") as folder:
+        for name in {external_fields(tensor)["location"] for tensor in external_tensors(model)}:
+            shutil.copyfile(path.parent / name, Path(folder) / name)
+        copy = Path(folder) / path.name
+        onnx.save(model, copy)
+        load_guarded(copy)
+        yield copy, changed
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """A model folder with plain weights.
+
+    Attributes:
+        folder: the folder.
+        kept: weights that were integer codes before, which an export keeps, with the dtype of their scales; by name.
+    """
+
+    folder: Path
+    kept: Mapping[str, DType]
+
+
+@contextmanager
+def plain_model(folder: Path) -> Iterator[PlainModel]:
+    """Context with the folder itself if its weights are plain, else a temporary one with their values in float32.
+
+    Args:
+        folder: a Hugging Face folder.
+
+    Raises:
+        MalformedInput: missing or mismatched parts of a quantized weight.
+        UnsupportedInput: an unknown quantization method.
+    """
+    if not read_json(folder / "config.json").get(FIELD) or not (found := quantized_checkpoint(open_checkpoint(folder))):
+        yield PlainModel(folder, {})
+        return
+    with TemporaryDirectory(prefix="llmconv-plain-") as name:
+        copy = Path(name)
+        (copy / "config.json").write_bytes(json_bytes({**found.plain.config, "dtype": "float32"}))
+        for side, content in found.plain.side_files.items():
+            (copy / side).write_bytes(content)
+        with open(copy / SINGLE, "xb", buffering=0) as file:
+            stream_shard(file, Shard(SINGLE, dict(found.plain)), lambda count: None)
+        yield PlainModel(copy, _kept(found))
+
+
+def _kept(checkpoint: QuantizedCheckpoint) -> dict[str, DType]:
+    """The weights whose codes onnxruntime has an operator for."""
+    found = {name: weight.integers for name, weight in checkpoint.weights.items()}
+    return {name: codes.scale_dtype for name, codes in found.items() if codes and codes.has_operator}
+
+
+STACK = 3
+"""Dimensions of a stack of matrices."""
+
+
+def unstacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors, each stack of matrices replaced by its matrices."""
+    return {key: part for name, tensor in tensors.items() for key, part in _parts(name, tensor).items()}
+
+
+def restacked(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The reverse of `unstacked`; the matrices may be other ones of the same shape and dtype."""
+    stacks: dict[str, list[LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        stacks.setdefault(stack_of(name), []).append(tensor)
+    return {name: parts[0] if name in tensors else _stack(parts) for name, parts in stacks.items()}
+
+
+def stack_of(name: str) -> str:
+    """The name of the stack that a matrix is in; of any other tensor its own."""
+    return re.sub(r"\[\d+\]$", "", name)
+
+
+def _parts(name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
+    if len(tensor.shape) != STACK or tensor.shape[1] == 1:  # kernels of convolutions are [channels, 1, width]
+        return {name: tensor}
+    shape = tensor.shape[1:]
+    return {
+        f"{name}[{index}]": LazyTensor(tensor.dtype, shape, partial(_rows, tensor, index))
+        for index in range(tensor.shape[0])
+    }
+
+
+def _stack(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """The stack in float32 if only some of its matrices are."""
+    dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else BY_NAME["float32"]
+
+    def load(start: int, stop: int) -> Array:
+        return np.stack([part.read().astype(dtype.numpy, copy=False) for part in parts[start:stop]])
+
+    return LazyTensor(dtype, (len(parts), *parts[0].shape), load)
+
+
+def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
+    return np.ascontiguousarray(tensor.rows(index, index + 1)[0, start:stop])
+
+
+FILES, SUFFIX = "quantized*.safetensors", ".smoothing"
+FLOAT32 = BY_NAME["float32"]
+LARGEST = 64
+"""The largest exponent of a factor that float32 weights can be divided by and multiplied with."""
+SHOWN = 4
+MATRIX = 2
+
+
+@dataclass(frozen=True)
+class StoredSmoothing:
+    """The factors of a folder.
+
+    Attributes:
+        factors: by name of the model's tensor, as stored: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N].
+    """
+
+    factors: Mapping[str, LazyTensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path) -> StoredSmoothing:
+        """The factors in the files of a folder; reads their headers.
+
+        Raises:
+            MalformedInput: a file is damaged.
+        """
+        tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
+        return cls({name.removesuffix(SUFFIX): found for name, found in tensors.items() if name.endswith(SUFFIX)})
+
+    def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
+        """What is wrong with the factors of each tensor.
+
+        Args:
+            reference: tensors of the model by name.
+        """
+        return [f"`{name}{SUFFIX}` {problem}" for name in self.factors if (problem := self._problem(name, reference))]
+
+    def _problem(self, name: str, reference: Mapping[str, LazyTensor]) -> str:
+        tensor, stored = reference.get(name), self.factors[name]
+        if tensor is None or len(tensor.shape) not in (1, MATRIX):
+            return "belongs to no vector or matrix of the model"
+        shapes = [tensor.shape[-1:], *([(tensor.shape[0], 1)] if len(tensor.shape) == MATRIX else [])]
+        if stored.dtype != FLOAT32 or stored.shape not in shapes:
+            return f"is {stored.dtype.name} of shape {list(stored.shape)}, not float32 of {list(shapes[0])}"
+        mantissas, exponents = np.frexp(factors := stored.read())
+        if not (np.isfinite(factors) & (mantissas == 0.5) & (np.abs(exponents - 1) <= LARGEST)).all():
+            return "has factors that are not powers of two"
+        if len(tensor.shape) == 1:
+            values = tensor.read().astype(np.float32)
+            with np.errstate(all="ignore"):
+                if not np.array_equal(values / factors * factors, values):
+                    return "has factors by which the norm cannot be divided without rounding"
+        return ""
+
+    def check(self, graph: str, reference: Mapping[str, LazyTensor]) -> list[Check]:
+        """One failed check if factors are wrong, else none.
+
+        Args:
+            graph: name of the graph in reports.
+            reference: tensors of the model by name.
+        """
+        problems = self.problems(reference)
+        more = f"; and {len(problems) - SHOWN} more" if problems[SHOWN:] else ""
+        detail = "; ".join(problems[:SHOWN]) + more
+        return [Check("weights", graph, "", verdict="fail", detail=detail)] if problems else []
+
+    def applied(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The tensors that codes and norms of the folder are made of: matrices times factors, norms divided by them.
+
+        Args:
+            tensors: of the model, by name.
+        """
+        return self._changed(tensors, lambda tensor: np.multiply if len(tensor.shape) == MATRIX else np.divide)
+
+    def undone(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The inverse of `applied`, exact.
+
+        Args:
+            tensors: results of `applied`, or matrices of codes in their place.
+        """
+        return self._changed(tensors, lambda tensor: np.divide if len(tensor.shape) == MATRIX else np.multiply)
+
+    def _changed(
+        self, tensors: Mapping[str, LazyTensor], operation: Callable[[LazyTensor], np.ufunc]
+    ) -> dict[str, LazyTensor]:
+        return {
+            name: _scaled(tensor, self.factors[name].read(), operation(tensor)) if name in self.factors else tensor
+            for name, tensor in tensors.items()
+        }
+
+
+def _scaled(tensor: LazyTensor, factors: Array, operation: np.ufunc) -> LazyTensor:
+    """A tensor in float32, multiplied with factors or divided by them."""
+    by_row = len(tensor.shape) == 1 or factors.ndim == MATRIX
+
+    def load(start: int, stop: int) -> Array:
+        rows = tensor.rows(start, stop).astype(np.float32)
+        result: Array = operation(rows, factors[start:stop] if by_row else factors)
+        return result
+
+    return LazyTensor(FLOAT32, tensor.shape, load)

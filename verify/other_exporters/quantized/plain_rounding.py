@@ -21,9 +21,9 @@ import onnx
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, nodes
 from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.other_exporters.quantized.dequantized_reference import FILES, StoredSmoothing
 from llmconv.verify.other_exporters.quantized.quantized_matrix import attributes, input_name
 from llmconv.verify.other_exporters.quantized.rounding_error import original_rows
-from llmconv.verify.other_exporters.quantized.smoothing import FILES, StoredSmoothing
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix
 
 OPERATOR, BITS = "MatMulNBits", 4

@@ -6,15 +6,16 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 
+import onnx
+
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
-from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
 from llmconv.verify.other_exporters.replay import ExternalGraphs
-from llmconv.verify.quantized_entries.logits_output import with_logits
 
 
 def shipped_runner(verified: VerifiedFolder) -> tuple[str, OrtRunner]:
@@ -54,3 +55,27 @@ def plainly_rounded_runner(
         if path.is_file() and not (copy.parent / path.name).exists():
             shutil.copyfile(path, copy.parent / path.name)
     return shipped_runner(replace(verified, path=copy.parent, entries=[entry]))[1]
+
+
+CHOSEN = {"tokens", "scores"}
+INNER, LOGITS = "postprocess/logits", "logits"
+"""Names of the logits before the choice, in these graphs and in those without `--postprocess`."""
+
+
+def restore_logits(model: onnx.ModelProto) -> None:
+    """Returns the logits in place of tokens and scores, in place; other graphs stay as they are."""
+    made = {name for node in model.graph.node for name in node.output}
+    if INNER not in made or LOGITS in made:
+        return
+    model.graph.node.append(onnx.helper.make_node("Identity", [INNER], [LOGITS], name=f"{INNER}/restored"))
+    kept = [port for port in model.graph.output if port.name not in CHOSEN]
+    del model.graph.output[:]
+    model.graph.output.extend([onnx.ValueInfoProto(name=LOGITS), *kept])
+
+
+def with_logits(verified: VerifiedFolder) -> VerifiedFolder:
+    """The folder with graphs that are changed in memory; the same one if all of them return logits."""
+    if not any(entry.postprocess for entry in verified.entries):
+        return verified
+    entries: list[GraphEntry] = [replace(entry, postprocess="") for entry in verified.entries]
+    return replace(verified.changed(restore_logits, verified.named), entries=entries)

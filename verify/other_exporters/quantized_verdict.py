@@ -18,19 +18,21 @@ from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.calibration_text import CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.runner import Runner
-from llmconv.verify.other_exporters.candidates import external_candidates
-from llmconv.verify.other_exporters.comparison import ExternalComparison
+from llmconv.verify.other_exporters.comparison import ExternalComparison, external_candidates
 from llmconv.verify.other_exporters.external_graph import ExternalGraph
 from llmconv.verify.other_exporters.graph_file import GraphFile
-from llmconv.verify.other_exporters.half_precision.float32_copy import rounding_copy
-from llmconv.verify.other_exporters.quantized.accuracy_cost import difference, measure_costs
-from llmconv.verify.other_exporters.quantized.accuracy_gates import (
+from llmconv.verify.other_exporters.half_precision import rounding_copy
+from llmconv.verify.other_exporters.quantized.accuracy import (
     CHECK,
     AccuracyGate,
     AccuracyLimits,
+    TokenSample,
     check_gate,
     check_limits,
+    difference,
     gate_of,
+    measure_costs,
+    token_sample,
 )
 from llmconv.verify.other_exporters.quantized.activation_ranges import (
     check_ranges,
@@ -38,16 +40,17 @@ from llmconv.verify.other_exporters.quantized.activation_ranges import (
     ranged_activations,
 )
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.dequantized_reference import dequantized_reference, tied_head
-from llmconv.verify.other_exporters.quantized.expected_codes import ExpectedCodes
+from llmconv.verify.other_exporters.quantized.dequantized_reference import (
+    StoredSmoothing,
+    dequantized_reference,
+    tied_head,
+    unrounded_copy,
+)
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded
-from llmconv.verify.other_exporters.quantized.smoothing import StoredSmoothing
-from llmconv.verify.other_exporters.quantized.token_sample import TokenSample, token_sample
-from llmconv.verify.other_exporters.quantized.unrounded_copies import unrounded_copy
+from llmconv.verify.other_exporters.quantized.rounding_error import ExpectedCodes
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.results.report import Check, Checks, Quantization, Report
 
 
 @dataclass(frozen=True)

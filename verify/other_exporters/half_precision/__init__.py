@@ -1,1 +1,0 @@
-"""Graphs of other exporters in float16 and bfloat16."""

@@ -1,1 +1,0 @@
-"""How external graphs in half precision and with quantized weights are compared."""

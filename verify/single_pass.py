@@ -1,0 +1,558 @@
+"""Compares the graphs without a cache of a folder with the eager model: declarations, weights, every output.
+
+What follows the last hidden state of an embedding model, in numpy: a second implementation, which shares no code.
+
+The files are those of sentence-transformers 6.2 (`modules.json` and a folder for each module).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import erf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging as transformers_logging
+
+from llmconv.checkpoint import SINGLE, open_weights, read_small
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemory, UnsupportedInput, first_line
+from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.memory import raise_if_out_of_memory
+from llmconv.runtime.context_length import length_of, length_switch
+from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.loaded_weights import require_loaded
+from llmconv.runtime.extra_inputs import POSITIONS
+from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.runtime.onnxruntime.single_pass import SinglePassGraph
+from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
+from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
+from llmconv.verify.audit.structure import dead_inputs
+from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, span_of
+from llmconv.verify.bisect.replay import VerifiedFolder
+from llmconv.verify.comparison.candidates import fold
+from llmconv.verify.reference.other_roundings import SEEDS, nudged
+from llmconv.verify.reference.weight_scaling import SCALINGS, hidden_faults
+from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.results.sigma import GATES, ExpectedOutput, Measure, NoiseFloor, measure
+from llmconv.verify.scenarios.calls import windows_of
+from llmconv.verify.verification import Session
+
+DTYPE = "float32"
+INPUTS = {"input_ids", "attention_mask"}
+
+POOLED = {"embed", "classify", "rerank"}
+"""Roles whose graphs join the tokens of a text."""
+
+
+@dataclass(frozen=True)
+class SinglePassFolder:
+    """The graphs without a cache of a folder.
+
+    Attributes:
+        verified: the folder with these graphs alone.
+        reference: the model's folder.
+        report: receives notes.
+        session: the options of the run.
+        allow_changed: a graph that was changed after its export is a note instead of a failure.
+    """
+
+    verified: VerifiedFolder
+    reference: Path
+    report: Report
+    session: Session
+    allow_changed: bool
+
+    def checks(self, *, alone: bool) -> Checks:
+        """All checks.
+
+        Args:
+            alone: the folder has no other graphs, whose audit checks the weight files.
+        """
+        folder, models = self.verified.path, self.verified.models
+        checks, notes = audit_graph_files(folder, self.verified.entries, models, allow_changed=self.allow_changed)
+        self.report.notes += notes
+        yield [check for check in checks if alone or check.verdict != "skip"]
+        if alone:
+            yield audit_files(folder)
+        source = self._weights()
+        yield [audit_weights(name, model, source)[0] for name, model in models.items()]
+        config = read_config(self.reference)
+        pooled = {entry.name: entry.role in POOLED for entry in self.verified.entries}
+        yield [audit_decisions(name, model, config, pools=pooled[name]) for name, model in models.items()]
+        self.report.unseen += hidden_faults(SCALINGS, self.reference)
+        for entry in self.verified.entries:
+            yield from self._graph(entry)
+
+    def _weights(self) -> WeightSource:
+        """The weights that graphs may map, with those of the modules after the model."""
+        source = WeightSource.of(self.verified.path, self.reference)
+        own, theirs = (Modules(folder).tensors() for folder in (self.verified.path, self.reference))
+        return replace(
+            source,
+            spans={**source.spans, **{span_of(tensor): name for name, tensor in own.items()}},
+            reference={**source.reference, **theirs},
+            stored={**source.stored, **own},
+        )
+
+    def _graph(self, entry: GraphEntry) -> Checks:
+        """One graph on all texts."""
+        blank = Check("structure", entry.name, "")
+        try:
+            graph = SinglePassGraph(self.verified.path / entry.files[0], self.verified.settings)
+        except OutOfMemory:
+            raise
+        except LlmconvError as error:
+            yield [replace(blank, verdict="fail", detail=error.message)]
+            return
+        reference = TaskReference(self.reference, entry.role)
+        takes_positions = POSITIONS in graph.inputs
+        suite, pools = self.session.selection.suite, entry.role in POOLED
+        texts, left = batches(reference.limits, suite, pools=pools, takes_positions=takes_positions)
+        self.report.unseen += left
+        wanted = reference.expected(texts[0])
+        problem = _declared(graph, entry.role, set(wanted)) or "; ".join(dead_inputs(self.verified.models[entry.name]))
+        if problem:
+            yield [replace(blank, verdict="fail", detail=problem)]
+            return
+        yield [replace(blank, detail=f"inputs and outputs of `{entry.role}`")]
+        for batch in texts:
+            known = wanted if batch is texts[0] else reference.expected(batch)
+            yield list(_batch(graph, entry, batch, known))
+
+
+def _declared(graph: SinglePassGraph, role: str, outputs: set[str]) -> str:
+    """What is wrong with the names of inputs and outputs; empty if nothing is."""
+    optional = {POSITIONS} if role == "scoring" else set()
+    if set(graph.inputs) - optional != INPUTS:
+        return f"inputs are {', '.join(graph.inputs)}, expected {', '.join(sorted(INPUTS))}"
+    if set(graph.outputs) != outputs:
+        return f"outputs are {', '.join(graph.outputs)}, expected {', '.join(sorted(outputs))}"
+    return ""
+
+
+def _batch(
+    graph: SinglePassGraph, entry: GraphEntry, texts: Texts, wanted: dict[str, ExpectedOutput]
+) -> Iterator[Check]:
+    """A check for each output on one batch."""
+    blank = Check(texts.name, entry.name, "")
+    try:
+        found = graph.run(texts.input_ids, texts.attention_mask, texts.position_ids)
+    except OutOfMemory:
+        raise
+    except LlmconvError as error:
+        yield from (fold(blank, name, [Measure(problem=error.message)], GATES[DTYPE]) for name in wanted)
+        return
+    for name, truth in wanted.items():
+        rows = as_rows(entry.role, name, found[name]) if found[name].ndim else found[name]
+        yield fold(blank, name, [_measured(truth, rows, tokens=name == "logits")], GATES[DTYPE])
+
+
+def _measured(truth: ExpectedOutput, rows: Array, *, tokens: bool) -> Measure:
+    """The error of an output; where it fails by little, the noise is measured again."""
+    measured = measure(truth, rows, tokens=tokens)
+    if not measured.passes(GATES[DTYPE]) and truth.is_doubtful(measured, GATES[DTYPE]):
+        measured = measure(truth.again(), rows, tokens=tokens)
+    return measured
+
+
+CLASSES: dict[str, Any] = {
+    "embed": AutoModel,
+    "classify": AutoModelForSequenceClassification,
+    "rerank": AutoModelForCausalLM,
+    "scoring": AutoModelForCausalLM,
+}
+"""By the role of the graph."""
+
+HIDDEN, EMBEDDING = "last_hidden_state", "sentence_embedding"
+PER_TOKEN = {"scoring": {"logits"}, "embed": {HIDDEN}}
+"""Outputs with a row for every token, by role; all others have one for every text."""
+
+
+class TaskModel:
+    """The model of a task in one dtype.
+
+    Attributes:
+        model: the transformers model.
+        dtype: `float64` or `float32`.
+
+    Args:
+        folder: of the model.
+        role: of the graph.
+        dtype: of the computation.
+
+    Raises:
+        InputRefused: transformers cannot load the folder.
+    """
+
+    def __init__(self, folder: Path, role: str, dtype: str) -> None:
+        transformers_logging.disable_progress_bar()
+        silence_kernel_hints()
+        self.role, self.dtype, self.modules = role, dtype, Modules(folder)
+        self.model = _loaded(folder, role)
+        use_eager_experts(self.model)
+        self.model = (self.model.double() if dtype == "float64" else self.model).eval()
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+
+    def outputs(self, texts: Texts) -> dict[str, Array]:
+        """All outputs as rows [batch, tokens or 1, features], by name."""
+        reset_dynamic_rope(self.model)
+        found = self._run(texts)
+        return {name: as_rows(self.role, name, array) for name, array in found.items()}
+
+    def _run(self, texts: Texts) -> dict[str, Array]:
+        mask, positions = texts.attention_mask, texts.position_ids
+        given = {"input_ids": texts.input_ids, "attention_mask": mask}
+        if self._takes_positions:
+            given["position_ids"] = default_positions(mask, mask.shape[1]) if positions is None else positions
+        tensors = {name: torch.from_numpy(array) for name, array in given.items()}
+        exact: Any = Float64Casts() if self.dtype == "float64" else nullcontext()
+        with torch.no_grad(), exact:
+            result = self.model(**tensors, use_cache=False)
+        if self.role != "embed":
+            logits: Array = result.logits.numpy()
+            return {"scores": self.modules.score(logits, mask)} if self.role == "rerank" else {"logits": logits}
+        hidden: Array = result.last_hidden_state.numpy()
+        if not self.modules.has(POOLING):
+            return {HIDDEN: hidden}
+        return {HIDDEN: hidden, EMBEDDING: self.modules.embedding(hidden, mask)}
+
+
+def as_rows(role: str, name: str, array: Array) -> Array:
+    """An output as rows: [batch, tokens, features], or [batch, 1, features] for one row per text.
+
+    Args:
+        role: of the graph.
+        name: of the output.
+        array: the output.
+    """
+    return array if name in PER_TOKEN.get(role, ()) else array.reshape(len(array), 1, -1)
+
+
+def _loaded(folder: Path, role: str) -> Any:
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    stored = open_weights(folder)
+    try:
+        model, report = CLASSES[role].from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **options
+        )
+    except LlmconvError:
+        raise
+    except Exception as error:  # an invalid config may raise anything in the model's code
+        raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
+        raise InputRefused(
+            f"transformers cannot load `{folder}`: {first_line(error)}",
+            hint="the folder needs config.json and safetensors weights of the model that was exported",
+        ) from error
+    require_loaded(model, report, stored, folder)
+    return model
+
+
+class TaskReference:
+    """The model of a task, exact and in float32, and the rounding noise between the two.
+
+    Args:
+        folder: of the model.
+        role: of the graph.
+    """
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self._role = role
+        self._exact, self._rounded = (TaskModel(folder, role, dtype) for dtype in ("float64", "float32"))
+        self._floor = NoiseFloor("float32", int(getattr(self._config, "hidden_size", 0) or 0))
+
+    @property
+    def _config(self) -> Any:
+        return self._exact.model.config.get_text_config(decoder=True)
+
+    @cached_property
+    def limits(self) -> TextLimits:
+        """What the texts depend on."""
+        config = self._config
+        fields = config.to_dict()
+        padding = config.pad_token_id if self._role == "classify" else None
+        vocabulary = int(self._exact.model.get_input_embeddings().weight.shape[0])
+        switch = length_switch(fields)
+        return TextLimits(vocabulary, padding, length_of(fields), windows_of(config), switch.tokens if switch else None)
+
+    def expected(self, texts: Texts) -> dict[str, ExpectedOutput]:
+        """Every output by name, with its noise."""
+        exact, rounded = self._exact.outputs(texts), self._rounded.outputs(texts)
+        return {name: self._truth(name, exact[name], rounded[name], texts) for name in exact}
+
+    def _truth(self, name: str, exact: Array, rounded: Array, texts: Texts) -> ExpectedOutput:
+        valid = texts.attention_mask != 0
+        if name not in PER_TOKEN.get(self._role, ()):
+            valid = valid.any(axis=1, keepdims=True)
+        truth = self._floor.truth(name, exact.astype(np.float64), rounded, valid)
+        others: list[Callable[[], Array]] = [partial(self._again, texts, name, seed) for seed in SEEDS]
+        return ExpectedOutput(**{**vars(truth), "others": others})
+
+    def _again(self, texts: Texts, name: str, seed: int) -> Array:
+        """The output with other roundings."""
+        with nudged(seed):
+            return self._rounded.outputs(texts)[name]
+
+
+MODULES = "modules.json"
+POOLING, DENSE, NORMALIZE, SCORE = "Pooling", "Dense", "Normalize", "LogitScore"
+KINDS = {"Transformer", "Dropout", POOLING, DENSE, NORMALIZE, SCORE}
+
+
+class Modules:
+    """The modules of a folder; none without a `modules.json`.
+
+    Attributes:
+        listed: kind, folder and configuration of every module, in order.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        MalformedInput: a file is not what sentence-transformers writes.
+        UnsupportedInput: a module of another kind, or with an option that is not computed here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            entries = json.loads(read_small(folder / MODULES)) if (folder / MODULES).is_file() else []
+            found = [(entry["type"].split(".")[-1], entry["path"]) for entry in entries]
+            self.listed = [(kind, path, self._config(path)) for kind, path in found]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MalformedInput(f"`{MODULES}` is not valid: {error}", hint="copy the model's folder again") from error
+        for kind, path, config in self.listed:
+            if kind not in KINDS or config.get("use_residual") or config.get("include_prompt") is False:
+                raise UnsupportedInput(
+                    f"`verify` does not know what the module `{path or kind}` of `{MODULES}` computes",
+                    hint="docs/embeddings.md lists the modules",
+                )
+
+    def _config(self, path: str) -> dict[str, Any]:
+        file = self._folder / path / "config.json"
+        content: dict[str, Any] = json.loads(read_small(file)) if path and file.is_file() else {}
+        return content
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a module of this kind."""
+        return any(one == kind for one, _, _ in self.listed)
+
+    def tensors(self) -> dict[str, FileTensor]:
+        """Weights of the modules after the model, as `2_Dense.linear.weight`."""
+        found = {}
+        for kind, path, _ in self.listed:
+            name = f"{path}/{SINGLE}"
+            if kind == DENSE and (self._folder / name).is_file():
+                for key, one in read_header(self._folder / name).tensors.items():
+                    found[f"{path}.{key}"] = FileTensor(one.path, one.offset, one.dtype, one.shape, location=name)
+        return found
+
+    def embedding(self, hidden: Array, mask: Array) -> Array:
+        """The embeddings [batch, features], in the dtype of the hidden state [batch, tokens, hidden]."""
+        rows, weights = hidden, {name: tensor.read().astype(hidden.dtype) for name, tensor in self.tensors().items()}
+        for kind, path, config in self.listed:
+            if kind == POOLING:
+                rows = np.concatenate([_pooled(mode, hidden, mask) for mode in _modes(config)], axis=-1)
+            elif kind == DENSE:
+                product = rows @ weights[f"{path}.linear.weight"].T
+                product = product + weights.get(f"{path}.linear.bias", np.zeros((), hidden.dtype))
+                rows = ACTIVATIONS[config.get("activation_function", "…Tanh").split(".")[-1]](product)
+            elif kind == NORMALIZE:
+                rows = rows / np.maximum(np.sqrt((rows * rows).sum(-1, keepdims=True)), hidden.dtype.type(1e-12))
+        return rows.astype(hidden.dtype)
+
+    def score(self, logits: Array, mask: Array) -> Array:
+        """The scores of a reranker [batch], from logits [batch, tokens, vocab]."""
+        config = next(config for kind, _, config in self.listed if kind == SCORE)
+        rows = np.stack([row[np.flatnonzero(real)[-1]] for row, real in zip(logits, mask, strict=True)])
+        found: Array = rows[:, config["true_token_id"]]
+        return found if config.get("false_token_id") is None else found - rows[:, config["false_token_id"]]
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    if (given := config.get("pooling_mode")) is not None:
+        return given if isinstance(given, list) else [given]
+    old = ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
+    modes = [name for name in old if config.get(f"pooling_mode_{name}")] or ["mean"]
+    return [name if "sqrt" in name else name.removesuffix("_tokens").removesuffix("_token") for name in modes]
+
+
+def _pooled(mode: str, hidden: Array, mask: Array) -> Array:
+    """One vector per text, from its real tokens alone."""
+    return np.stack([_of_text(mode, row[real != 0]) for row, real in zip(hidden, mask, strict=True)])
+
+
+def _of_text(mode: str, tokens: Array) -> Array:
+    """The vector of the tokens [tokens, hidden] of one text."""
+    count = len(tokens)
+    if mode == "weightedmean":
+        averaged: Array = np.average(tokens, axis=0, weights=np.arange(1, count + 1))
+        return averaged
+    results: dict[str, Callable[[], Any]] = {
+        "cls": lambda: tokens[0],
+        "lasttoken": lambda: tokens[-1],
+        "max": lambda: tokens.max(axis=0),
+        "mean": lambda: tokens.mean(axis=0),
+        "mean_sqrt_len_tokens": lambda: tokens.sum(axis=0) / np.sqrt(count).astype(tokens.dtype),
+    }
+    found: Array = results[mode]()
+    return found
+
+
+def _gelu(x: Array) -> Array:
+    both: Array = np.vectorize(erf)(x / np.sqrt(2)) + 1
+    return np.asarray(x * 0.5 * both, dtype=x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "GELU": _gelu,
+    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "SiLU": lambda x: x / (1 + np.exp(-x)),
+}
+
+
+LONGEST = {"quick": 1024, "full": 8192}
+"""Maximum number of tokens of a text that crosses a window or the original context, by suite."""
+
+LONG = 259
+"""Tokens of the long texts; limits of other numbers are found in the graph itself, see `audit.decisions`."""
+
+MANY = 33
+"""Texts of the largest batch."""
+
+HOLES = (3, 4, 7)
+"""Places without a token inside a text."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """The properties of a model that the texts depend on.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        padding: id of the padding token, which no text contains; None to pad with any tokens.
+        max_positions: maximum number of tokens; None for no limit.
+        windows: sizes of sliding windows, smallest first.
+        switch: tokens beyond which the rotary frequencies of the whole text change; None if they never do.
+    """
+
+    vocab_size: int
+    padding: int | None
+    max_positions: int | None
+    windows: tuple[int, ...]
+    switch: int | None = None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """One batch.
+
+    Attributes:
+        name: of the scenario.
+        input_ids: int64 [batch, tokens].
+        attention_mask: int64 [batch, tokens], 0 for padding.
+        position_ids: int64 [batch, tokens]; None for positions counted from the mask.
+    """
+
+    name: str
+    input_ids: Array
+    attention_mask: Array
+    position_ids: Array | None = None
+
+
+def batches(limits: TextLimits, suite: str, *, pools: bool, takes_positions: bool) -> tuple[list[Texts], list[str]]:
+    """The batches of a suite, and what no text of it crosses, in words.
+
+    Args:
+        limits: of the model.
+        suite: `quick` or `full`.
+        pools: the graph joins the tokens of a text, which then has no places left out.
+        takes_positions: the graph has an input of positions.
+    """
+    most = min(limits.max_positions or LONGEST[suite], LONGEST[suite])
+    rows = [
+        ("one text", [11], "right"),
+        ("one token", [1, 1, 1], "right"),
+        ("two texts", [13, 6], "right"),
+        ("padding on the left", [9, 3, 1, 14], "left"),
+        ("padding on the right", [9, 3, 1, 14], "right"),
+        ("padding on both sides", [5, 12, 2, 7], "both"),
+        ("long texts", [LONG, 41, 70], "left"),
+        ("many texts", [length % 17 + 1 for length in range(MANY)], "right"),
+    ]
+    rows += [("the longest", [most], "right")] if suite == "full" else []
+    crossed = [window for window in limits.windows if 2 * window + 3 <= most]
+    rows += [(f"longer than the window of {window}", [2 * window + 3, window + 2], "right") for window in crossed]
+    reach = min(limits.max_positions or LONGEST["full"], LONGEST["full"])
+    left = [
+        _unseen(f"longer than the window of {window} tokens", suite, 2 * window + 3 <= reach)
+        for window in limits.windows
+        if window not in crossed
+    ]
+    if limits.switch and limits.switch < (limits.max_positions or LONGEST[suite]):
+        if limits.switch < most:
+            sizes = [min(limits.switch + LONG, most), limits.switch]
+            rows += [(f"beyond the original context of {limits.switch}", sizes, "left")]
+        else:
+            what = f"beyond the original context of {limits.switch} tokens"
+            left.append(_unseen(what, suite, limits.switch < reach))
+    made = [_text_batch(name, [min(size, most) for size in sizes], side, limits) for name, sizes, side in rows]
+    sizes = [min(size, most) for size in (14, 9, 11)]
+    if not pools:
+        made.append(_with_holes(_text_batch("places without a token inside the texts", sizes, "left", limits), limits))
+    if takes_positions:
+        made.append(_with_gaps(_text_batch("positions with gaps", sizes, "right", limits), most))
+    return made, left[:1]
+
+
+def _unseen(texts: str, suite: str, is_reached: bool) -> str:
+    """The faults that no text shows, in words; `is_reached` is whether those of the full suite do."""
+    return f"faults of texts {texts}" + (" (`--suite full` runs some)" if is_reached and suite != "full" else "")
+
+
+def _with_holes(texts: Texts, limits: TextLimits) -> Texts:
+    """The same texts with places that the mask leaves out."""
+    mask, ids = texts.attention_mask.copy(), texts.input_ids.copy()
+    for place in HOLES:
+        mask[:, -place:][:, :1] = 0
+    if limits.padding is not None:
+        ids = np.where(mask == 1, ids, limits.padding)
+    return replace(texts, input_ids=ids, attention_mask=mask)
+
+
+def _with_gaps(texts: Texts, most: int) -> Texts:
+    """The same texts at positions that leave out some, and as a client packs them: each row begins elsewhere."""
+    positions = default_positions(texts.attention_mask, texts.attention_mask.shape[1])
+    starts = np.arange(len(positions), dtype=np.int64)[:, None] * 2
+    return replace(texts, position_ids=np.minimum(2 * positions + positions // 4 + starts, most - 1))
+
+
+def _text_batch(name: str, lengths: Sequence[int], side: str, limits: TextLimits) -> Texts:
+    """Random tokens; those under the padding are random too, if the model takes any."""
+    random = np.random.default_rng([len(lengths), *lengths, len(side)])
+    extra = 3 if side == "both" else 0
+    width = max(lengths) + extra
+    ids = random.integers(0, limits.vocab_size, (len(lengths), width))
+    if limits.padding is not None:
+        ids = np.where(ids == limits.padding, (ids + 1) % limits.vocab_size, ids)
+    first = {"left": [width - n for n in lengths], "right": [0] * len(lengths)}.get(
+        side, [int(random.integers(0, width - n + 1)) for n in lengths]
+    )
+    at = np.arange(width)[None]
+    starts, stops = np.array(first)[:, None], np.array(first)[:, None] + np.array(lengths)[:, None]
+    mask = ((at >= starts) & (at < stops)).astype(np.int64)
+    if limits.padding is not None:
+        ids = np.where(mask == 1, ids, limits.padding)
+    return Texts(name, ids.astype(np.int64), mask)

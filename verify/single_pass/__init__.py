@@ -1,1 +1,0 @@
-"""Verifies graphs without a cache: embeddings, classes, scores and logits of whole texts."""
