@@ -1,34 +1,48 @@
-"""Calibration: a text that runs through the model's float32 graph, and what is measured on it."""
+"""Calibration: a text that runs through the model's float32 graph, and what is measured on it.
+
+Scales of a cache of integer codes: for each channel, 1.1 * the largest magnitude on a text / 127.
+
+Channels of keys that a rotary embedding mixes share a scale, see `caches.key_rotation`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.export.caches.key_rotation import KeyRotation
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.fixed_inputs import all_fixed
 from llmconv.export.folders.new_folder import file_tensors
 from llmconv.export.graph_spec import GROWING
 from llmconv.export.language_model import LanguageModel
+from llmconv.export.node_editor import NodeEditor, integers, producer
 from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.activation_range import ActivationRange
 from llmconv.export.quantization.block_format import BlockFormat
-from llmconv.export.quantization.cache_scales import measure_cache_scales
-from llmconv.export.quantization.calibration import column_importance
+from llmconv.export.quantization.calibration import column_importance, outputs_on_texts, reduced_inputs
 from llmconv.export.quantization.column_format import ColumnFormat, WeightFormat
-from llmconv.export.quantization.measured_ranges import measure_ranges, require_one_input
 from llmconv.export.quantization.rounded_codes import Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.smoothing import Smoothing, measure_smoothing
 from llmconv.export.quantization.smoothing_groups import Graphs, smoothing_groups
-from llmconv.export.rewrite.key_rotation import key_rotations
+from llmconv.export.rewrite.ort_cpu.rotary import fuse_rotary
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.bind import match_weights
+from llmconv.export.weights.bind import bind, match_weights
+from llmconv.export.weights.experts import DOMAIN, GROUPED
+from llmconv.export.weights.parameter_sources import WeightSource, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.progress import say, warn
+from llmconv.runtime.cache_names import is_present, past_of
 from llmconv.runtime.calibration_text import LONG, TOKENS, CalibrationText
 from llmconv.runtime.context_length import context_length
 from llmconv.tensors import Array
@@ -143,3 +157,186 @@ def text_of(given: ExportOptions) -> CalibrationText | None:
     if given["calibrate"] is not None:
         return CalibrationText.read(given["calibrate"])
     return CalibrationText.shipped() if given["kv_cache"] else None
+
+
+HINT = "leave out `--static-activations`"
+
+
+def measure_ranges(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+    names: Collection[str],
+    smoothing: Smoothing,
+) -> dict[str, ActivationRange]:
+    """The range of what each matrix is multiplied with, after smoothing, by name.
+
+    Args:
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+        names: of the stored matrices.
+        smoothing: factors by which the activations are divided.
+
+    Raises:
+        UnsupportedInput: a matrix is one of several experts, or has several inputs or none that can be measured.
+        InputRefused: activations are not finite.
+        OutOfMemory: memory ran out.
+    """
+    require_one_input(traced, matches, names)
+    found: dict[str, list[Array]] = defaultdict(list)
+    for name, extremes in reduced_inputs(traced, matches, tensors, texts, _extremes, names):
+        factors = smoothing.matrices.get(name)
+        found[name].append(extremes.reshape(2, -1) / (1 if factors is None else factors.ravel()))
+    if missing := sorted(set(names) - found.keys()):
+        raise UnsupportedInput(f"what `{missing[0]}` is multiplied with cannot be measured", hint=HINT)
+    return {name: _range(name, np.stack(extremes)) for name, extremes in found.items()}
+
+
+def _extremes(editor: NodeEditor, values: ir.Value) -> ir.Value:
+    """The smallest numbers of all columns, then the largest: [2 * K]."""
+    axis = integers(editor.graph, 0)
+    both = [editor.one(name, [values, axis], {"keepdims": 0}) for name in ("ReduceMin", "ReduceMax")]
+    return editor.one("Concat", both, {"axis": 0})
+
+
+def _range(name: str, extremes: Array) -> ActivationRange:
+    if not np.isfinite(extremes).all():
+        raise InputRefused(
+            f"`{name}` is multiplied with values that are not finite on the text", hint=f"check the model, or {HINT}"
+        )
+    return ActivationRange.of(float(extremes[:, 0].min()), float(extremes[:, 1].max()))
+
+
+def require_one_input(traced: TracedGraph, matches: Mapping[str, WeightSource], names: Collection[str]) -> None:
+    """Refuses matrices of routed experts, and those that several layers share.
+
+    Args:
+        traced: a graph, its weights still inputs.
+        matches: the stored tensors of each weight.
+        names: of the matrices.
+
+    Raises:
+        UnsupportedInput: a matrix has no range of its own.
+    """
+    inputs: dict[str, set[ir.Value | None]] = defaultdict(set)
+    for parameter, match in matches.items():
+        for name in {leaf.name for leaf in leaves(match)} & set(names):
+            for node, _ in traced.weights[parameter].uses():
+                inputs[name].add(node.inputs[0])
+                if (node.domain, node.op_type) == (DOMAIN, GROUPED):
+                    raise UnsupportedInput(
+                        f"`{name}` is of routed experts, for which no fixed range of activations is known", hint=HINT
+                    )
+    if shared := next((name for name, values in inputs.items() if len(values) > 1), ""):
+        raise UnsupportedInput(f"several layers share `{shared}`, each with a range of its own", hint=HINT)
+
+
+HEADROOM = 1.1
+"""Other texts exceed the range: measured, a tenth more than the range on the text costs least."""
+
+LARGEST = 127
+"""The largest code; -128 is left out, so that codes are symmetric."""
+
+MAXIMA = "largest:"
+"""Prefix of the outputs with maxima; the rest is the name of the cache input."""
+
+
+def measure_cache_scales(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    texts: Sequence[Array],
+    rotations: Mapping[str, KeyRotation],
+) -> dict[str, Array]:
+    """Scales by name of the cache input: float32 [1, kv_heads, 1, head_dim].
+
+    Args:
+        traced: a float32 graph with a growing cache, its weights still inputs; it is not changed.
+        matches: the stored tensors of each weight.
+        tensors: the checkpoint's tensors in their files, all in one folder.
+        texts: token ids int64 [1, tokens].
+        rotations: of keys, by name of the cache input.
+
+    Raises:
+        UnsupportedInput: the graph takes embeddings, or onnxruntime cannot map the weights.
+        InputRefused: keys or values are not finite.
+        OutOfMemory: memory ran out.
+    """
+    if traced.spec.embeddings:
+        raise UnsupportedInput(
+            "`--calibrate` needs graphs that take tokens, not embeddings", hint="leave out `--kv-cache int8`"
+        )
+    observed = traced.copy()
+    bind(observed, matches, tensors)
+    maxima: dict[str, Array] = {}
+    for output, found in outputs_on_texts(_observing(observed), next(iter(tensors.values())).path.parent, texts):
+        name = output.removeprefix(MAXIMA)
+        maxima[name] = np.maximum(maxima[name], found) if name in maxima else found
+    return {name: _scale(name, found, rotations.get(name, KeyRotation.NONE)) for name, found in maxima.items()}
+
+
+def _observing(traced: TracedGraph) -> onnx.ModelProto:
+    """The graph with the largest magnitude per channel of keys and values as its only outputs."""
+    graph = traced.model.graph
+    outputs: list[ir.Value] = []
+    for value in [value for value in graph.outputs if is_present(value.name or "")]:
+        name = past_of(value.name or "")
+        editor = NodeEditor(graph, None, f"largest/{name}")
+        found = editor.one("ReduceMax", [editor.one("Abs", [value]), integers(graph, 0, 2)], {"keepdims": 1})
+        found.name, found.type, found.shape = MAXIMA + name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([None] * 4)
+        outputs.append(found)
+    graph.outputs[:] = outputs
+    return ir.to_proto(traced.model)
+
+
+def _scale(name: str, maxima: Array, rotation: KeyRotation) -> Array:
+    if not np.isfinite(maxima).all():
+        raise InputRefused(
+            f"`{name}` has values that are not finite on the text", hint="check the model, or leave out `--kv-cache`"
+        )
+    shared = rotation.shared(maxima)
+    return (np.where(shared > 0, shared, 1) * HEADROOM / LARGEST).astype(np.float32)
+
+
+MOVING = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Split", "Slice", "Identity")
+"""Operators that move channels and do not compute with them."""
+
+
+def key_rotations(traced: TracedGraph) -> dict[str, KeyRotation]:
+    """The rotation of every layer's keys, by the name of their cache input.
+
+    Args:
+        traced: a graph with a growing cache, its weights still inputs; it is not changed.
+    """
+    fused = traced.copy()
+    fuse_rotary(fused)
+    outputs = [value for value in fused.model.graph.outputs if (value.name or "").endswith(".key")]
+    return {past_of(value.name or ""): _rotation(value) for value in outputs}
+
+
+def _rotation(present: ir.Value) -> KeyRotation:
+    """The rotation of `Concat(past, new)`; unknown where the graph shows neither one whole rotation nor none."""
+    joined = producer(present, "Concat")
+    new = joined.inputs[-1] if joined else None
+    rotary = producer(new, "RotaryEmbedding")
+    if rotary is not None:
+        if rotary.attributes.get_int("rotary_embedding_dim", 0):
+            return KeyRotation.UNKNOWN
+        return KeyRotation.NEIGHBORS if rotary.attributes.get_int("interleaved", 0) else KeyRotation.HALVES
+    return KeyRotation.NONE if joined and _is_projected(new) else KeyRotation.UNKNOWN
+
+
+def _is_projected(value: ir.Value | None) -> bool:
+    """Whether a value is the result of a linear layer, moved only."""
+    while node := producer(value):
+        if node.op_type in ("Gemm", "MatMul"):
+            return True
+        if node.op_type == "Add":
+            computed = [given for given in node.inputs if given is not None and given.producer() is not None]
+            value = computed[0] if len(computed) == 1 else None
+        else:
+            value = node.inputs[0] if node.op_type in MOVING else None
+    return False

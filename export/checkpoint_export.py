@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from tempfile import gettempdir
@@ -12,31 +12,24 @@ from typing import Any
 
 from torch import nn
 
-from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.errors import UsageProblem
+from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_json, read_small
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import Calibration, text_of
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
 from llmconv.export.clients.image_model import Edits, ImageModel, edited
-from llmconv.export.context_limit import check_context
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.fixed_inputs import refuse_option, with_fixed_inputs
-from llmconv.export.folders.graphs_only import GraphsOnly
 from llmconv.export.folders.in_place import InPlace
 from llmconv.export.folders.model_in_memory import checkpoint_in_memory, require_output
-from llmconv.export.folders.new_folder import NewFolder, OutputFolder, file_tensors, main_dtype
-from llmconv.export.graph_files import GraphPlan
+from llmconv.export.folders.new_folder import NewFolder, OutputFolder, file_tensors, main_dtype, sources_of
+from llmconv.export.graph_files import GraphFiles, GraphPlan
 from llmconv.export.graph_names import graph_names
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GraphSpec, graph_specs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
-from llmconv.export.option_checks import (
-    check_weight_options,
-    require_exact,
-    shape_options,
-    warn_of_padding,
-)
+from llmconv.export.option_checks import check_weight_options, require_exact, shape_options, warn_of_padding
 from llmconv.export.quantization.cache_options import require_kv_cache
 from llmconv.export.quantization.name_patterns import require_used
 from llmconv.export.quantization.product_groups import grouped
@@ -57,15 +50,19 @@ from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights.bind import match_weights, require_one_copy
 from llmconv.export.weights.stage_parts import graph_parts, stage_parts
 from llmconv.files.paths import Placed, local_only, output_place
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
-from llmconv.output.manifest import step
+from llmconv.output.manifest import step, steps_of_weights
+from llmconv.output.plan import Plan, json_bytes, plan_checkpoint
+from llmconv.output.writer import Place, destination_of, write_checkpoint
 from llmconv.progress import step as progress_step
 from llmconv.progress import warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.runtime.context_length import context_length
 from llmconv.runtime.custom_code import uses_custom_code
 from llmconv.runtime.prefix.trained import open_prefix
+from llmconv.tensors import Array
 
 
 def export_checkpoint(
@@ -337,3 +334,118 @@ def _for_target(
         growing=dynamic,
     )
     return {**given, "precision": preset.precision, "cache": preset.cache, "opset": preset.opset}
+
+
+def check_context(config: Any, context: int | None, slots: int | None) -> None:
+    """Checks that a static cache is not longer than the context; warns if only training ends there.
+
+    A table of positions, learned or computed, ends at the context length. Rotary positions continue, but the model was
+    not trained on them.
+
+    Args:
+        config: a transformers config.
+        context: context length in tokens that `config.json` declares; None if it declares none.
+        slots: number of tokens that the cache holds; None for a growing cache.
+
+    Raises:
+        InputRefused: the cache is longer than the model's table of positions.
+    """
+    config = decoder_config(config)
+    if slots is None or context is None or slots <= context or getattr(config, "alibi", False):
+        return
+    problem = f"a cache of {slots:,} tokens is longer than the model's context of {context:,}"
+    # Rotation angles have no limit; GPT-J and CodeGen look them up in a table.
+    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
+        raise InputRefused(
+            f"{problem}, and its table of positions ends there", hint=f"give `--max-seq-len {context}` or less"
+        )
+    warn(f"{problem} (`max_position_embeddings`): the model was not trained on positions beyond it")
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Changes the hint of errors about weights that graphs cannot map as they are."""
+    try:
+        yield
+    except InputRefused as error:
+        hint = "leave out `--graphs-only`: the weights are converted into OUT once"
+        raise InputRefused(error.message, hint=hint) from error
+
+
+@dataclass(frozen=True)
+class GraphsOnly:
+    """An `OutputFolder` for graphs that map the model's own files, which the user puts next to them.
+
+    Attributes:
+        place: the folder to make.
+        model: the folder of the model, of which only headers are read.
+        overwrite: replace an existing folder.
+        resume: accept a complete folder that is equal.
+    """
+
+    place: Place
+    model: InPlace
+    overwrite: bool
+    resume: bool
+
+    def check(self, plan: GraphPlan) -> None:
+        """Refuses an existing folder without `overwrite`, and weights that the graphs could not map."""
+        with _without_weights():
+            self.model.require_mappable(plan)
+        destination_of(self.place).require_free(self.overwrite, [self.model.place], resume=self.resume)
+
+    def weights(self) -> Mapping[str, FileTensor]:
+        """The tensors in the model's own files, as if those were in the new folder."""
+        home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
+        return {
+            name: FileTensor(
+                home / tensor.location, tensor.offset, tensor.dtype, tensor.shape, location=tensor.location
+            )
+            for name, tensor in self.model.weights().items()
+        }
+
+    def quantized(
+        self, weights: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], smoothing: Smoothing
+    ) -> GraphsOnly:
+        """See `OutputFolder`; only codes that the model's files contain as graphs read them can be mapped."""
+        with _without_weights():
+            return replace(self, model=self.model.quantized(weights, importance, smoothing))
+
+    def divided(self, parts: Mapping[str, int]) -> GraphsOnly:
+        """See `OutputFolder`: the files are the model's own."""
+        return self
+
+    def planned(self) -> dict[str, int]:
+        """See `OutputFolder`."""
+        return {name: len(content) for name, content in self._small_files().items()}
+
+    def missing(self) -> dict[str, int]:
+        """Bytes of the files that have to be put next to the graphs, by name."""
+        paths = {tensor.location: tensor.path for tensor in self.model.weights().values()}
+        return {name: path.stat().st_size for name, path in sorted(paths.items())}
+
+    def write(self, files: GraphFiles, step: dict[str, Any]) -> int:
+        """Writes configuration, tokenizer, graphs and manifest, which become visible together."""
+        checkpoint = self.model.checkpoint
+        contents = dict(files.files)
+        if files.config:
+            contents["config.json"] = json_bytes({**checkpoint.config, **files.config})
+        made = {**step, "options": {**step["options"], "weights": self.missing()}}
+        write_checkpoint(
+            Plan(checkpoint, (), self._small_files()),
+            self.place,
+            steps=[*steps_of_weights(checkpoint.path), made],
+            sources=sources_of(checkpoint),
+            overwrite=self.overwrite,
+            resume=self.resume,
+            more_files=contents,
+            graphs=files.entries,
+        )
+        return 0
+
+    def _small_files(self) -> dict[str, bytes]:
+        """The files of a model except its weights; the index is the model's own, which names its own files."""
+        checkpoint = self.model.checkpoint
+        planned = {name: text for name, text in plan_checkpoint(checkpoint).small_files.items() if name != INDEX}
+        has_index = (checkpoint.path / INDEX).is_file()
+        return planned | ({INDEX: read_small(own_file(checkpoint.path, INDEX))} if has_index else {})

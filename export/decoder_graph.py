@@ -1,16 +1,23 @@
-"""The graph of a whole decoder, its weights still inputs: a few layers are traced, the others replicated."""
+"""The graph of a whole decoder, its weights still inputs: a few layers are traced, the others replicated.
+
+`nonpad_kv_seqlen`: the filled length of a static cache as an input of every `Attention` node (opset 24).
+
+The mask hides the unfilled slots already, so results are equal; a runtime that knows the length can skip them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
+
 from llmconv.export.graph_spec import FLOAT32, GROWING, GraphSpec
 from llmconv.export.input_map import InputMap
+from llmconv.export.node_editor import NodeEditor, integers, producer, value_named
 from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.node_names import name_everything
-from llmconv.export.rewrite.nonpad_lengths import add_filled_length
 from llmconv.export.rewrite.norms import fuse_norms
 from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
@@ -19,6 +26,7 @@ from llmconv.export.tracing.fake_model import build, depth, period, refusing, sh
 from llmconv.export.tracing.layer_kinds import factors, first_alike, layer_kinds
 from llmconv.export.tracing.trace import trace, trace_embeddings
 from llmconv.progress import say
+from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 
 def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
@@ -107,3 +115,30 @@ def _rewrite(traced: TracedGraph, *, causal: bool) -> None:
         use_grouped_query_attention(traced)
     if traced.spec.target == "ort-cpu":
         fuse_for_cpu(traced)
+
+
+NONPAD = 6
+"""Index of the input of `Attention`: after query, key, value, mask, past key and past value."""
+
+
+def add_filled_length(traced: TracedGraph) -> None:
+    """Adds the seventh input to the nodes that read whole `TensorScatter` buffers, in place."""
+    graph = traced.model.graph
+    write_indices = value_named(graph.inputs, WRITE_INDICES)
+    reading = [node for node in graph if node.op_type == "Attention" and producer(node.inputs[1], "TensorScatter")]
+    if write_indices is None or not reading:
+        return
+    length = _filled(graph, write_indices)
+    for node in reading:
+        node.resize_inputs(NONPAD + 1)
+        node.replace_input_with(NONPAD, length)
+
+
+def _filled(graph: ir.Graph, write_indices: ir.Value) -> ir.Value:
+    """`write_indices + sequence_length`, int64 `[batch]`."""
+    tokens = graph.inputs[0]
+    assert tokens.shape is not None
+    editor, new = NodeEditor(graph, graph[0]), tokens.shape[1]
+    fixed = integers(graph, new) if isinstance(new, int) else None
+    count = fixed or editor.one("Shape", [tokens], {"start": 1, "end": 2})
+    return editor.one("Add", [write_indices, count])

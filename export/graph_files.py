@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
-from llmconv.export.float32_nodes import float32_fields
 from llmconv.export.graph_names import FILES
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
+from llmconv.export.node_editor import NodeEditor, ancestors, integers, value_named
 from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.quantization.products import QuantizedProducts
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
-from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
 from llmconv.export.rewrite.passes.postprocess import choose_tokens
 from llmconv.export.rewrite.passes.quantized_cache import quantize_cache
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
-from llmconv.export.targets.fallback_report import fallback_fields, find_fallbacks, report
-from llmconv.export.targets.kernels import Fallback
+from llmconv.export.targets.element_types import TypedNode, typed_nodes
+from llmconv.export.targets.kernels import Fallback, fallbacks
+from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
 from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.progress import warn_all
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.tensors import Array
 
@@ -266,3 +270,162 @@ def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
         "inputs": [port.name for port in model.graph.input if port.name not in defaults],
         "outputs": [port.name for port in model.graph.output],
     }
+
+
+MOVING = {
+    *("Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "GatherElements", "GatherND"),
+    *("Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Slice", "Split", "Squeeze"),
+    *("Transpose", "Unsqueeze", "Where"),
+}
+"""Operators that compute no number."""
+
+FUNCTIONS = "functions"
+"""Stands for the module of nodes in the graph's functions."""
+
+LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""Number of a layer in the name of a module."""
+
+
+def float32_fields(model: onnx.ModelProto, precision: str) -> dict[str, Any]:
+    """The field `float32` of a graph's manifest entry: the operators that compute in float32, by module.
+
+    All layers count as one, `model.layers.*`. An operator that only computes in float32 inside, such as
+    `RMSNormalization` with `stash_type`, is not listed. A graph in float32 has no such field.
+
+    Args:
+        model: the graph, without its weights.
+        precision: what the graph computes in.
+    """
+    if precision == FLOAT32:
+        return {}
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in typed_nodes(model):
+        if node.operator not in MOVING and _is_in_float32(node):
+            module = node.name.rpartition("/")[0]
+            found[LAYER.sub("*", module) or FUNCTIONS].add(node.operator)
+    return {"float32": {module: sorted(operators) for module, operators in sorted(found.items())}}
+
+
+def _is_in_float32(node: TypedNode) -> bool:
+    return FLOAT32 in node.inputs or any(FLOAT32 in kinds for kinds in node.bound.values())
+
+
+TO_THE_END = (1 << 63) - 1
+TOKENS = {"input_ids", "inputs_embeds"}
+ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Tanh"}
+"""Operators that may follow the head, such as scaling and soft-capping: they work on each row alone."""
+
+
+def keep_last_logits(model: ir.Model) -> None:
+    """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
+
+    With padding on the left the last position is always a real token.
+
+    Raises:
+        UnsupportedInput: the logits are not the rows of a linear layer, scaled or capped.
+    """
+    graph = model.graph
+    logits = value_named(graph.outputs, "logits")
+    if logits is None or logits.shape is None:
+        _refuse("has no output `logits`")
+    vocabulary = int(logits.shape[2])  # type: ignore[arg-type]
+    head = _head(logits, vocabulary)
+    editor = NodeEditor(graph, head, "last_logits")
+    hidden = head.inputs[0]
+    assert hidden is not None
+    if head.op_type == "Gemm":  # it takes a matrix: [batch * sequence, features]
+        flat = hidden.producer()
+        if flat is None or flat.op_type != "Reshape" or flat.inputs[0] is None or flat.inputs[1] is None:
+            _refuse("flattens its hidden state in an unsupported way")
+        last = _last(editor, flat.inputs[0])
+        head.replace_input_with(0, editor.one("Reshape", [last, flat.inputs[1]]))
+    else:
+        head.replace_input_with(0, _last(editor, hidden))
+    logits.shape = ir.Shape([logits.shape[0], 1, vocabulary])
+    RemoveUnusedNodesPass()(model)
+
+
+def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
+    """The last position of `[batch, sequence, features]`."""
+    ends = [integers(editor.graph, number) for number in (-1, TO_THE_END, 1)]
+    return editor.one("Slice", [hidden, *ends])
+
+
+def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
+    """The linear layer that computes the logits; a Reshape after it is changed to one position."""
+    node = logits.producer()
+    while node is not None and node.op_type not in ("Gemm", "MatMul", "MatMulNBits"):
+        if node.op_type == "Reshape":
+            node.replace_input_with(1, integers(node.graph, -1, 1, vocabulary))  # type: ignore[arg-type]
+            source = node.inputs[0]
+        else:
+            source = _row_source(node)
+        node = source.producer() if source is not None else None
+    if node is None:
+        _refuse("has no linear layer before its logits")
+    return node
+
+
+def _row_source(node: ir.Node) -> ir.Value | None:
+    """The only input of a rowwise node that depends on the tokens."""
+    inputs = [value for value in node.inputs if value is not None]
+    variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
+    if node.op_type not in ROWWISE or len(variable) != 1:
+        _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
+    return variable[0]
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise UnsupportedInput(f"`--last-logits`: this model {problem}", hint="export without `--last-logits`")
+
+
+LINES = 8
+"""Longest list of warnings."""
+
+
+def find_fallbacks(model: onnx.ModelProto, target: str | None) -> list[Fallback]:
+    """The nodes without a kernel; none without a target, or for one that is not compared."""
+    return fallbacks(model, target) if target and TARGETS[target].compared else []
+
+
+def fallback_fields(found: Sequence[Fallback]) -> dict[str, Any]:
+    """The field `fallback` of a graph's manifest entry, left out if every node has a kernel."""
+    return {"fallback": [one.manifest_fields() for one in found]} if found else {}
+
+
+def report(found: Mapping[str, Sequence[Fallback]], target: str | None, *, strict: bool) -> None:
+    """Warns of nodes without a kernel, or refuses them.
+
+    Args:
+        found: by file name; files with equal nodes share a line.
+        target: the target of the graphs.
+        strict: refuse instead.
+
+    Raises:
+        UnsupportedInput: there is such a node, and `strict` is given.
+    """
+    graphs: dict[Fallback, list[str]] = {}
+    for name, fallen in found.items():
+        for one in fallen:
+            graphs.setdefault(one, []).append(name)
+    if strict and graphs:
+        kinds = list(dict.fromkeys(map(str, graphs)))
+        raise UnsupportedInput(
+            f"no kernel in `{target}` for {', '.join(kinds[:LINES])}{' …' if len(kinds) > LINES else ''}",
+            hint="leave out `--strict-target`: these nodes then run on the CPU, with a copy of their values per call",
+        )
+    warn_all(_lines(graphs, target))
+
+
+def _lines(graphs: Mapping[Fallback, Sequence[str]], target: str | None) -> list[str]:
+    lines = [
+        f"no kernel in `{target}` for {kind}: {_fallen(kind, names)}, such as `{kind.first}`"
+        for kind, names in graphs.items()
+    ]
+    left = len(lines) - LINES + 1
+    return lines if left <= 1 else [*lines[: LINES - 1], f"and {left} more kinds of nodes, see `llmconv.json`"]
+
+
+def _fallen(kind: Fallback, names: Sequence[str]) -> str:
+    nodes, run = ("node", "runs") if kind.count == 1 else ("nodes", "run")
+    return f"{kind.count:,} {nodes} of {', '.join(names)} {run} on the CPU"

@@ -20,9 +20,8 @@ from llmconv.export.sentence_modules import SentenceHead, TokenScore
 from llmconv.export.targets.presets import TARGETS
 from llmconv.runtime.cache_names import MAX_LENGTH, is_past, is_recurrent
 from llmconv.runtime.extra_inputs import BATCH, PAST, SEQUENCE, TOTAL
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.extra_feeds import is_token_input
-from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
+from llmconv.runtime.onnxruntime.graph import is_token_input
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 
 CACHE_RANK = 4
 NO_CACHE = "none"

@@ -38,9 +38,9 @@ from llmconv.export.vision.towers import VISION_TOWERS
 from llmconv.export.weights.bind import missing_key, require_shape
 from llmconv.export.weights.parameter_sources import expressions
 from llmconv.progress import say
-from llmconv.runtime.eager.float32_tensors import kept_in_float32
+from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from llmconv.runtime.extra_inputs import ExtraInput
-from llmconv.runtime.images.placeholders import placeholders
+from llmconv.runtime.images.family import placeholders
 from llmconv.runtime.onnxruntime.float32_graph import HALF_PRECISION
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.tensors import LazyTensor

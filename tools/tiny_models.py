@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from llmconv.export.families import INPUT_MAPS
 from llmconv.export.input_map import decoder_config
 from llmconv.export.tracing.fake_model import period, stored_buffers
-from llmconv.runtime.eager.float32_tensors import kept_in_float32
+from llmconv.runtime.eager.stored_tensors import kept_in_float32
 from tools.state_configs import STATE_CONFIGS
 
 FIELDS: dict[str, Any] = {

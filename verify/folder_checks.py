@@ -26,10 +26,10 @@ from llmconv.output.recorded_verdict import (
     record_in_manifest,
     weight_file,
 )
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.float32_graph import half_precision
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import onnx
 
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph import open_graph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.other_exporters.quantized.dequantized_reference import StoredSmoothing
 from llmconv.verify.other_exporters.quantized.plain_rounding import plainly_rounded

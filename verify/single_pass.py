@@ -27,8 +27,8 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, OutOfMemo
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.context_length import length_of, length_switch
-from llmconv.runtime.eager.float64_casts import Float64Casts
-from llmconv.runtime.eager.loaded_weights import require_loaded
+from llmconv.runtime.eager.limit_margins import Float64Casts
+from llmconv.runtime.eager.stored_tensors import require_loaded
 from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry

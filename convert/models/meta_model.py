@@ -29,7 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from llmconv.convert.models.blueprint.blueprint import constructor_fields
 from llmconv.convert.models.blueprint.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
-from llmconv.runtime.eager.float32_tensors import kept_in_float32
+from llmconv.runtime.eager.stored_tensors import kept_in_float32
 
 FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
 """Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on."""

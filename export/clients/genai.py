@@ -17,7 +17,7 @@ from llmconv.export.clients.genai_images import IMAGE_FILES, IMAGE_MODELS, IMAGE
 from llmconv.export.input_map import Port
 from llmconv.output.plan import json_bytes
 from llmconv.runtime.context_length import length_of
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 
 FILE = "genai_config.json"
 UNBOUNDED = 2048

@@ -14,8 +14,8 @@ import onnx
 
 from llmconv.export.clients.image_parts import flatten_features, place_features, take_float32_pixels
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 
 IMAGE_MODELS = frozenset({"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"})
 """Types whose decoder takes embeddings, mask and positions alone, whether there are images or not."""

@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from llmconv.runtime.images.family import IMAGE_FEATURES, PIXEL_VALUES
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS
 
 INPUT_IDS = "input_ids"
 FEATURE_ROWS = "num_image_tokens"

@@ -16,7 +16,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.files.temporary_folder import make_temporary_folder, remove_temporary_folder
-from llmconv.runtime.eager.given_model import require_causal_model
+from llmconv.runtime.eager.torch_runner import require_causal_model
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 

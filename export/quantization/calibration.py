@@ -23,8 +23,7 @@ from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, l
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph
-from llmconv.runtime.onnxruntime.linked_weights import followed
-from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
 

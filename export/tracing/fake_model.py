@@ -1,6 +1,22 @@
 """The eager model with a few layers and fake parameters, which have shapes and dtypes but no memory.
 
 Computed buffers (rotary tables, ALiBi slopes) are real, because they become constants of the graph.
+
+Mixture of experts: tokens sorted by expert, and one Gemm per expert on the rows that a checkpoint stores.
+
+While tracing, the multiplication by the stacked experts is one custom `GroupedMatMul`, so that the trace does not grow
+with the number of experts. When weights are bound, it becomes Split, one Gemm per expert, Concat: an expert without
+tokens gets no rows and costs nothing, and every expert is mapped as stored, stacked or separate.
+
+Rotary frequencies that depend on the length (`longrope`, `dynamic`) as functions of the positions.
+
+transformers writes them into a buffer of the module while it runs, and `dynamic` remembers the longest sequence so far.
+A graph has no memory, and a growing sequence needs none: the length of each call determines the frequencies.
+
+    longrope   long factors beyond the original context, otherwise short ones, for all tokens of the call
+    dynamic    base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2)) beyond it
+
+Source: transformers modeling_rope_utils.py, `dynamic_rope_update`.
 """
 
 from __future__ import annotations
@@ -13,20 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.export_options import CLASSIFY
 from llmconv.export.input_map import decoder_config
 from llmconv.export.library_patches import fake_parameters
-from llmconv.export.tracing.experts import EXPERTS
-from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
 from llmconv.export.tracing.text_models import TEXT_MODELS, TextWithHead
+from llmconv.export.weights.experts import DOMAIN, GROUPED
 from llmconv.runtime.custom_code import custom_classes
-from llmconv.runtime.eager.float32_tensors import kept_in_float32
-from llmconv.runtime.images.placeholders import embeds_in_layers
+from llmconv.runtime.eager.stored_tensors import kept_in_float32
+from llmconv.runtime.images.family import embeds_in_layers
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that refer to code or kernels; a checkpoint is data, so they are not passed on."""
@@ -238,3 +255,127 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             is_stored = name not in module._non_persistent_buffers_set
             if buffer is not None and is_stored and buffer.is_floating_point():
                 yield module, name
+
+
+EXPERTS = "llmconv"
+
+
+def sorted_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a layer, called through transformers' `ExpertsInterface`.
+
+    Args:
+        self: the module of the experts, with stacked weights.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: the chosen experts, int64 `[tokens, k]`.
+        top_k_weights: their weights, `[tokens, k]`.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    module: Any = self
+    choices = top_k_index.shape[-1]
+    experts, order = torch.sort(top_k_index.reshape(-1))
+    counts = (experts[:, None] == torch.arange(module.num_experts)).to(torch.int64).sum(0)
+    rows = hidden_states[order // choices]
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = _linear(module, name, rows, experts, counts)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer = _linear(module, "down_proj", inner, experts, counts)
+    if module.has_post_expert_norm:
+        outer = module.post_expert_norm(outer)
+    weighted = outer * top_k_weights.reshape(-1)[order][:, None]
+    by_token = weighted[torch.argsort(order)].reshape(-1, choices, hidden_states.shape[-1])
+    return by_token.sum(dim=1).to(hidden_states.dtype)
+
+
+def _linear(module: Any, name: str, rows: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+    weight = getattr(module, name)
+    features = weight.shape[-1] if module.is_transposed else weight.shape[-2]
+    product: Tensor = torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{GROUPED}",
+        [rows, weight, counts],
+        {"transB": 0 if module.is_transposed else 1},
+        dtype=rows.dtype,
+        shape=(rows.shape[0], features),
+        version=1,
+    )
+    return product + getattr(module, f"{name}_bias")[experts] if module.has_bias else product
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, sorted_experts)
+
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def frequencies_from_positions(model: nn.Module) -> None:
+    """Replaces the forward of every rotary module with such frequencies by one without side effects, in place."""
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer: dict[str | None, Any] = kinds if isinstance(kinds, dict) else {None: kinds}
+        if any(_depends_on_length(kind) for kind in by_layer.values()):
+            _register_long_frequencies(module, by_layer)
+            module.forward = _RotaryForward(module, by_layer)
+
+
+def _depends_on_length(kind: Any) -> bool:
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+
+
+def _register_long_frequencies(module: Any, by_layer: dict[str | None, Any]) -> None:
+    """Registers the frequencies of the long factors as buffers."""
+    for layer_type, kind in by_layer.items():
+        if kind == "longrope":
+            length = _parameters(module, layer_type)[ORIGINAL] + 1
+            long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **_given(layer_type))
+            module.register_buffer(f"{_prefix(layer_type)}long_inv_freq", long, persistent=False)
+
+
+def _parameters(module: Any, layer_type: str | None) -> Any:
+    parameters = module.config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
+
+
+def _given(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
+
+
+class _RotaryForward:
+    """The forward of a rotary module without its decorators."""
+
+    def __init__(self, module: Any, by_layer: dict[str | None, Any]) -> None:
+        self._module, self._by_layer = module, by_layer
+        self._inner = inspect.unwrap(type(module).forward)
+
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """Cosines and sines of the positions, like the module's own forward."""
+        kind, name = self._by_layer[layer_type], f"{_prefix(layer_type)}inv_freq"
+        module = self._module
+        if _depends_on_length(kind):
+            module = _ModuleView(self._module, name, self._frequencies(kind, position_ids, layer_type))
+        return self._inner(module, x, position_ids, **_given(layer_type))
+
+    def _frequencies(self, kind: str, position_ids: Tensor, layer_type: str | None) -> Tensor:
+        module, prefix = self._module, _prefix(layer_type)
+        length = position_ids.max() + 1
+        short = getattr(module, f"{prefix}original_inv_freq")
+        if kind == "longrope":
+            original, long = _parameters(module, layer_type)[ORIGINAL], getattr(module, f"{prefix}long_inv_freq")
+        else:
+            original = module.original_max_seq_len
+            long, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=length, **_given(layer_type))
+        return torch.where(length > original, long, short)
+
+
+class _ModuleView:
+    """A module with one attribute replaced."""
+
+    def __init__(self, module: nn.Module, name: str, value: Tensor) -> None:
+        self._module, self._replaced = module, {name: value}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else getattr(self._module, name)

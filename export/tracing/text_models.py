@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from llmconv.runtime.eager.deepstack import added_after_layers
+from llmconv.runtime.eager.runner import added_after_layers
 
 
 class TextWithHead(PreTrainedModel):  # type: ignore[misc]

@@ -1,20 +1,36 @@
-"""Traces the eager model on fake weights to an ONNX graph whose weights are graph inputs."""
+"""Traces the eager model on fake weights to an ONNX graph whose weights are graph inputs.
+
+Masks of tokens that attend to each other in both directions, as those of an image do.
+
+transformers' whole model makes them from the kind of each token; its text model alone takes them ready, by layer type.
+
+Records the exact numbers behind half-precision constants of a graph.
+
+torch multiplies a float16 tensor by 0.7071 exactly and rounds the product; the exporter rounds the number. A copy of
+the graph in float32, as `verify` makes, needs the number itself. So the constant gets it as metadata, in ONNX's
+`TensorProto.metadata_props`, which runtimes ignore.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from onnxscript import opset18 as op
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim
+from torch.utils import _pytree
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import UnsupportedInput
@@ -23,29 +39,23 @@ from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.input_map import InputMap, Port, decoder_config
-from llmconv.export.library_patches import (
-    complex_as_pairs,
-    exact_constants,
-    fix_program,
-    transformers_fixes,
-)
+from llmconv.export.library_patches import TRANSLATIONS as LIBRARY
+from llmconv.export.library_patches import complex_as_pairs, exact_constants, fix_program, transformers_fixes
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
-from llmconv.export.tracing.both_ways import masks_of
 from llmconv.export.tracing.cache_probe import ports_of
-from llmconv.export.tracing.exact_scalars import record_exact_scalars
-from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, extra_ports, is_cache, sizes
 from llmconv.export.tracing.extra_tensors import ExtraTensors, extras_of, require_declared, require_fit
 from llmconv.export.tracing.fake_model import build, depth, unchanged_buffers
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.export.tracing.single_pass import SinglePass, result_ports
 from llmconv.export.tracing.text_models import conversions_of
-from llmconv.export.tracing.translations import TRANSLATIONS
-from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, ExtraInput
+from llmconv.runtime.cache_names import MAX_LENGTH, is_state
+from llmconv.runtime.extra_inputs import BATCH, FULL, PAST, SEQUENCE, SLIDING, TOTAL, ExtraInput
 from llmconv.runtime.library_patches import cache_parameter, masks_new_tokens
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.tensors import BY_NAME
+from llmconv.runtime.onnxruntime.float32_graph import EXACT
+from llmconv.runtime.onnxruntime.graph import is_token_input
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
+from llmconv.tensors import BY_NAME, Array
 
 OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
 """Names of image and audio modules in a checkpoint that contains more than a text model."""
@@ -362,3 +372,156 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         exporter.setLevel(levels[0])
         transformers_logging.set_verbosity(levels[1])
+
+
+Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Whether a query sees a key, of row, head, query index and key index."""
+
+
+def masks_of(
+    config: Any, kinds: Tensor, types: Collection[str], given: Mapping[str, Any]
+) -> Tensor | dict[str, Tensor]:
+    """The mask, or that of each type of layers: causal or in the same block, and in the window for those that slide.
+
+    Args:
+        config: of the text model.
+        kinds: which new tokens belong to a block, 1 or 0, int64 `[batch, sequence]`; neighbors form one block.
+        types: of layers in which tokens see their block, see `ExtraInput.both_ways`; the others are causal.
+        given: arguments of `create_causal_mask`: embeddings, mask, cache and positions.
+    """
+    block = same_block(kinds)
+
+    def mask(kind: str) -> Tensor:
+        window = sliding_window_overlay(config.sliding_window) if kind == SLIDING else None
+        visible = block if kind in types else None
+        made: Tensor = create_causal_mask(config, or_mask_function=visible, and_mask_function=window, **given)
+        return made
+
+    kinds_of_layers = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    return {kind: mask(kind) for kind in kinds_of_layers} or mask(FULL)
+
+
+def same_block(kinds: Tensor) -> Visible:
+    """Whether two new tokens belong to the same block; no token of the past does.
+
+    Args:
+        kinds: see `masks_of`.
+    """
+    inside = kinds == 1
+    starts = inside & ~torch.nn.functional.pad(inside, (1, -1))
+    blocks = torch.where(inside, starts.to(torch.int64).cumsum(dim=1), 0)
+    last = kinds.shape[1] - 1
+
+    def visible(rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        first = queries[:, :, :1]
+        new = keys - first
+        of_keys = torch.where((new >= 0) & (new <= last), blocks[rows, new.clamp(0, last)], 0)
+        of_queries = blocks[rows, queries - first]
+        return (of_queries == of_keys) & (of_queries > 0)
+
+    return visible
+
+
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def record_exact_scalars(model: ir.Model, program: Any) -> None:
+    """Adds the numbers to the constants, in place.
+
+    Args:
+        model: the exported graph, optimized.
+        program: the `torch.export.ExportedProgram` that it was made of.
+    """
+    scalars = np.array(sorted(set(_scalars(program))), dtype=np.float64)
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in HALVES and tensor.size == 1:
+            number = _exact(tensor.numpy().reshape(()), scalars)
+            if number is not None:
+                tensor.metadata_props[EXACT] = repr(number)
+
+
+def _scalars(program: Any) -> Iterator[float]:
+    """The Python numbers with which the program computes."""
+    for node in program.graph.nodes:
+        for given in _pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(given, float):
+                yield given
+
+
+def _exact(stored: Array, scalars: Array) -> float | None:
+    """The only number whose rounding is stored; None if that is the stored number itself, or none or several are."""
+    with np.errstate(over="ignore"):
+        found = scalars[scalars.astype(stored.dtype) == stored]
+    return float(found[0]) if len(found) == 1 and float(found[0]) != float(stored) else None
+
+
+def expm1(x: Any) -> Any:
+    """`exp(x) - 1` as `tanh(x / 2) * (exp(x) + 1)`, which does not cancel near 0; torch computes it in float32."""
+    half, one = (op.CastLike(op.Constant(value_float=number), x) for number in (0.5, 1.0))
+    return op.Mul(op.Tanh(op.Mul(x, half)), op.Add(op.Exp(x), one))
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {**LIBRARY, torch.ops.aten.expm1.default: expm1}
+"""Operation of torch to a function of onnxscript: ours, and transformers' corrections."""
+
+
+EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, MAX_LENGTH: 13}
+"""Example sizes of dynamic axes; none is 0 or 1, for which torch.export would specialize the axis."""
+
+
+def example_arguments(inputs: Sequence[Port]) -> tuple[Any, ...]:
+    """Arguments of the traced module: one per token input, the extra inputs as one list and the cache as another."""
+    tokens = {port.name: _ones(port) for port in inputs if is_tokens(port)}
+    extras = [_zeros(port) for port in extra_ports(inputs)]
+    cache = [_zeros(port) for port in inputs if is_cache(port)]
+    return (*_arguments(tokens), extras, cache)
+
+
+def _ones(port: Port) -> Tensor:
+    return torch.ones(sizes(port), dtype=getattr(torch, port.dtype))
+
+
+def extra_ports(inputs: Sequence[Port]) -> list[Port]:
+    """The extra inputs, in the order of the graph."""
+    return [port for port in inputs if not is_tokens(port) and not is_cache(port)]
+
+
+def _zeros(port: Port) -> Tensor:
+    """Zeros; a fixed shape is one number expanded, because the buffer may be larger than memory."""
+    shape, dtype = sizes(port), getattr(torch, port.dtype)
+    is_fixed = port.axes == tuple(shape)
+    return torch.zeros(1, dtype=dtype).expand(shape) if is_fixed else torch.zeros(shape, dtype=dtype)
+
+
+def dynamic_axes(inputs: Sequence[Port]) -> tuple[Any, ...]:
+    """The dynamic axes of these arguments, in the same structure."""
+    tokens = {port.name: axes(port) for port in inputs if is_tokens(port)}
+    extras = [axes(port) for port in extra_ports(inputs)]
+    return (*_arguments(tokens), extras, [axes(port) for port in inputs if is_cache(port)])
+
+
+def _arguments(tokens: dict[str, Any]) -> list[Any]:
+    """The values of the token inputs in the order of the module's arguments; None for missing inputs."""
+    first = tokens.get("input_ids", tokens.get(INPUTS_EMBEDS))
+    return [first, *(tokens.get(name) for name in ("attention_mask", "position_ids", WRITE_INDICES))]
+
+
+def axes(port: Port) -> dict[int, Any]:
+    """The dynamic axes of an input."""
+    return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
+
+
+def sizes(port: Port) -> list[int]:
+    """The sizes of an input, with example sizes for its symbols."""
+    return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
+
+
+def is_tokens(port: Port) -> bool:
+    """Whether an input has one value for each token, or where tokens are written."""
+    return is_token_input(port.name, len(port.axes))
+
+
+def is_cache(port: Port) -> bool:
+    """Whether an input belongs to the cache."""
+    return port.name.startswith("past_")

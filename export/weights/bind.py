@@ -19,7 +19,7 @@ from llmconv.export.weights.experts import dtype_of, expand_experts
 from llmconv.export.weights.parameter_sources import StoredRows, WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.runtime.eager.loaded_weights import BUFFERS
+from llmconv.runtime.eager.stored_tensors import BUFFERS
 from llmconv.tensors import LazyTensor, as_bytes
 
 

@@ -193,7 +193,7 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
 
 def session_settings(given: Mapping[str, Any]) -> SessionSettings:
     """Session settings from the options of `session`; others are ignored."""
-    from llmconv.runtime.onnxruntime.session_options import session_settings
+    from llmconv.runtime.onnxruntime.session_file import session_settings
 
     return session_settings(running_options(given))
 

@@ -17,7 +17,7 @@ from llmconv.embedding.embedder import RESULTS, Embedder
 from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
-from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
+from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.tensors import Array
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.generation.own_embeddings import as_embeddings, placed, read_embeddings, token_of
+import ml_dtypes
+import numpy as np
+
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem, first_line
+from llmconv.files.paths import kind_of
+from llmconv.files.safetensors_file import read_header
 from llmconv.generation.prompts import Prompt
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
+from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
@@ -55,3 +62,160 @@ def rows_of(embeddings: Any) -> Any:
         UsageProblem: an array of another form.
     """
     return read_embeddings(Path(embeddings)) if isinstance(embeddings, str | Path) else as_embeddings(embeddings)
+
+
+FORM = "give an array of floats [tokens, hidden]"
+
+LARGEST = 1 << 30
+"""Maximum number of bytes of the embeddings of one prompt, in float32."""
+
+
+def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
+    """An array or a torch tensor as embeddings, float32 [tokens, hidden].
+
+    Args:
+        value: floats [tokens, hidden].
+        name: of the value in error messages.
+
+    Raises:
+        UsageProblem: another shape or dtype, too large, or numbers that are not finite in float32.
+    """
+    if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
+        value = value.detach().float().cpu()
+    if not hasattr(value, "__array__"):
+        raise UsageProblem(f"{name} is {kind_of(value)}, not an array", hint=FORM)
+    array = np.asarray(value)
+    if problem := _problem(array):
+        raise UsageProblem(f"{name} {problem}", hint=FORM)
+    rows = _float32(array)
+    if not np.isfinite(rows).all():
+        raise UsageProblem(f"{name} contains NaN or infinity, or exceeds float32", hint="give finite numbers")
+    return rows
+
+
+def read_embeddings(path: Path) -> Array:
+    """The embeddings in a file, float32 [tokens, hidden]: `.npy`, or safetensors with one tensor.
+
+    Raises:
+        InputRefused: the file cannot be read, or does not contain embeddings.
+        MalformedInput: invalid content.
+    """
+    if not path.is_file():
+        raise InputRefused(f"the embeddings `{path}` are not a file", hint="give the path of a .npy or .safetensors")
+    array = _safetensors(path) if path.suffix == ".safetensors" else _npy(path)
+    try:
+        return as_embeddings(array, f"`{path}`")
+    except UsageProblem as error:
+        raise InputRefused(error.message, hint=error.hint) from error
+
+
+def _npy(path: Path) -> Array:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numpy, about files of Python 2
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape larger than the file
+    except Exception as error:  # the header is text of Python, whose parser raises anything
+        reason = first_line(error)
+        raise MalformedInput(f"`{path}` is not a numpy array: {reason}", hint="save it again: `np.save`") from error
+    if not isinstance(array, np.ndarray):
+        raise MalformedInput(f"`{path}` is not a single array", hint="save one array: `np.save`")
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
+
+
+def _safetensors(path: Path) -> Array:
+    tensors = read_header(path).tensors
+    if len(tensors) != 1:
+        raise InputRefused(f"`{path}` has {len(tensors)} tensors", hint="save one tensor: the embeddings")
+    tensor = next(iter(tensors.values()))
+    if problem := _form_problem(tensor.shape, tensor.dtype.name, tensor.dtype.name in FLOAT_NAMES):
+        raise InputRefused(f"`{path}` {problem}", hint=FORM)
+    return tensor.read()
+
+
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
+
+
+def _problem(array: Array) -> str:
+    return _form_problem(array.shape, str(array.dtype), array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16)
+
+
+def _form_problem(shape: tuple[int, ...], dtype: str, is_float: bool) -> str:
+    """Why an array of that form is not embeddings; empty if it is."""
+    if not is_float or len(shape) != 2 or 0 in shape:
+        return f"has dtype {dtype} and shape {list(shape)}"
+    return f"has {shape[0]} rows of {shape[1]} numbers, too many" if 4 * shape[0] * shape[1] > LARGEST else ""
+
+
+def _float32(array: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[list[int], PromptEmbeddings]:
+    """The tokens of a prompt with places for embeddings, and the embeddings in these places.
+
+    Args:
+        ids: tokens of the prompt.
+        rows: the embeddings, [count, hidden].
+        token: the token whose places they take: it occurs once, for all rows, or once per row. None to place the
+            embeddings before the prompt.
+        name: of the prompt in messages.
+
+    Raises:
+        InputRefused: another number of such tokens.
+    """
+    count = len(rows)
+    if token is None:
+        return [0] * count + ids, PromptEmbeddings(np.arange(count), rows, before=count)
+    found = ids.count(token)
+    if found == 1:
+        first = ids.index(token)
+        ids = [*ids[:first], *[token] * count, *ids[first + 1 :]]
+    elif found != count:
+        raise InputRefused(
+            f"{name} has {found} placeholder tokens, and there are {count} embeddings",
+            hint="write the placeholder once, for all embeddings, or once per embedding",
+        )
+    return ids, PromptEmbeddings(np.flatnonzero(np.array(ids) == token), rows)
+
+
+def token_of(tokenizer: Any, placeholder: str) -> int:
+    """The token that a placeholder is.
+
+    Args:
+        tokenizer: of transformers.
+        placeholder: text of the token.
+
+    Raises:
+        InputRefused: it is not one token of the vocabulary.
+    """
+    found = tokenizer.get_vocab().get(placeholder)
+    if found is None:
+        raise InputRefused(
+            f"the placeholder `{placeholder}` is not a token of the tokenizer",
+            hint="give a token of its vocabulary, or none: the embeddings then precede the prompt",
+        )
+    return int(found)
+
+
+def require_size(size: int | None, rows: Array, why: str) -> None:
+    """Checks that a model takes embeddings of this size.
+
+    Args:
+        size: of the embeddings that the model takes; None if it takes tokens only.
+        rows: the embeddings, [count, hidden].
+        why: the way out if it takes tokens only.
+
+    Raises:
+        LlmconvError: it does not.
+    """
+    problem: LlmconvError | None = None
+    if size is None:
+        problem = UsageProblem("the model takes tokens, and no embeddings", hint=why)
+    elif rows.shape[1] != size:
+        problem = InputRefused(
+            f"the embeddings have {rows.shape[1]} numbers per token, and those of the model {size}",
+            hint="were they made for another model?",
+        )
+    if problem:
+        raise problem

@@ -17,8 +17,7 @@ from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.quantized_export import export_again, is_quantized_export
 from llmconv.runtime.context_length import LengthSwitch, has_window, language_config, length_switch
 from llmconv.runtime.given_inputs import GivenInputs
-from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
-from llmconv.runtime.onnxruntime.genai_logits import returns_last_logits
+from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config, returns_last_logits
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"

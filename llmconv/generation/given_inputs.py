@@ -10,7 +10,6 @@ import numpy as np
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.prompt_names import prompt_names
 from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, ModelCall
 from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.tensors import BY_NAME, Array
@@ -112,3 +111,8 @@ def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput
             raise UsageProblem(
                 f"`{name}` has one value for a batch, and its prompts differ", hint="give `--batch-size 1`"
             )
+
+
+def prompt_names(count: int) -> list[str]:
+    """The names of prompts in messages."""
+    return ["the prompt"] if count == 1 else [f"prompt {at}" for at in range(1, count + 1)]

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmconv.generation.past import Past
-from llmconv.generation.positions import PositionRule
+from llmconv.generation.positions import Past, PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import ModelCall

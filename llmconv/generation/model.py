@@ -9,37 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.chat.reused_cache import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat, has_start, render_chat
-from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.generation.encoded_prompt import EncodedPrompt, require_size
 from llmconv.generation.engine import Decode, LoopEngine
 from llmconv.generation.genai import GenaiEngine
-from llmconv.generation.given_inputs import RequestInputs, inputs_of_prompts, require_together
+from llmconv.generation.given_inputs import RequestInputs, inputs_of_prompts, prompt_names, require_together
 from llmconv.generation.images import ImageEncoder, with_images
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.model_parts import parts_of_files, parts_of_object
-from llmconv.generation.own_embeddings import require_size
-from llmconv.generation.positions import PositionRule
-from llmconv.generation.prompt_names import prompt_names
+from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, RowStart, TextPiece, pieces_of, refuse_shifted, row_starts
 from llmconv.generation.runners import (
     is_model,
+    load_genai,
+    load_images,
+    load_object,
+    load_runner,
+    refuse_prefix,
+    refuse_stages,
     with_lora,
 )
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.generation.streamers import feed, require_streamer
-from llmconv.generation.token_limit import limit_of
 from llmconv.generation.torch_options import TorchOptions
-from llmconv.runtime.context_length import has_window
+from llmconv.runtime.context_length import context_length, has_window
 from llmconv.runtime.given_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
-from llmconv.runtime.prefix.runner import PrefixedRunner
-from llmconv.runtime.prefix.trained import open_prefix
+from llmconv.runtime.prefix.runner import PrefixedRunner, with_prefix
+from llmconv.runtime.prefix.trained import Prefix, open_prefix
 from llmconv.runtime.runner import TOKENS_ONLY, Runner, default_positions
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer, require_text
@@ -425,3 +427,135 @@ class TextModel:
         """
         room = None if self.context_length is None else self.context_length + (not self._engine.runs_last_token)
         return limit_of(name, prompt_tokens, settings, self.context_length, room)
+
+
+def parts_of_object(
+    model: Any, tokenizer: Any, settings: SessionSettings | None, options: TorchOptions, **unused: Any
+) -> dict[str, Any]:
+    """The fields of a `TextModel` for a model of transformers in memory, on its device and in its dtype.
+
+    Args:
+        model: a torch module.
+        tokenizer: an object or a folder.
+        settings: the number of threads.
+        options: device and dtype may be those that the model has.
+        unused: options that only files have.
+
+    Raises:
+        InputRefused: the folder has no tokenizer.
+        UsageProblem: no tokenizer, an option without effect, or not a causal language model of transformers.
+    """
+    own = {
+        "device": str(getattr(model, "device", "")),
+        "dtype": str(getattr(model, "dtype", "")).removeprefix("torch."),
+    }
+    given = {name: value for name, value in vars(options).items() if value != own.get(name)}
+    if odd := next((name for name, value in {**given, **unused}.items() if value is not None), None):
+        raise UsageProblem(f"`{odd}` has no effect on a model in memory", hint="load the model with it")
+    if tokenizer is None:
+        raise UsageProblem("a model in memory has no tokenizer", hint="give `tokenizer`, an object or a folder")
+    runner = load_object(model, settings)
+    return {
+        "tokenizer": find_tokenizer(tokenizer, Path(), False),
+        "runner": runner,
+        "defaults": GenerationSettings.of_config(runner.model.generation_config.to_dict(), runner.config.to_dict()),
+        "context_length": runner.context_length,
+        "backend": "torch",
+    }
+
+
+def parts_of_files(
+    files: ModelFiles,
+    backend: str,
+    settings: SessionSettings | None,
+    options: TorchOptions,
+    *,
+    stages: StageAddresses | None,
+    prefix: Prefix | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """The fields of a `TextModel` for files, except for the tokenizer.
+
+    Args:
+        files: where they are.
+        backend: `onnx`, `torch` or `genai`.
+        settings: session settings of onnxruntime.
+        options: adapter, device and dtype.
+        stages: see `TextModel.open`.
+        prefix: tuned prefix before every prompt.
+        trust_remote_code: see `TextModel.open`.
+
+    Raises:
+        InputRefused, OutOfMemory, StageFailed, UnsupportedInput, UsageProblem: see `TextModel.open`.
+    """
+    engine: GenaiEngine | None = None
+    runner: Any
+    if backend == "genai":
+        options.refuse()
+        refuse_stages(stages, backend)
+        refuse_prefix(prefix)
+        engine = load_genai(files, settings)
+        runner, length = engine.model, engine.context_length
+    else:
+        runner = load_runner(files, backend, settings, options, stages, trust_remote_code=trust_remote_code)
+        runner = with_prefix(runner, prefix) if prefix else runner
+        length = room_in(context_length(files.folder), runner)
+    return {
+        "runner": runner,
+        "defaults": GenerationSettings.of(files.generation_config or files.folder),
+        "context_length": length,
+        "backend": backend,
+        "positions": positions_of(files.folder),
+        "folder": files.folder,
+        "engine": engine,
+        "images": load_images(files, backend, runner, settings),
+    }
+
+
+def room_in(context: int | None, runner: Runner) -> int | None:
+    """Tokens of prompt and new text together; a tuned prefix takes part of the model's context.
+
+    Args:
+        context: tokens that the model was made for; None if unknown.
+        runner: has the number of virtual tokens, and the size of its cache.
+
+    Raises:
+        InputRefused: the prefix leaves no room.
+    """
+    lengths = [context - runner.virtual_tokens if context else None, runner.cache_capacity]
+    length = min((length for length in lengths if length is not None), default=None)
+    if length is not None and length < 1:
+        raise InputRefused(
+            f"a prefix of {runner.virtual_tokens} tokens leaves no room in the model's context of {context}",
+            hint="is it the prefix of this model?",
+        )
+    return length
+
+
+def limit_of(name: str, prompt_tokens: int, settings: GenerationSettings, context: int | None, room: int | None) -> int:
+    """Maximum number of new tokens of a prompt.
+
+    Args:
+        name: of the prompt, for messages.
+        prompt_tokens: its number of tokens.
+        settings: limit the length.
+        context: maximum number of tokens of a prompt; None for no limit.
+        room: maximum number of tokens of a prompt and its new text; None for no limit.
+
+    Raises:
+        InputRefused: the prompt is empty, or too long for the context.
+    """
+    wanted = settings.new_tokens(prompt_tokens)
+    if prompt_tokens == 0:
+        raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
+    if wanted == 0:
+        raise InputRefused(
+            f"{name} has {prompt_tokens} tokens, but max_length is {settings.max_length}",
+            hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
+        )
+    if context is not None and prompt_tokens > context:
+        raise InputRefused(
+            f"{name} has {prompt_tokens} tokens, but the model's context is {context}",
+            hint="shorten the prompt, or export with a larger --max-seq-len if the graphs set the limit",
+        )
+    return wanted if room is None else min(wanted, room - prompt_tokens)

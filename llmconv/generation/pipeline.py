@@ -14,18 +14,19 @@ from llmconv.files.paths import kind_of, path_of
 from llmconv.generation.batches import Batches
 from llmconv.generation.encoded_prompt import EncodedPrompt
 from llmconv.generation.generate import options_of
-from llmconv.generation.graph_placement import placed, require_dtype
 from llmconv.generation.model import TextModel
-from llmconv.generation.other_keywords import own_keywords
 from llmconv.generation.prompt_run import BATCH_SIZE, require_count
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.row import TextPiece
+from llmconv.generation.runners import is_model
 from llmconv.generation.running_options import RunningOptions, opener
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streamers import is_streamer, require_streamer
 from llmconv.generation.tasks import TEXT_GENERATION, check_task, get_task, register_task, registered
+from llmconv.generation.torch_options import TorchOptions
 from llmconv.generation.wording import Wording, several
-from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
+from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
 TASK = TEXT_GENERATION
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
@@ -297,3 +298,143 @@ def _contents(inputs: Any) -> list[Any]:
 register_task(TASK, _text_generation)
 for _task in ("embed", "classify", "rerank"):
     register_task(_task, partial(_text_features, _task))
+
+
+BACKENDS = {"mslite": "onnx", "ms": "torch", "mindspore": "torch"}
+"""Their backends, and ours of the same kind: graphs, or the model itself."""
+
+INSTEAD = {
+    "ge_config_path": "`session_config=FILE` gives options of onnxruntime; those of GE have no meaning there",
+    "audio_processor": "models with sounds are exported without them: their text model alone",
+    "model_type": "`model_type` is read from the model's `config.json`; leave it out",
+    "model_name": "give the name as `model`, see `register_model`",
+    "full_model_path": "give the graph as `model`",
+    "prefill_model_path": "give the pair of graphs as `model`: `(PREFILL, DECODE)`",
+    "increment_model_path": "give the pair of graphs as `model`: `(PREFILL, DECODE)`",
+    "target": "`device` or `provider` selects where graphs run",
+    "is_sample_acceleration": "`llmconv export --postprocess topk:K` makes graphs that return the likeliest "
+    "tokens; they are used without an option",
+}
+"""Keywords without an argument here, and the counterpart."""
+
+
+def own_keywords(
+    backend: str | None, device: Any, options: Mapping[str, Any]
+) -> tuple[str | None, Any, dict[str, Any]]:
+    """Backend, device and options of `pipeline` with the other pipelines' keywords replaced.
+
+    Args:
+        backend: ours, or one of `BACKENDS`.
+        device: as transformers takes it.
+        options: all other keywords. `device_id` is the number of the device, `infer_seq_length` the `max_length`,
+            `rank_id` must be 0; `is_sample_acceleration=False` and None are left out.
+
+    Raises:
+        UsageProblem: a keyword without an argument here, or one that contradicts ours; the hint has the counterpart.
+    """
+    kept = {name: value for name, value in options.items() if name not in _TAKEN}
+    given = {name: value for name, value in options.items() if name in _TAKEN and value is not None}
+    for name in INSTEAD:
+        if kept.get(name) not in (None, False):
+            raise UsageProblem(f"`{name}` is not an argument of `pipeline`", hint=INSTEAD[name])
+        kept.pop(name, None)
+    if "rank_id" in given and _number(given, "rank_id"):
+        raise UsageProblem(
+            f"`rank_id` is {given['rank_id']}, and one process runs all graphs",
+            hint="leave it out; `llmconv export --stages N` divides the graphs, `stage_at` names other processes",
+        )
+    if "device_id" in given:
+        device, kept = _placed(_number(given, "device_id"), device, kept)
+    if "infer_seq_length" in given:
+        kept = _limited(_number(given, "infer_seq_length"), kept)
+    return BACKENDS.get(backend or "", backend), device, kept
+
+
+_TAKEN = ("rank_id", "device_id", "infer_seq_length")
+
+
+def _number(given: Mapping[str, Any], name: str) -> int:
+    number: int = fitted(given[name], int, name)
+    return require_least(number, int(name == "infer_seq_length"), name)
+
+
+def _placed(number: int, device: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The device with its number; a provider of onnxruntime that is CUDA's becomes one."""
+    provider = options.get("provider")
+    if provider is not None and (device is not None or str(provider).lower() not in ("cuda", "cpu")):
+        raise UsageProblem(
+            f"`device_id` and `provider` {provider} do not go together",
+            hint="give the number as an option of the provider, in a file of `session_config`",
+        )
+    kind = str(provider or device or "cuda").lower()
+    if kind == "cpu":
+        return device, options  # there is one
+    if kind != "cuda":
+        raise UsageProblem(
+            f"`device` {device} and `device_id` both name a device", hint=f'give `device="cuda:{number}"`'
+        )
+    return f"cuda:{number}", {name: value for name, value in options.items() if name != "provider"}
+
+
+def _limited(length: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a length of prompt and text together of at most `length` tokens."""
+    if options.get("max_new_tokens") is not None:
+        raise UsageProblem(
+            "`infer_seq_length` and `max_new_tokens` both set the length",
+            hint="give one of them: `infer_seq_length` includes the prompt, as `max_length` does",
+        )
+    longest = options.get("max_length")
+    if longest is not None and fitted(longest, int, "max_length") > length:
+        raise UsageProblem(
+            f"`max_length` {longest} is more than `infer_seq_length` {length}", hint="give `max_length` alone"
+        )
+    return {**options, "max_length": length if longest is None else longest}
+
+
+def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that open a model on a device; `dtype` is passed on to torch alone.
+
+    Args:
+        model: what is opened.
+        backend: `torch`, or a runtime of graphs.
+        device: as transformers takes it: a name, a number or torch's object.
+        dtype: likewise.
+        options: others, which may have a `provider` or a `session`.
+
+    Raises:
+        UsageProblem: the runtime does not have the device, or the options contradict each other.
+    """
+    given = TorchOptions.of(None, device, dtype)
+    if backend == "torch" or is_model(model) or isinstance(model, TextModel):
+        return {**options, "device": given.device, "dtype": given.dtype}
+    kind, _, number = (given.device or "cpu").partition(":")
+    if kind == "cpu":
+        return options
+    if options.get("provider") or options.get("session") or options.get("session_config"):
+        raise UsageProblem("`device` and the session settings both select a device", hint="leave out `device`")
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise UsageProblem(f"graphs do not run on the device `{given.device}`", hint="give `cpu`, `cuda` or `cuda:1`")
+    session = SessionSettings(provider=provider_name(kind), provider_options={"device_id": number or "0"})
+    return {**options, "session": session}
+
+
+def require_dtype(model: TextModel, dtype: Any) -> None:
+    """Requires that open graphs compute in a dtype, which only an export changes.
+
+    Args:
+        model: an open model; that of torch has the dtype already.
+        dtype: as transformers takes it; None and `auto` for any.
+
+    Raises:
+        UsageProblem: they compute in another one.
+    """
+    wanted = TorchOptions.of(None, None, dtype)
+    if model.backend == "torch" or wanted.dtype is None:
+        return
+    wanted.require_dtype()
+    found = str(getattr(model.runner, "dtype", "the type of their export"))
+    if found != wanted.dtype:
+        raise UsageProblem(
+            f"the graphs compute in {found}, not in {wanted.dtype}",
+            hint=f"`llmconv export MODEL --precision {wanted.dtype}`, or leave out `dtype`",
+        )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.runtime.runner import default_positions
+from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
@@ -30,3 +31,11 @@ def positions_of(folder: Path) -> PositionRule:
     path = folder / "config.json"
     row = known_input_maps().get(read_json(path).get("model_type", "") if path.is_file() else "")
     return row.positions if row else default_positions
+
+
+@dataclass(frozen=True)
+class Past:
+    """The cache of the first `tokens` columns of a batch, padding included."""
+
+    cache: Cache
+    tokens: int

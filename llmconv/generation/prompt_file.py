@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
-from llmconv.generation.chat.messages import is_message, require_contents
+from llmconv.generation.chat.templates import is_message, require_contents
 from llmconv.generation.prompts import Prompt, PromptContent
 
 TEXT_FIELDS = ("prompt", "instruction", "src")

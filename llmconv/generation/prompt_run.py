@@ -10,13 +10,11 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.generation.batches import Batches, OnPiece
-from llmconv.generation.completion_file import CompletionFile
-from llmconv.generation.completions import Completion, Generation
+from llmconv.generation.completions import Completion, CompletionFile, Generation
 from llmconv.generation.cost import GenerationCost
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Prompt
-from llmconv.generation.sampling.description import settings_fields, settings_line
-from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.generation.sampling.settings import GenerationSettings, settings_fields, settings_line
 from llmconv.generation.wording import PlannedText, Wording, encode_all
 from llmconv.progress import say, warn
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.chat.messages import is_message, require_contents
+from llmconv.generation.chat.templates import is_message, require_contents
 
 PromptContent = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""

@@ -30,7 +30,7 @@ from llmconv.runtime.runner import Runner
 from llmconv.runtime.stages.staged_runner import StageAddresses, StagedRunner
 
 if TYPE_CHECKING:
-    from llmconv.runtime.eager.given_model import GivenModel
+    from llmconv.runtime.eager.torch_runner import GivenModel
 
 
 def load_runner(
@@ -122,7 +122,7 @@ def load_object(model: Any, settings: SessionSettings | None = None) -> GivenMod
         UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
     """
     _refuse_session(settings)
-    from llmconv.runtime.eager.given_model import GivenModel  # noqa: PLC0415 - imports torch
+    from llmconv.runtime.eager.torch_runner import GivenModel  # noqa: PLC0415 - imports torch
 
     return GivenModel(model, threads=settings.threads if settings else 0)
 

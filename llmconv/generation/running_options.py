@@ -8,7 +8,7 @@ from typing import Any
 
 from llmconv.errors import UsageProblem
 from llmconv.generation.model import TextModel
-from llmconv.runtime.onnxruntime.session_options import SessionOptions, session_settings
+from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.stages.staged_runner import StageAddresses
 
 

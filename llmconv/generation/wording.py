@@ -9,9 +9,8 @@ from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation.chat.templates import TOKENIZER, find_template
-from llmconv.generation.encoded_prompt import EncodedPrompt, with_embeddings
+from llmconv.generation.encoded_prompt import EncodedPrompt, token_of, with_embeddings
 from llmconv.generation.model import TextModel
-from llmconv.generation.own_embeddings import token_of
 from llmconv.generation.prompts import Prompt, PromptContent, as_chat, with_prefix
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.placed_embeddings import PromptEmbeddings

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
+import json
 import logging
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,18 +23,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
 from llmconv.errors import LlmconvError
 from llmconv.serve.api_errors import ApiError, as_api_error
-from llmconv.serve.openai_responses import KEEP_ALIVE, ResponseBuilder, event
 from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
-from llmconv.serve.page import page_response
 from llmconv.serve.request_origin import AccessGuard, AccessRules
 from llmconv.serve.scheduler import Job, Scheduler
-from llmconv.serve.served_model import ChoiceDelta, ServedModel
+from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, ServedModel
 
 log = logging.getLogger("llmconv.serve")
 
@@ -260,3 +265,136 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
         exception_handlers={**handlers, HTTPException: on_http_error, ClientDisconnect: on_disconnect},
         lifespan=lifespan,
     )
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, so that no proxy closes a connection without traffic."""
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass
+class ResponseBuilder:
+    """Builds the response to one request while its answers grow.
+
+    Args:
+        request: the request.
+        model: public name of the model.
+        choices: the answers that are being generated.
+    """
+
+    request: CompletionRequest
+    model: str
+    choices: Sequence[CompletionChoice]
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        chat = self.request.is_chat
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+        }
+        if chat and self.request.stream:
+            self._head["object"] = "chat.completion.chunk"
+        self._begun: set[int] = set()
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Adds the result of a step."""
+        self.completion_tokens += delta.tokens
+        self.cached_tokens += delta.cached
+        self.texts.setdefault(delta.choice, []).append(delta.text)
+        if delta.finish:
+            self.finishes[delta.choice] = delta.finish
+
+    def whole(self) -> dict[str, Any]:
+        """The complete response, for a request without `stream`."""
+        return {
+            **self._head,
+            "choices": [self._choice(index) for index in range(len(self.choices))],
+            "usage": self.usage(),
+        }
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The events of one step: the role before the first text, the text, and the finish reason."""
+        self.add(delta)
+        if self.request.is_chat and delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            yield self._chunk(delta.choice, {"role": "assistant", "content": ""}, None)
+        if delta.text:
+            yield self._chunk(delta.choice, {"content": delta.text}, None)
+        if delta.finish:
+            yield self._chunk(delta.choice, {}, delta.finish)
+
+    def last(self) -> Iterator[bytes]:
+        """The events at the end of a stream: token counts if the request asks for them."""
+        if self.request.include_usage:
+            yield event({**self._head, "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far; a prompt with several answers counts once."""
+        prompts = self.choices[:: self.request.sampling.choices]
+        count = sum(len(choice.ids) for choice in prompts)
+        return {
+            "prompt_tokens": count,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": count + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self.texts.get(index, []))
+        content = {"message": {"role": "assistant", "content": text}} if self.request.is_chat else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": self.finishes.get(index, "stop")}
+
+    def _chunk(self, index: int, delta: dict[str, str], finish: str | None) -> bytes:
+        content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        usage = {"usage": None} if self.request.include_usage else {}
+        return event({**self._head, "choices": [choice], **usage})
+
+
+PARTS = {"style": ("page.css",), "script": ("markdown.js", "page.js")}
+"""Empty elements of page.html, and the files whose content goes there."""
+
+
+def page_response() -> HTMLResponse:
+    """The page with its content security policy."""
+    text, policy = _page()
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+@functools.cache
+def _page() -> tuple[str, str]:
+    text = _part("page.html")
+    for tag, names in PARTS.items():
+        content = "\n".join(_part(name) for name in names)
+        text = text.replace(f"<{tag}></{tag}>", f"<{tag}>\n{content}</{tag}>")
+    return text, content_security_policy(text)
+
+
+def _part(name: str) -> str:
+    return resources.files("llmconv.serve").joinpath(name).read_text("utf-8")
+
+
+def content_security_policy(html: str) -> str:
+    """A policy that allows only the page's own script and style, by their hashes, and requests to the same server."""
+    sources = {"script": "script-src", "style": "style-src"}
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
+    for tag, rule in sources.items():
+        hashes = [_hash(content) for content in re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)]
+        rules.append(f"{rule} {' '.join(hashes)}")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmconv.runtime.images.processor import without_videos
+from llmconv.runtime.images.family import without_videos
 from tests.builders.seeded import save_seeded
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER

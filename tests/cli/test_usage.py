@@ -16,7 +16,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.push
 import llmconv.verify
-from llmconv.cli.other_spellings import HINTS, hint_for
+from llmconv.cli.command_group import HINTS, hint_for
 from llmconv.errors import UsageProblem
 from tests.cli.commands import CHECKPOINT, LEAVES, command
 

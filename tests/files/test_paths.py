@@ -24,7 +24,7 @@ from llmconv.cli.options import Output
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.files.paths import PLACED, WRITTEN, output_path, path_of
-from llmconv.generation.completion_file import CompletionFile
+from llmconv.generation.completions import CompletionFile
 from llmconv.verify.report.files import write_report
 from llmconv.verify.results.report import Report
 from tests.cli.commands import LEAVES, command

@@ -27,8 +27,8 @@ from llmconv.files.packing import unpack
 from llmconv.files.packing.unpack import RECORD, find_codec, is_tar
 from llmconv.files.pickles.reader import read_pickle
 from llmconv.files.safetensors_file import read_header
-from llmconv.generation.image_file import open_image
-from llmconv.generation.own_embeddings import read_embeddings
+from llmconv.generation.encoded_prompt import read_embeddings
+from llmconv.generation.images import open_image
 from llmconv.model_code import collect_code
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime.onnxruntime.adapter_file import encode_adapter, read_adapter

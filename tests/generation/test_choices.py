@@ -13,7 +13,7 @@ import pytest
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.generation import GenerationSettings, generate
-from llmconv.generation.sampling.filters import pick_choice, pick_token
+from llmconv.generation.row import pick_choice, pick_token
 
 PROMPTS = ["Hello", "What is it?"]
 Choosing = Callable[[str], Path]

@@ -20,7 +20,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
-from llmconv.generation.image_file import LARGEST_FILE, open_image
+from llmconv.generation.images import LARGEST_FILE, open_image
 from llmconv.generation.prompt_file import read_prompts
 from tests.builders.seeing import save_picture, save_seeing
 

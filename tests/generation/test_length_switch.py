@@ -10,7 +10,7 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.generation import Conversation, SharedPrefix, TextModel
-from llmconv.serve.cache_pool import ConversationPool
+from llmconv.serve.served_model import ConversationPool
 from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
 

@@ -11,7 +11,7 @@ import llmconv
 from llmconv.embedding import embed
 from llmconv.errors import UsageProblem
 from llmconv.export import export
-from llmconv.generation.other_keywords import INSTEAD, own_keywords
+from llmconv.generation.pipeline import INSTEAD, own_keywords
 from tests.builders.embedding_models import save_model, save_modules
 from tests.builders.quantizers import save_tokenizer
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.generation.completion_file import CompletionFile
-from llmconv.generation.completions import Completion
+from llmconv.generation.completions import Completion, CompletionFile
 from llmconv.generation.prompts import Prompt
 
 PROMPTS = [Prompt("a"), Prompt("b")]

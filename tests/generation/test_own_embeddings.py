@@ -16,7 +16,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Prompt, TextModel, generate
-from llmconv.generation.own_embeddings import read_embeddings
+from llmconv.generation.encoded_prompt import read_embeddings
 from llmconv.generation.prompt_file import read_prompts
 from tests.builders.talking import save_letters
 from tests.conftest import DECODER, save_tiny

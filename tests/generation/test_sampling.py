@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling.filters import TokenCandidates, keep_top_k, narrowed, penalized, pick_token, softmax
+from llmconv.generation.row import TokenCandidates, keep_top_k, narrowed, penalized, pick_token, softmax
 from llmconv.tensors import Array
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))

@@ -15,7 +15,7 @@ import torch
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
-from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.limit_margins import Float64Casts
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.tensors import Array
 

@@ -13,9 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from llmconv.errors import OutputFailed
-from llmconv.serve import connections
-from llmconv.serve.connections import ConnectionLimit, LimitedProtocol
-from llmconv.serve.server import listen
+from llmconv.serve import server
+from llmconv.serve.server import ConnectionLimit, LimitedProtocol, listen
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -74,8 +73,8 @@ async def _all(reader: asyncio.StreamReader) -> bytes:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit of a moment, and room for four."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
-    monkeypatch.setattr(connections, "MAX_IDLE", 4)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(server, "MAX_IDLE", 4)
 
 
 @pytest.mark.usefixtures("short")
@@ -107,7 +106,7 @@ def test_a_connection_without_a_request_gives_its_place_to_a_newer_one() -> None
 
 
 def test_the_error_beyond_the_limit_is_that_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 1)
+    monkeypatch.setattr(server, "MAX_PER_ADDRESS", 1)
 
     async def crowd(opened: Open) -> None:
         first, _ = await opened(HEAD + b"\r\n")

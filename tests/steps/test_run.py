@@ -141,7 +141,7 @@ def test_force_does_all(again: Path) -> None:
 
 
 def test_another_version_does_all(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmconv.steps.record.__version__", "9.9")
+    monkeypatch.setattr("llmconv.steps.execution.__version__", "9.9")
     assert planned(again)["to-hf"] == "was done by llmconv 0.1.0"
 
 

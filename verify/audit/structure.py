@@ -12,10 +12,9 @@ from onnx import numpy_helper
 
 from llmconv.runtime.cache_names import MAX_LENGTH, is_recurrent, is_state, past_of
 from llmconv.runtime.extra_inputs import POSITIONS, ExtraInput
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.graph import OrtGraph
 from llmconv.runtime.onnxruntime.guard import nodes
-from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import INPUTS_EMBEDS, WRITE_INDICES
 from llmconv.verify.results.report import Check
 
 Axes = dict[str, list[str | int | None]]

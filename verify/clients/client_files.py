@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from llmconv.checkpoint import read_json
 from llmconv.errors import listing
 from llmconv.output.manifest import MANIFEST, read_manifest
-from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, named_files
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
+from llmconv.runtime.onnxruntime.shared_buffers import EMBEDDINGS
 from llmconv.runtime.onnxruntime.vision import VISION
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.results.report import Check

@@ -15,8 +15,7 @@ import onnx
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.onnxruntime.guard import weight_bytes
-from llmconv.runtime.onnxruntime.linked_weights import followed
-from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER
+from llmconv.runtime.onnxruntime.prepacked import WEIGHTS_FOLDER, followed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array

@@ -29,9 +29,8 @@ from llmconv.runtime.cache_names import is_past, is_present, is_state, layer_of,
 from llmconv.runtime.extra_inputs import ExtraInput
 from llmconv.runtime.extra_values import ExtraValues
 from llmconv.runtime.low_memory.graph_pieces import ValueTypes, cut_graph, values_read_by
-from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, open_piece
+from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, open_piece, split_products
 from llmconv.runtime.low_memory.runner import StreamedRunner
-from llmconv.runtime.low_memory.split_products import split_products
 from llmconv.runtime.onnxruntime.device import INPUT_DTYPES
 from llmconv.runtime.onnxruntime.io_binding import as_input
 from llmconv.runtime.onnxruntime.process_heap import trim

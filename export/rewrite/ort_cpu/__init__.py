@@ -2,16 +2,295 @@
 
 One pass per file; each rewrites the patterns that it recognizes and leaves other nodes unchanged. Measurements:
 docs/benchmarks.md.
+
+Keeps heads side by side around `GroupQueryAttention`, which takes and returns `[batch, sequence, heads * head_dim]`.
+
+The trace moves heads in front of tokens and back; between a projection and this operator these steps cancel out.
+
+`com.microsoft.FusedMatMul(transB=1)`, which takes `[batch, sequence, in]` without reshapes.
+
+Reshape(Gemm(Reshape(x), W, b))  ->  FusedMatMul(x, W) + b
+
+This removes twelve nodes per layer of a Llama; the weights stay mapped as stored.
+Source: onnxruntime docs/ContribOperators.md.
+
+An RMS norm and the sum in front of it as one node; onnxruntime does not fuse them in exported graphs.
+
+RMSNormalization(residual + y)   ->  com.microsoft.SkipSimplifiedLayerNormalization
+
+Source: onnxruntime docs/ContribOperators.md.
+
+`GroupQueryAttention` that rotates queries and keys itself: two nodes fewer per layer.
+
+The operator looks up rows of a table by position, and requires as many rows as there are keys. Here the table contains
+the angles of the new tokens, row by row, followed by zeros; so any rope scaling and any positions work as traced.
+
+With an empty cache, such a graph counts one key too many: onnxruntime treats equal lengths as a first prompt, for which
+it counts the rows of all prompts of a batch from those of the first. So it never detects a first prompt, and refuses a
+batch of several tokens each (1.31, contrib_ops/cpu/bert/group_query_attention.cc).
+Source: onnxruntime docs/ContribOperators.md.
 """
 
 from __future__ import annotations
 
-from llmconv.export.rewrite.ort_cpu.heads import flatten_heads
-from llmconv.export.rewrite.ort_cpu.linear import fuse_linear_layers
-from llmconv.export.rewrite.ort_cpu.norms import fuse_sums_before_norms
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from llmconv.export.node_editor import (
+    MICROSOFT,
+    NodeEditor,
+    constant,
+    integers,
+    producer,
+    rank,
+    remove_unused,
+    replace_value,
+)
 from llmconv.export.rewrite.ort_cpu.rotary import fuse_rotary
-from llmconv.export.rewrite.ort_cpu.rotating_attention import rotate_in_attention
 from llmconv.export.traced_graph import TracedGraph
+
+SWAP = [0, 2, 1, 3]
+RANK = 3
+
+
+def flatten_heads(traced: TracedGraph) -> None:
+    """Removes the transposes and reshapes around every `GroupQueryAttention`, in place."""
+    graph = traced.model.graph
+    nodes = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    for node in nodes:
+        heads = node.attributes.get_int("num_heads"), *[node.attributes.get_int("kv_num_heads")] * 2
+        editor = NodeEditor(graph, node, module_of=node)
+        for at, number in enumerate(heads):
+            flat = _flat_input(editor, node.inputs[at], number)
+            if flat is not None:
+                node.replace_input_with(at, flat)
+        _flatten_output(node.outputs[0])
+    if nodes:
+        remove_unused(traced.model)
+
+
+def _flat_input(editor: NodeEditor, value: ir.Value | None, heads: int) -> ir.Value | None:
+    """The same heads without transposes; None if they are computed in another way."""
+    reshape = producer(value, "Reshape")
+    swapped = _before_swap(reshape.inputs[0]) if reshape else None
+    rotation = producer(swapped, "RotaryEmbedding")
+    unswapped = _before_swap(rotation.inputs[0] if rotation else swapped)
+    if unswapped is None:
+        return None
+    flat = _side_by_side(editor, unswapped)
+    if rotation is None:
+        return flat
+    return editor.one("RotaryEmbedding", [flat, *rotation.inputs[1:]], {"num_heads": heads})
+
+
+def _before_swap(value: ir.Value | None) -> ir.Value | None:
+    """The input of a transpose of heads and tokens."""
+    node = producer(value, "Transpose")
+    return node.inputs[0] if node and list(node.attributes.get_ints("perm")) == SWAP else None
+
+
+def _side_by_side(editor: NodeEditor, value: ir.Value) -> ir.Value:
+    """`[batch, sequence, heads, head_dim]` with its last two axes merged, as a projection returns them."""
+    reshape = producer(value, "Reshape")
+    projected = reshape.inputs[0] if reshape else None
+    if projected is not None and _width(projected) == _width(value) != 0:
+        return projected
+    return editor.one("Reshape", [value, integers(editor.graph, 0, 0, -1)])
+
+
+def _width(value: ir.Value) -> int:
+    """Number of elements per token; 0 if unknown."""
+    axes = list(value.shape[2:]) if value.shape is not None and rank(value) >= RANK else []
+    numbers = [axis for axis in axes if isinstance(axis, int)]
+    return prod(numbers) if axes and len(numbers) == len(axes) else 0
+
+
+def _flatten_output(output: ir.Value) -> None:
+    """Users of the heads side by side read the operator's output."""
+    for reshape, _ in list(output.uses()):
+        for swap, _ in list(reshape.outputs[0].uses()):
+            for back, _ in list(swap.outputs[0].uses()):
+                if _before_swap(back.outputs[0]) is not None and _before_swap(swap.outputs[0]) is not None:
+                    _join(output, back.outputs[0])
+
+
+def _join(output: ir.Value, heads: ir.Value) -> None:
+    for last, _ in list(heads.uses()):
+        result = last.outputs[0]
+        if last.op_type == "Reshape" and rank(result) == RANK and _width(result) == _width(heads) != 0:
+            result.replace_all_uses_with(output)
+            output.shape, output.type = result.shape, result.type
+
+
+def fuse_linear_layers(traced: TracedGraph) -> None:
+    """Rewrites every `Gemm` between two reshapes, in place."""
+    found = [match for node in traced.model.graph if (match := _between_reshapes(node)) is not None]
+    for source, gemm, last in found:
+        editor = NodeEditor(traced.model.graph, last, module_of=gemm)
+        attributes = {"transA": 0, "transB": 1, "alpha": 1.0}
+        result = editor.one("FusedMatMul", [source, gemm.inputs[1]], attributes, domain=MICROSOFT)
+        if len(gemm.inputs) > 2:
+            result = editor.one("Add", [result, gemm.inputs[2]])
+        replace_value(last.outputs[0], result)
+    if found:
+        traced.model.opset_imports[MICROSOFT] = 1
+        remove_unused(traced.model)
+
+
+def _between_reshapes(gemm: ir.Node) -> tuple[ir.Value, ir.Node, ir.Node] | None:
+    """The left operand before it is flattened, the `Gemm`, and the `Reshape` that restores the axes of the product."""
+    before = producer(gemm.inputs[0], "Reshape") if gemm.op_type == "Gemm" else None
+    if before is None or gemm.attributes.get_int("transB", 0) != 1:
+        return None
+    source, uses = before.inputs[0], list(gemm.outputs[0].uses())
+    if source is None or len(uses) != 1 or uses[0].node.op_type != "Reshape":
+        return None
+    last = uses[0].node
+    return (source, gemm, last) if rank(source) == rank(last.outputs[0]) != 0 else None
+
+
+SUM = 3
+"""Index of the sum among the outputs of `SkipSimplifiedLayerNormalization`, after an unused mean and variance."""
+
+
+def fuse_sums_before_norms(traced: TracedGraph) -> None:
+    """Rewrites every norm of a sum in place."""
+    graph = traced.model.graph
+    norms = [(node, add) for node in list(graph) if (add := _sum_before(node)) is not None]
+    for norm, add in norms:
+        _fuse(NodeEditor(graph, norm, module_of=norm), norm, add)
+    if norms:
+        traced.model.opset_imports[MICROSOFT] = 1
+        remove_unused(traced.model)
+
+
+def _sum_before(norm: ir.Node) -> ir.Node | None:
+    """The sum in front of a norm of whole hidden states."""
+    node = producer(norm.inputs[0], "Add") if norm.op_type == "RMSNormalization" else None
+    return node if node and all(rank(value) == 3 for value in node.inputs) else None
+
+
+def _fuse(editor: NodeEditor, norm: ir.Node, add: ir.Node) -> None:
+    """One node instead of the norm and of the sum, which later layers also read."""
+    x, weight = norm.inputs[:2]
+    assert x is not None
+    attributes = {"epsilon": norm.attributes.get_float("epsilon", 0.0)}
+    inputs = [*add.inputs, weight]
+    outputs = editor.add("SkipSimplifiedLayerNormalization", inputs, attributes, SUM + 1, MICROSOFT)
+    replace_value(norm.outputs[0], outputs[0])
+    total = outputs[SUM]
+    total.shape, total.type = x.shape, x.type
+    x.replace_all_uses_with(total)
+    fused = outputs[0].producer()
+    assert fused is not None
+    for index, value in enumerate(inputs[:2]):
+        fused.replace_input_with(index, value)
+
+
+TOTAL, TABLES, BIAS = 6, 7, 10
+"""Input indices: `total_sequence_length`; the first of cosines, sines and row numbers; the mask."""
+HEAD_MULTIPLE = 16
+"""onnxruntime rotates head sizes that are a multiple of this."""
+
+
+def rotate_in_attention(traced: TracedGraph) -> None:
+    """Moves every `RotaryEmbedding` into the attention that reads it, in place; only in a graph for single steps."""
+    if not traced.spec.steps:
+        return
+    graph = traced.model.graph
+    found = [
+        (node, *rotation)
+        for node in graph
+        if node.op_type == "GroupQueryAttention" and (rotation := _rotation(node)) is not None
+    ]
+    if found:
+        shared = _SharedInputs(graph)
+        for attention, angles, unrotated in found:
+            inputs = {TOTAL: shared.total, BIAS: shared.bias(attention.inputs[BIAS])}
+            for at, value in [*enumerate(unrotated), *enumerate(shared.tables(angles), TABLES), *inputs.items()]:
+                attention.replace_input_with(at, value)
+            attention.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
+        remove_unused(traced.model)
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """Cosines and sines of the new tokens, `[batch, sequence, half]`."""
+
+    cos: ir.Value
+    sin: ir.Value
+    half: int
+
+
+def _rotation(attention: ir.Node) -> tuple[_Angles, list[ir.Value]] | None:
+    """The angles of queries and keys, and both before the rotation; None if the operator does not support it."""
+    nodes = [producer(value, "RotaryEmbedding") for value in attention.inputs[:2]]
+    query, key = (_angles(node) for node in nodes)
+    unrotated = [value for node in nodes if node and (value := node.inputs[0]) is not None]
+    return (query, unrotated) if query is not None and query == key and len(unrotated) == 2 else None
+
+
+def _angles(rotation: ir.Node | None) -> _Angles | None:
+    """The angles of a rotation of flat heads."""
+    if rotation is None or "num_heads" not in rotation.attributes:
+        return None
+    cos, sin = rotation.inputs[1:3]
+    half = cos.shape[-1] if cos is not None and cos.shape is not None else None
+    if cos is None or sin is None or not isinstance(half, int) or 2 * half % HEAD_MULTIPLE:
+        return None
+    return _Angles(cos, sin, half)
+
+
+class _SharedInputs:
+    """Inputs that all layers share; `graph.sort` moves their nodes to the front.
+
+    Attributes:
+        total: `total_sequence_length`, int32 scalar: the number of keys, and more than the number of new tokens.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph, self._edit = graph, NodeEditor(graph, graph[0], "rotary")
+        self._tables: dict[_Angles, list[ir.Value]] = {}
+        self._bias: dict[ir.Value, ir.Value] = {}
+        new, keys = (self._one("Shape", port, start=1, end=2) for port in graph.inputs[:2])
+        self._total = self._one("Max", keys, self._one("Add", new, integers(graph, 1)))
+        self._pads = self._one("Concat", integers(graph, *[0] * 7), self._one("Sub", self._total, keys), axis=0)
+        self.total = self._one("Squeeze", self._one("Cast", self._total, to=ir.DataType.INT32))
+
+    def bias(self, mask: ir.Value | None) -> ir.Value:
+        """The mask padded to `total` keys, `[batch, 1, sequence, total]`."""
+        assert mask is not None
+        if mask not in self._bias:
+            self._bias[mask] = self._one("Pad", mask, self._pads)
+        return self._bias[mask]
+
+    def tables(self, angles: _Angles) -> list[ir.Value]:
+        """Both tables, `[total, half]`, and the row number of every new token, int64 `[batch, sequence]`."""
+        if angles not in self._tables:
+            self._tables[angles] = self._build_tables(angles)
+        return self._tables[angles]
+
+    def _build_tables(self, angles: _Angles) -> list[ir.Value]:
+        graph, half = self._graph, integers(self._graph, angles.half)
+        rows = [self._one("Reshape", table, integers(graph, -1, angles.half)) for table in (angles.cos, angles.sin)]
+        count = self._one("Shape", rows[0], start=0, end=1)
+        missing = self._one("Max", self._one("Sub", self._total, count), integers(graph, 0))
+        assert angles.cos.dtype is not None
+        zero = ir.tensor([0], dtype=angles.cos.dtype)
+        rest = self._one("ConstantOfShape", self._one("Concat", missing, half, axis=0), value=zero)
+        first, step = (constant(graph, f"int64_scalar_{number}", np.array(number)) for number in (0, 1))
+        order = self._one("Range", first, self._one("Squeeze", count), step)
+        return [
+            *(self._one("Concat", table, rest, axis=0) for table in rows),
+            self._one("Reshape", order, self._one("Shape", graph.inputs[0])),
+        ]
+
+    def _one(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
+        return self._edit.one(op_type, inputs, attributes)
+
 
 PASSES = (fuse_rotary, flatten_heads, rotate_in_attention, fuse_linear_layers, fuse_sums_before_norms)
 """In order: a rotation becomes one node, then heads are flattened around it, then attention includes it."""

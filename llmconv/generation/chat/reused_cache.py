@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from llmconv.generation.loop import pad_left
-from llmconv.generation.past import Past
-from llmconv.generation.positions import PositionRule
+from llmconv.generation.positions import Past, PositionRule
 from llmconv.runtime.array_cache import can_be_cut, cut, is_lost, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
 

@@ -5,22 +5,36 @@ All are Jinja, which transformers renders in a sandbox: a template comes with a 
     alpaca   instruction and response; a message may have an `input` in addition to its `content`
     v1_2     LLaMA2-Accessory's default: `###` before every turn; an answer ends at a line that begins with `###`
     vicuna   its `vicuna_v1_1`, with two spaces before every role, as its models were trained
+
+Rendering a chat template of a model folder in a child process with limited time and memory.
+
+The sandbox in which transformers renders templates blocks the disk and the network, but neither endless loops nor texts
+of gigabytes.
+
+The form in which a chat template reads the content of a message: a text, or a list of parts.
+
+A template of one form shows nothing of the other, or Python's notation of it, and fails on neither. So a message in
+each form is rendered once per role and template, and looked for in the result, as llama.cpp does.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import select
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.generation.chat.bounded_render import RenderLimitExceeded, bounded_text
-from llmconv.generation.chat.content_forms import ContentForms
-from llmconv.generation.chat.messages import require_contents
+from llmconv.files.paths import kind_of
 from llmconv.runtime.tokenizer import require_text, token_ids
 
 TOKENIZER = "tokenizer"
@@ -261,3 +275,195 @@ def encode_chat(
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids
+
+
+SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
+"""CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""
+
+WAIT = 60.0
+"""Wall-clock seconds, for a child that gets little CPU time."""
+
+SUCCEEDED, FAILED = b"+", b"-"
+
+
+class RenderLimitExceeded(Exception):
+    """The template took too much time or memory."""
+
+
+def bounded_text(make: Callable[[], str]) -> str:
+    """The text that `make` returns, called in a forked child process.
+
+    Args:
+        make: pure Python, without threads or locks of this process.
+
+    Raises:
+        RenderLimitExceeded: it took too much time or memory.
+        ValueError: it raised; has the message.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child never uses
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _make(make, writer)
+    os.close(writer)
+    try:
+        answer = _read(reader)
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, 9)
+        os.waitpid(child, 0)
+    if answer[:1] == FAILED:
+        raise ValueError(answer[1:].decode("utf-8", "replace"))
+    if answer[:1] != SUCCEEDED:
+        raise RenderLimitExceeded
+    return answer[1:].decode("utf-8", "surrogatepass")
+
+
+def _make(make: Callable[[], str], writer: int) -> NoReturn:
+    """The child process: writes the text, or nothing if a limit stopped it; runs none of the parent's exit handlers."""
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        _limit_memory()
+        try:
+            answer = SUCCEEDED + make().encode("utf-8", "surrogatepass")
+        except MemoryError:
+            answer = b""
+        except Exception as error:  # a template can raise anything
+            answer = FAILED + first_line(error).encode("utf-8", "replace")
+        os.set_blocking(writer, True)
+        for start in range(0, len(answer), 1 << 16):
+            os.write(writer, answer[start : start + (1 << 16)])
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    """Limits the address space to its present size plus `MEMORY`; only time is limited where /proc is missing."""
+    with suppress(OSError, ValueError):
+        with open("/proc/self/statm", "rb") as file:
+            now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        wanted = now + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if most < 0 else min(wanted, most), most))
+
+
+def _read(reader: int) -> bytes:
+    """The output of the child; empty if it is too large or too late."""
+    parts: list[bytes] = []
+    size, end = 0, time.monotonic() + WAIT
+    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        part = os.read(reader, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+        if size > CHARACTERS:
+            break
+    return b""
+
+
+NEEDLE = "zq7w3k"
+"""Text of the messages that are tried."""
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Messages to text; raises an exception where the template fails."""
+
+
+class ContentForms:
+    """The forms that one template reads, tried when they are needed.
+
+    Args:
+        source: of the template; what is known of it is kept.
+        render: renders messages in it, without a part for an answer.
+    """
+
+    def __init__(self, source: str, render: Render) -> None:
+        self._known, self._render = _known(source), render
+
+    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with every content in a form that the template reads; unchanged where it reads neither form.
+
+        Args:
+            messages: `role` and `content` each. Parts other than texts are left as they are.
+
+        Raises:
+            RenderLimitExceeded: the template takes too much time or memory.
+        """
+        return [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
+
+    def _reads(self, role: str, in_parts: bool) -> bool:
+        key = role, in_parts
+        if key not in self._known:
+            self._known[key] = self._tried(role, in_parts)
+        return self._known[key]
+
+    def _content(self, role: str, content: Any) -> Any:
+        if isinstance(content, str):
+            wants_parts = not self._reads(role, False) and self._reads(role, True)
+            return [{"type": "text", "text": content}] if wants_parts else content
+        if not isinstance(content, list | tuple) or not content or not all(map(is_text_part, content)):
+            return content
+        wants_text = not self._reads(role, True) and self._reads(role, False)
+        return text_of(content) if wants_text else content
+
+    def _tried(self, role: str, in_parts: bool) -> bool:
+        content = [{"type": "text", "text": NEEDLE}] if in_parts else NEEDLE
+        user = {"role": "user", "content": [{"type": "text", "text": "a"}] if in_parts else "a"}
+        tried = {"role": role, "content": content}
+        before, after = [user] * (role == "assistant"), [user] * (role != "user")
+        try:
+            text = self._render([*before, tried, *after])
+        except RenderLimitExceeded:
+            raise
+        except Exception:  # a template can raise anything
+            return False
+        return NEEDLE in text and f"'{NEEDLE}'" not in text and f'"{NEEDLE}"' not in text
+
+
+@lru_cache(maxsize=64)
+def _known(source: str) -> dict[tuple[str, bool], bool]:
+    """What is known of a template: whether it reads texts, and parts, in messages of a role."""
+    return {}
+
+
+def is_text_part(part: Any) -> bool:
+    """Whether a part of a content is a text."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def text_of(content: Any) -> str:
+    """A content as one text: that of its text parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if is_text_part(part))
+
+
+def is_message(message: Any) -> bool:
+    """Whether a value has the form of a message; `require_contents` checks the content."""
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
+    """Refuses contents that a template would render as `None` or `7`, or fail on.
+
+    Args:
+        messages: of a chat. A content is a text, a list of parts (which some templates take), or None in a message of
+            the assistant that has `tool_calls`, as in OpenAI's API.
+        where: name of the chat in the error message.
+
+    Raises:
+        InputRefused: a content is something else.
+    """
+    for number, message in enumerate(messages, start=1):
+        content = message["content"]
+        if isinstance(content, str | list | tuple):
+            continue
+        if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+            continue
+        kind = "null" if content is None else kind_of(content)
+        raise InputRefused(
+            f"the `content` of message {number} in {where} is {kind}, but must be a text",
+            hint='give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`',
+        )

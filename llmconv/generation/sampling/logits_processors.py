@@ -15,8 +15,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
-from llmconv.generation.past import Past
-from llmconv.generation.positions import PositionRule
+from llmconv.generation.positions import Past, PositionRule
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.extra_inputs import ModelCall

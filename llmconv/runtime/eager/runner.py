@@ -3,21 +3,29 @@
 It shares no code with the exporter: transformers' eager attention and DynamicCache, unpatched. If layers keep a
 recurrent state, several tokens after a past are computed by running all tokens again: some scans of transformers
 (Mamba's) start from zeros whatever the cache contains.
+
+Values that a model's own code computes while it is built, such as rotary tables: transformers 5 loses them.
+
+It builds every model on the meta device and then loads the weights. What is not among the weights (buffers that are not
+persistent, plain tensors) is left without content, except in transformers' own classes, which compute it again.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import inspect
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -34,20 +42,13 @@ from llmconv.memory import raise_if_out_of_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
-from llmconv.runtime.eager.computed_values import restore_computed_values
-from llmconv.runtime.eager.deepstack import deepstacked
-from llmconv.runtime.eager.device import require_device
-from llmconv.runtime.eager.float64_casts import Float64Casts
-from llmconv.runtime.eager.layer_modules import layer_modules
-from llmconv.runtime.eager.limit_margins import LimitMargins
-from llmconv.runtime.eager.loaded_weights import require_loaded
-from llmconv.runtime.eager.peft_adapter import with_adapter, without_adapter
+from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
 from llmconv.runtime.eager.skipped_layers import skip_layers
-from llmconv.runtime.eager.stored_tensors import ScaleFactors, stored_tensors
+from llmconv.runtime.eager.stored_tensors import ScaleFactors, require_loaded, stored_tensors
 from llmconv.runtime.extra_inputs import PAST, ExtraInput, ModelCall, require_parameters, resolved_inputs
 from llmconv.runtime.extra_values import ExtraValues, with_past
 from llmconv.runtime.images.families import IMAGE_FAMILIES
-from llmconv.runtime.images.placeholders import as_embedded, embeds_in_layers
+from llmconv.runtime.images.family import as_embedded, embeds_in_layers
 from llmconv.runtime.library_patches import (
     cache_parameter,
     continues_recurrent_state,
@@ -58,7 +59,7 @@ from llmconv.runtime.library_patches import (
 )
 from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
-from llmconv.runtime.rotary_axes import DEEPSTACK
+from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
 from llmconv.tensors import Array
 
@@ -359,7 +360,7 @@ class EagerRunner(Runner):
         return logits
 
     def deepstacked(self, features: torch.Tensor | None) -> AbstractContextManager[None]:
-        """See `llmconv.runtime.eager.deepstack.deepstacked`."""
+        """See `llmconv.runtime.eager.runner.deepstacked`."""
         return deepstacked(without_adapter(self.model), features)
 
     @contextmanager
@@ -391,3 +392,132 @@ def single_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def restore_computed_values(model: Any) -> None:
+    """Gives a loaded model the values that its class computes; the class is built once more, without weights.
+
+    Args:
+        model: of custom code, as `from_pretrained` returns it; changed in place.
+    """
+    with _weights_on_meta():
+        built = type(model)(copy.deepcopy(model.config))
+    loaded = dict(model.named_modules())
+    for name, module in built.named_modules():
+        if name in loaded:
+            _copy_values(module, loaded[name])
+
+
+def _copy_values(built: nn.Module, loaded: nn.Module) -> None:
+    """Copies the buffers that are not persistent, and plain tensors where the loaded module has none with content."""
+    for key in built._non_persistent_buffers_set & loaded._buffers.keys():
+        value, found = built._buffers[key], loaded._buffers[key]
+        if value is not None and found is not None:
+            loaded._buffers[key] = value.to(found.dtype)
+    for key, value in vars(built).items():
+        if isinstance(value, torch.Tensor) and getattr(vars(loaded).get(key), "is_meta", False):
+            setattr(loaded, key, value)
+
+
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Parameters of new modules have no memory; everything else is on the CPU."""
+    module_class: Any = nn.Module
+    register = module_class.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    module_class.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        module_class.register_parameter = register
+
+
+def require_device(name: str) -> torch.device:
+    """A device of this machine by torch's name.
+
+    Raises:
+        UsageProblem: torch does not have it.
+    """
+    try:  # a build without CUDA raises AssertionError, without MPS or XLA NotImplementedError
+        probe = torch.zeros(1, device=name)
+        probe.item()  # the device `meta` has no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageProblem(
+            f"torch cannot use the device `{name}`: {first_line(error)}",
+            hint="`cpu` is always there; for `cuda` install torch's build for your CUDA version",
+        ) from error
+    return probe.device
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """The model with a PEFT adapter around its layers."""
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise UsageProblem(
+            "an adapter that is not merged needs the library peft",
+            hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft's own use of transformers
+            tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
+    except Exception as error:  # each kind of adapter raises its own exceptions
+        raise InputRefused(
+            f"PEFT cannot apply `{adapter}` to the model: {first_line(error)}", hint="is it an adapter of this model?"
+        ) from error
+    if tuned.active_peft_config.is_prompt_learning:
+        raise InputRefused(
+            f"`{adapter}` is a tuned prefix, which belongs to no layer", hint="give it with `--prefix-tuning`"
+        )
+    return tuned
+
+
+def without_adapter(model: Any) -> Any:
+    """transformers' own model inside of a model with an adapter; any other as it is."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The elements of all outermost `ModuleList`s by name."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
+            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
+    return found
+
+
+@contextmanager
+def added_after_layers(layers: Sequence[nn.Module], features: Tensor | None) -> Iterator[None]:
+    """Context in which the first layers add features to their outputs.
+
+    Args:
+        layers: of the decoder, in order.
+        features: float [batch, tokens, count * hidden], those of the first layer first; None for none.
+    """
+    with ExitStack() as hooks:
+        if features is not None:
+            size = features.shape[-1] // DEEPSTACK_LAYERS
+            parts = torch.split(features, size, dim=-1)
+            for layer, part in zip(layers, parts, strict=False):
+                hooks.callback(layer.register_forward_hook(partial(_add, part)).remove)
+        yield
+
+
+def _add(part: Tensor, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
+    return output + part
+
+
+def deepstacked(model: Any, features: Tensor | None) -> AbstractContextManager[None]:
+    """Context in which features of images reach the first layers; transformers takes none after the tower.
+
+    Args:
+        model: a multimodal model of transformers.
+        features: see `added_after_layers`; None for none.
+    """
+    return nullcontext() if features is None else added_after_layers(model.model.language_model.layers, features)

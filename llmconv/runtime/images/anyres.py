@@ -9,8 +9,6 @@ import numpy as np
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.images.family import CONTRASTS, IMAGE_FEATURES, PIXEL_VALUES, Given, ImageFamily
-from llmconv.runtime.images.grids import best_resolution, unpadded
-from llmconv.runtime.images.resize import resize_bilinear
 from llmconv.tensors import Array
 
 IMAGE_SIZES, NEWLINE, COUNTS = "image_sizes", "newline", "batch_num_images"
@@ -148,3 +146,59 @@ class OneVisionImages(AnyresImages):
     def _example(self, sizes: list[list[int]], tile: list[int], contrast: float, random: np.random.Generator) -> Given:
         given = super()._example(sizes, tile, contrast, random)
         return {**given, COUNTS: np.array([len(sizes)], np.int64)}
+
+
+def resize_bilinear(features: Array, height: int, width: int) -> Array:
+    """Features resized without aligned corners and without a filter, float [height, width, hidden].
+
+    Args:
+        features: float [rows, columns, hidden].
+        height: of the result, 1 or more.
+        width: of the result, 1 or more.
+    """
+    return _resized(_resized(features, 0, height), 1, width).astype(features.dtype)
+
+
+def _resized(features: Array, axis: int, size: int) -> Array:
+    """One axis resized: each point is between two, whose weights are the distances."""
+    old = features.shape[axis]
+    points = np.maximum((np.arange(size) + 0.5) * (old / size) - 0.5, 0)
+    first = np.minimum(points.astype(int), old - 1)
+    second = np.minimum(first + 1, old - 1)
+    shape = [1] * features.ndim
+    shape[axis] = size
+    weight = (points - first).reshape(shape)
+    found: Array = features.take(first, axis) * (1 - weight) + features.take(second, axis) * weight
+    return found
+
+
+def best_resolution(size: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The height and width of `grids` that keep most of an image, and then waste least; transformers' function.
+
+    Args:
+        size: of the image, height and width.
+        grids: heights and widths.
+    """
+
+    def merit(grid: Sequence[int]) -> tuple[int, int]:
+        scale = min(grid[1] / size[1], grid[0] / size[0])
+        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return kept, kept - grid[0] * grid[1]
+
+    height, width = max(grids, key=merit)
+    return int(height), int(width)
+
+
+def unpadded(grid: Sequence[int], size: Sequence[int]) -> tuple[slice, slice]:
+    """The rows and columns of a grid that an image fills; transformers' `unpad_image`.
+
+    Args:
+        grid: rows and columns.
+        size: of the image, height and width.
+    """
+    (rows, columns), (height, width) = grid, size
+    if width / height > columns / rows:
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        return slice(padding, rows - padding), slice(None)
+    padding = (columns - int(round(width * (rows / height), 7))) // 2
+    return slice(None), slice(padding, columns - padding)

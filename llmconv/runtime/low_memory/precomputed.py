@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir, mkstemp
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
-from llmconv.runtime.low_memory.planned_calls import PlannedCall
+from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Choices, Extras, Runner, Step, refuse_placed
 from llmconv.tensors import Array
@@ -291,3 +291,31 @@ class PrecomputedRunner(Runner):
         if isinstance(kept, LlmconvError):
             raise kept
         return kept
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One of several calls of a runner; arguments as in `Runner.prefill`.
+
+    Attributes:
+        past: the cache to continue, if it exists already.
+        parent: index of the earlier call whose cache this call continues; None if it continues `past`.
+        extras: values of extra inputs that do not have their defaults.
+    """
+
+    input_ids: Array
+    attention_mask: Array
+    position_ids: Array
+    past: Cache | None = None
+    parent: int | None = None
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> ModelCall:
+        """The tokens of the call."""
+        return ModelCall(self.input_ids, self.attention_mask, self.position_ids)
+
+    @property
+    def past_length(self) -> int:
+        """Number of tokens before this call, padding included."""
+        return int(self.attention_mask.shape[1] - self.input_ids.shape[1])

@@ -3,22 +3,28 @@
 transformers loads each part itself, so that experts are stacked and matrices split as in `from_pretrained`. Bytes are
 read with `pread`; no file stays mapped. Large matrices of `nn.Linear` that are stored as they are used are read as they
 are stored: the product converts blocks of their rows (`lazy_matrices`), which takes a quarter of the memory of float64.
+
+LazyMatrices: embedding tables and output heads that are read by rows, never as a whole.
+
+A vocabulary of 128k tokens times a width of 4096 is 4 GB in float64. Such a matrix stays on the meta device: a lookup
+reads the rows of its tokens, and a product reads one block of rows after another.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from llmconv.errors import UnsupportedInput
 from llmconv.runtime.eager.stored_tensors import StoredTensor
 from llmconv.runtime.library_patches import load_tensors, loaded_names
-from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.onnxruntime.process_heap import trim
 
@@ -145,3 +151,159 @@ def _get(model: nn.Module, name: str) -> torch.Tensor:
 def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, tensor)
+
+
+BLOCK = 1 << 21
+"""Maximum number of elements of a matrix that is read at a time."""
+
+CONVERTED = 1 << 20
+"""Elements of a matrix that are converted at a time: a block that stays in the processor's cache."""
+
+
+class LazyMatrices(TorchFunctionMode):
+    """While active, `embedding` and `linear` read only the required rows of lazy matrices.
+
+    `linear` also accepts a matrix in another dtype than its input, such as weights as they are stored: blocks of its
+    rows are converted, so that no converted copy of the matrix is in memory.
+
+    Args:
+        matrices: the stored tensors by the id of the meta parameter that represents them.
+        multiply: computes `linear` for the lazy matrix with that id, an input and a bias.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[int, StoredTensor],
+        multiply: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._matrices, self._multiply = matrices, multiply
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.embedding and id(args[1]) in self._matrices:
+            return self._look_up(args[0], args[1])
+        if func is functional.linear and id(args[1]) in self._matrices:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return self._multiply(id(args[1]), args[0], bias)
+        if func is functional.linear and args[0].dtype is not args[1].dtype:
+            return linear_by_blocks(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _look_up(self, ids: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        stored = self._matrices[id(parameter)]
+        tokens, indices = torch.unique(ids, return_inverse=True)
+        rows = torch.cat([stored.rows(token, token + 1) for token in tokens.tolist()])
+        return functional.embedding(indices, rows.to(parameter.dtype))
+
+
+def linear_by_blocks(value: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` in the input's dtype with a matrix in another.
+
+    Args:
+        value: [..., columns].
+        matrix: [rows, columns]; its values are exact in the dtype of `value`.
+        bias: [rows], or None.
+    """
+    if matrix.dtype is value.dtype:
+        return functional.linear(value, matrix, bias)
+    rows, columns = matrix.shape
+    step = max(1, CONVERTED // columns)
+    flat = value.reshape(-1, columns)
+    result = flat.new_empty((len(flat), rows))
+    block = flat.new_empty((min(step, rows), columns))
+    for start in range(0, rows, step):
+        part = matrix[start : start + step]
+        converted = block[: len(part)].copy_(part)
+        result[:, start : start + step] = functional.linear(flat, converted)
+    if bias is not None:
+        result += bias.to(value.dtype)
+    return result.reshape(*value.shape[:-1], rows)
+
+
+def product_by_rows(
+    stored: StoredTensor, dtype: torch.dtype, inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+) -> list[torch.Tensor]:
+    """`linear(input, matrix, bias)` for several inputs; the matrix is read once.
+
+    Args:
+        stored: the matrix, [rows, columns].
+        dtype: dtype of the computation and of the results.
+        inputs: pairs of an input [..., columns] and a bias [rows] or None.
+
+    Returns:
+        One tensor [..., rows] per input.
+    """
+    rows, columns = stored.shape
+    step = max(1, BLOCK // columns)
+    values = [value.to(dtype) for value, _ in inputs]
+    together = rows > step  # one product for all inputs; small ones keep the bits of a product of their own
+    if together:
+        values = [torch.cat([value.reshape(-1, columns) for value in values])]
+    results = [value.new_empty((*value.shape[:-1], rows)) for value in values]
+    for start in range(0, rows, step):
+        block = slice(start, min(start + step, rows))
+        matrix = stored.rows(block.start, block.stop) if together else stored[...]
+        for result, value in zip(results, values, strict=True):
+            result[..., block] = linear_by_blocks(value, matrix)
+    if together:
+        counts = [value[..., 0].numel() for value, _ in inputs]
+        shapes = [(*value.shape[:-1], rows) for value, _ in inputs]
+        results = [part.reshape(shape) for part, shape in zip(torch.split(results[0], counts), shapes, strict=True)]
+    biased = zip(results, inputs, strict=True)
+    return [result if bias is None else result + bias.to(dtype) for result, (_, bias) in biased]
+
+
+Key = tuple[torch.dtype, tuple[int, ...]]
+
+
+class MatrixMemory:
+    """Keeps the first matrices that are read, and reads all others into memory that is used again.
+
+    Several runners of the same weights share one: a matrix is then in memory once.
+
+    Args:
+        kept: maximum number of bytes of matrices that are kept.
+    """
+
+    def __init__(self, kept: int = 0) -> None:
+        self._room, self._kept = kept, dict[str, torch.Tensor]()
+        self._buffers: dict[Key, list[torch.Tensor]] = defaultdict(list)
+        self._used: dict[Key, int] = defaultdict(int)
+
+    def begin(self) -> None:
+        """Reads the matrices of another layer from now on: those of the one before are overwritten."""
+        self._used.clear()
+
+    def read(self, name: str, stored: StoredTensor, *, stays: bool = False) -> torch.Tensor:
+        """A matrix.
+
+        Args:
+            name: of the stored tensor.
+            stored: where it is.
+            stays: it belongs to no layer, and is kept whatever the limit.
+        """
+        if name in self._kept:
+            return self._kept[name]
+        size = stored.read_bytes
+        if size > self._room and not stays:
+            return stored.fill(self._buffer(stored))
+        self._room -= size
+        self._kept[name] = stored.fill(stored.empty())
+        return self._kept[name]
+
+    def release(self) -> None:
+        """Frees all of it."""
+        self._room += sum(matrix.nbytes for matrix in self._kept.values())
+        self._kept.clear()
+        self._buffers.clear()
+
+    def _buffer(self, stored: StoredTensor) -> torch.Tensor:
+        """The next buffer of that dtype and shape that this layer has not used."""
+        key = stored.dtype, stored.shape
+        if self._used[key] == len(self._buffers[key]):
+            self._buffers[key].append(stored.empty())
+        self._used[key] += 1
+        return self._buffers[key][self._used[key] - 1]

@@ -3,6 +3,11 @@
 onnxruntime copies weights into the layout of its kernels whenever it opens a graph. Here it saves that layout with the
 optimized graph (`session.save_external_prepacked_constant_initializers`), in a folder named after all that it depends
 on: the graph, the weights' files, the session's options, onnxruntime and the processor.
+
+Checks that a graph with packed weights from a file computes what it computed when they were packed.
+
+onnxruntime (1.31) saves packed matrices without a word where it cannot read them back: `MatMulNBits` with codes in the
+file and scales in the graph, because they are small, gives NaN.
 """
 
 from __future__ import annotations
@@ -11,11 +16,13 @@ import hashlib
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnxruntime as ort
 
@@ -23,11 +30,12 @@ from llmconv.errors import UsageProblem, first_line
 from llmconv.files.user_cache import unfinished_folder, user_cache
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.progress import warn
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
-from llmconv.runtime.onnxruntime.packed_check import is_split, outputs_are_equal
+from llmconv.runtime.cache_names import MAX_LENGTH, is_present
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, is_external
 from llmconv.runtime.onnxruntime.prepacked import open_changed
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
+from llmconv.tensors import Array
 
 GRAPH, WEIGHTS = "graph.onnx", "weights.data"
 
@@ -150,3 +158,74 @@ def _processor() -> str:
 
 def _digest(text: str, content: bytes = b"") -> str:
     return hashlib.sha256(text.encode() + content).hexdigest()[:32]
+
+
+DTYPES = {
+    "tensor(float16)": np.float16,
+    "tensor(bfloat16)": ml_dtypes.bfloat16,
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+COUNTS = (1, 4)
+"""Numbers of tokens: kernels have one way for a step and another one for a prompt."""
+
+
+CAPACITY = 8
+"""Length of a shared cache buffer: a decode graph counts one token more than `COUNTS`."""
+
+
+def is_split(model: onnx.ModelProto) -> bool:
+    """Whether a matrix product has its codes in the weights' file, and scales or zero points in the graph.
+
+    Args:
+        model: the graph without its weights.
+    """
+    places = {tensor.name: is_external(tensor) for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.domain == "com.microsoft" and "MatMul" in node.op_type]
+    return any(len({places[name] for name in node.input[1:] if name in places}) > 1 for node in products)
+
+
+def outputs_are_equal(one: LimitedSession, other: LimitedSession) -> bool:
+    """Whether both sessions give the same bytes for a few tokens after an empty past."""
+    names = [output.name for output in one.get_outputs() if not is_present(output.name)]  # buffers may be unset
+    feeds = [_feeds(one, count) for count in COUNTS]
+    return all(_bytes(one, names, values) == _bytes(other, names, values) for values in feeds)
+
+
+def _bytes(session: LimitedSession, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[bytes]:
+    return [value.numpy().tobytes() for value in session.run_with_ort_values(names, feeds)]
+
+
+def _feeds(session: LimitedSession, count: int) -> dict[str, ort.OrtValue]:
+    arrays = {value.name: _values(value.name, value.type, _shape(value.shape, count)) for value in session.get_inputs()}
+    return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+
+
+def _shape(declared: Sequence[int | str], count: int) -> list[int]:
+    """One sequence of `count` tokens, without a past."""
+    return [axis if isinstance(axis, int) else _size(axis, count) for axis in declared]
+
+
+def _size(axis: str, count: int) -> int:
+    if axis == MAX_LENGTH:
+        return CAPACITY
+    return 1 if "batch" in axis else 0 if "past" in axis else count
+
+
+def _values(name: str, kind: str, shape: list[int]) -> Array:
+    """Tokens and positions 0, 1, …, a mask of ones, an empty past, and numbers of about 1 for states."""
+    dtype = DTYPES[kind]
+    if name == "attention_mask":
+        return np.ones(shape, dtype)
+    if name.startswith("past"):
+        return np.zeros(shape, dtype)
+    if not shape:
+        raise ValueError(f"the shape of `{name}`, which another stage makes, is unknown: they cannot be checked")
+    if np.issubdtype(dtype, np.integer):
+        return np.broadcast_to(np.arange(shape[-1], dtype=dtype), shape).copy()
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)

@@ -11,8 +11,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors
-from llmconv.runtime.onnxruntime.linked_weights import followed
+from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, nodes
 from llmconv.runtime.onnxruntime.process_heap import huge_pages
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 
@@ -113,3 +112,33 @@ def _join(attention: onnx.NodeProto, parts: Sequence[onnx.NodeProto]) -> list[on
     product.input[1], product.output[0] = name + "/weight", name
     attention.input[0], attention.input[1], attention.input[2] = name, "", ""
     return [helper.make_node("Concat", [part.input[1] for part in parts], [name + "/weight"], axis=0), product]
+
+
+def followed(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, Path]:
+    """A graph and the folder of its weights, after following links that all lead into one folder.
+
+    Args:
+        model: without the weights; it is not changed.
+        folder: of its file, whose links the guard has checked.
+    """
+    names = {external_fields(tensor)["location"] for tensor in external_tensors(model)}
+    targets = {name: (folder / name).resolve() for name in names if (folder / name).is_symlink()}
+    homes = {target.parent for target in targets.values()}
+    if len(targets) < len(names) or len(homes) != 1:
+        return model, folder
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for tensor in external_tensors(copy):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = targets[entry.value].name
+    return copy, homes.pop()
+
+
+PACKED_ONLY = {"MatMulNBits", "QMoE", "DynamicQuantizeMatMul", "QuantizeLinear"}
+"""Operators that dequantize the whole matrix at every call unless onnxruntime packs it when the graph is opened."""
+
+
+def is_packed(model: onnx.ModelProto) -> bool:
+    """Whether sessions of a graph pack its weights, whatever the settings are."""
+    return bool(PACKED_ONLY & {node.op_type for node in nodes(model)})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from llmconv.errors import InputRefused
 from llmconv.runtime.extra_inputs import BATCH, SEQUENCE, TOTAL, ExtraInput, ModelCall
 from llmconv.runtime.extra_values import ExtraValues, grown
 from llmconv.runtime.onnxruntime.device import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array
-from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.io_binding import BoundSession
+from llmconv.runtime.onnxruntime.io_binding import BoundSession, as_input
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache
@@ -322,3 +324,28 @@ def padded(array: Array, rows: int, columns: int) -> Array:
     result[: array.shape[0], : array.shape[1]] = array
     result[array.shape[0] :] = result[:1]
     return result
+
+
+EMBEDDINGS = "embeddings.onnx"
+INPUTS_EMBEDS = "inputs_embeds"
+
+
+class EmbeddingGraph:
+    """Maps `input_ids` to `inputs_embeds`.
+
+    Args:
+        path: file of the graph.
+        settings: session settings; onnxruntime's defaults if None.
+
+    Raises:
+        MalformedInput: the file is refused, see `guard`, or onnxruntime cannot open it.
+    """
+
+    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
+        self._session = SessionChain([path], settings or SessionSettings(), joins=False).last
+
+    def run(self, input_ids: Array) -> Array:
+        """Embeddings, float [batch, tokens, hidden], of `input_ids` int64 [batch, tokens]."""
+        ids = np.ascontiguousarray(input_ids, dtype=np.int64)
+        (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
+        return as_array(embedded)

@@ -17,8 +17,7 @@ from llmconv.runtime.onnxruntime.device import HOST, Device
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import is_factor
 from llmconv.runtime.onnxruntime.packed_cache import discard, open_kept, packed_graph
-from llmconv.runtime.onnxruntime.packed_operators import is_packed
-from llmconv.runtime.onnxruntime.prepacked import join_projections, open_changed, open_packed
+from llmconv.runtime.onnxruntime.prepacked import is_packed, join_projections, open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 

@@ -1,16 +1,187 @@
-"""Connection: sends and receives messages over a TCP socket, with a time limit for every wait."""
+"""Connection: sends and receives messages over a TCP socket, with a time limit for every wait.
+
+The first messages of a connection: both sides prove that they run the same protocol, model and export.
+
+stage     greeting   protocol, nonce
+    client    hello      proof (of the shared token), fingerprint of every stage, seconds of silence that it accepts
+    stage     stage      its number, its fingerprint, shapes and names of its inputs by use
+    either    refused    message, hint
+
+The token itself is never sent: the proof is HMAC-SHA256 of the nonce.
+
+Message: what a client and the stage of a model in another process send each other; data, never code.
+
+4 bytes    b"LST" and the version of the protocol
+4 bytes    length of the header, little-endian
+8 bytes    length of the body
+header     {"kind": "run", fields …, "tensors": [{"name": "hidden_states.8", "dtype": "float32", "shape": [1, 1, 64]}]}
+body       the elements of the tensors, little-endian, in the order of the header
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import os
+import secrets
 import socket
+import struct
 import time
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
+from typing import Any
 
-from llmconv.errors import UsageProblem
-from llmconv.runtime.stages.message import MAX_BODY, Message, read_message
+import ml_dtypes
+import numpy as np
+
+from llmconv.checkpoint import parse_object
+from llmconv.errors import LlmconvError, StageFailed, UsageProblem
+from llmconv.tensors import Array
+
+MAGIC = b"LST1"
+PREFIX = struct.Struct("<4sIQ")
+
+MAX_HEADER, MAX_BODY = 1 << 20, 1 << 30
+"""Maximum sizes in bytes: hidden states of 65,000 tokens at a width of 4,096 in float32."""
+MAX_TENSORS, MAX_AXES = 64, 8
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("float32", "float16", "float64", "int64", "int32", "int8", "bool")
+} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+class BadMessage(ValueError):
+    """Bytes that are not a message of this protocol."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it asks or answers.
+        fields: other fields of its header.
+        tensors: arrays by name.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+
+    def encode(self) -> list[bytes]:
+        """The bytes, in parts.
+
+        Raises:
+            BadMessage: it is larger than the receiver accepts.
+        """
+        arrays = {name: np.asarray(array) for name, array in self.tensors.items()}
+        listed = [{"name": n, "dtype": a.dtype.name, "shape": list(a.shape)} for n, a in arrays.items()]
+        header = json.dumps({**self.fields, "kind": self.kind, "tensors": listed}).encode()
+        prefix = _checked_prefix(len(header), sum(array.nbytes for array in arrays.values()), MAX_BODY)
+        body = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays.values())
+        return [prefix, header, *body]
+
+    def number(self, name: str, most: int = 2**53) -> int:
+        """A field that is a whole number from 0 to `most`.
+
+        Raises:
+            BadMessage: it is missing, or something else.
+        """
+        return as_number(self.fields.get(name), f"`{name}`", most)
+
+    def text(self, name: str) -> str:
+        """A field that is a text.
+
+        Raises:
+            BadMessage: it is missing, or something else.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, str):
+            raise BadMessage(f"`{name}` is not a text")
+        return value
+
+
+def as_number(value: Any, what: str, most: int = 2**53) -> int:
+    """A whole number from 0 to `most`.
+
+    Args:
+        value: a value in a header.
+        what: its name in the error.
+        most: the largest number.
+
+    Raises:
+        BadMessage: it is something else.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise BadMessage(f"{what} is not a number from 0 to {most}")
+    return value
+
+
+def read_message(read: Callable[[int], bytearray], max_body: int = MAX_BODY) -> Message:
+    """The next message.
+
+    Args:
+        read: returns exactly this number of bytes.
+        max_body: maximum size of the tensors in bytes.
+
+    Raises:
+        BadMessage: what arrives is not a message, or is larger than the maximum.
+    """
+    magic, header_bytes, body_bytes = PREFIX.unpack(read(PREFIX.size))
+    if magic != MAGIC:
+        other = magic[:3] == MAGIC[:3]
+        raise BadMessage("another version of the protocol" if other else "not a message of a stage of llmconv")
+    _checked_prefix(header_bytes, body_bytes, max_body)
+    header = _header(read(header_bytes))
+    kind, listed = header.pop("kind", None), header.pop("tensors", [])
+    if not isinstance(kind, str) or not isinstance(listed, list) or len(listed) > MAX_TENSORS:
+        raise BadMessage("the header is not that of a message")
+    places = [_place(one) for one in listed]
+    if sum(size for *_, size in places) != body_bytes or len({name for name, *_ in places}) != len(places):
+        raise BadMessage("the sizes of the tensors are not that of the body")
+    return Message(kind, header, _tensors(places, read(body_bytes)))
+
+
+def _checked_prefix(header_bytes: int, body_bytes: int, max_body: int) -> bytes:
+    if header_bytes > MAX_HEADER or body_bytes > max_body:
+        raise BadMessage(f"a message of {header_bytes + body_bytes:,} bytes is too large")
+    return PREFIX.pack(MAGIC, header_bytes, body_bytes)
+
+
+def _header(content: bytearray) -> dict[str, Any]:
+    try:
+        return parse_object(bytes(content), "header")
+    except LlmconvError as error:
+        raise BadMessage(error.message) from error
+
+
+def _place(listed: Any) -> tuple[str, np.dtype[Any], list[int], int]:
+    """Name, dtype, shape and size in bytes of a tensor in a header."""
+    if not isinstance(listed, dict):
+        raise BadMessage("a tensor is not an object")
+    name, dtype, shape = (listed.get(key) for key in ("name", "dtype", "shape"))
+    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
+        raise BadMessage("a tensor has no name, or an unknown dtype")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES:
+        raise BadMessage("the shape of a tensor is not a list of a few numbers")
+    sizes = [as_number(axis, "an axis", MAX_BODY) for axis in shape]
+    return name, DTYPES[dtype], sizes, prod(sizes) * DTYPES[dtype].itemsize
+
+
+def _tensors(places: list[tuple[str, np.dtype[Any], list[int], int]], body: bytearray) -> dict[str, Array]:
+    tensors, start = {}, 0
+    for name, dtype, shape, size in places:
+        array = np.frombuffer(body, dtype, prod(shape), start).reshape(shape)
+        tensors[name] = np.require(array, requirements="A")
+        start += size
+    return tensors
+
 
 CHUNK = 1 << 20
 """Bytes that are received at a time: memory grows with what arrives, and not with what is announced."""
@@ -120,3 +291,101 @@ class Connection:
             content += part
             self._socket.settimeout(self.seconds)
         return content
+
+
+TOKEN = "LLMCONV_STAGE_TOKEN"
+"""Environment variable with the shared token, the same on both sides; empty or missing for none."""
+
+PROTOCOL = 1
+MAX_STAGES = 1024
+
+OTHER_EXPORT = (
+    "the folders on both sides must be copies of one export: copy llmconv.json and the files of the stage again"
+)
+
+
+def token() -> str:
+    """The shared token of this process."""
+    return os.environ.get(TOKEN, "")
+
+
+class Refused(Exception):
+    """The peer is refused; it gets the reason.
+
+    Args:
+        message: one line.
+        hint: the way out.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def answer(self) -> Message:
+        """The message to the peer."""
+        return Message("refused", {"message": str(self), "hint": self.hint})
+
+
+def greet(connection: Connection, number: int, fingerprints: Sequence[str], shared: str, within: float) -> float:
+    """Greets a client and checks its answer; returns the seconds of silence that the client accepts.
+
+    Args:
+        connection: to the client.
+        number: of this stage.
+        fingerprints: of all stages of the export.
+        shared: token that the client must have, or empty.
+        within: time limit of the whole answer, in seconds.
+
+    Raises:
+        Refused: the client has another token, model or export.
+        BadMessage: it sends something else.
+        EOFError, OSError: it is gone, or silent.
+    """
+    nonce = secrets.token_hex(16)
+    connection.send(Message("greeting", {"protocol": PROTOCOL, "nonce": nonce}))
+    hello = connection.receive(max_body=0, within=within)
+    if hello.kind != "hello":
+        raise BadMessage("the first message is not `hello`")
+    if shared and not hmac.compare_digest(_bytes(hello.text("proof")), _bytes(_proof(shared, nonce))):
+        raise Refused("the token is not that of the stage", f"set {TOKEN} to the same text on both sides")
+    if hello.fields.get("fingerprints") != list(fingerprints):
+        raise Refused(f"stage {number} is one of another model or export", OTHER_EXPORT)
+    return hello.number("silence", 1_000_000) / 1000
+
+
+def introduce(connection: Connection, fingerprints: Sequence[str], silence: float) -> int:
+    """Answers the greeting of a stage and checks what it is; returns its number.
+
+    Args:
+        connection: to the stage.
+        fingerprints: of all stages of the export.
+        silence: seconds without a heartbeat after which the stage is given up.
+
+    Raises:
+        StageFailed: the stage refuses, or belongs to another model or export.
+        BadMessage: it sends something else.
+        EOFError, OSError: it is gone, or silent.
+    """
+    greeting = connection.receive(max_body=0)
+    if greeting.kind != "greeting" or greeting.number("protocol") != PROTOCOL:
+        raise BadMessage("another version of the protocol")
+    proof = _proof(token(), greeting.text("nonce"))
+    fields = {"proof": proof, "fingerprints": list(fingerprints), "silence": round(silence * 1000)}
+    connection.send(Message("hello", fields))
+    stage = connection.receive(max_body=0)
+    if stage.kind == "refused":
+        raise StageFailed(stage.text("message"), hint=stage.text("hint"))
+    if stage.kind != "stage":
+        raise BadMessage("the answer is not `stage`")
+    number = stage.number("number", len(fingerprints))
+    if number < 1 or stage.text("fingerprint") != fingerprints[number - 1]:
+        raise StageFailed("it is a stage of another model or export", hint=OTHER_EXPORT)
+    return number
+
+
+def _proof(shared: str, nonce: str) -> str:
+    return hmac.new(_bytes(shared), _bytes(nonce), hashlib.sha256).hexdigest()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.output.manifest import MANIFEST, Manifest, read_manifest
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.graph import LENGTH_AXIS, OrtCache, OrtGraph
-from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, for_concurrent_use
-from llmconv.runtime.onnxruntime.widened_weights import WidenedWeights
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
 from llmconv.runtime.runner import Cache
-from llmconv.runtime.stages.staged_export import MASK, StagedExport
 from llmconv.tensors import Array
 
 
@@ -117,3 +120,112 @@ def is_cuttable(cache: Cache) -> bool:
         return False
     named = zip(cache.names, cache.values, strict=True)
     return all(not is_state(name) and value.shape()[LENGTH_AXIS] == cache.length for name, value in named)
+
+
+MASK = "attention_mask"
+"""An input of every stage, even if its graph does not read it: the mask has the length of the cache."""
+
+Ports = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of inputs and of outputs."""
+
+AGAIN = "export the graphs again, and copy llmconv.json and the files of each stage to its host"
+
+
+@dataclass(frozen=True)
+class StagedExport:
+    """The stages of an exported folder; files of stages that are on other hosts may be missing.
+
+    Attributes:
+        folder: has llmconv.json.
+        entries: entries of the graphs in it, by use: `prefill` and `decode`.
+        count: number of stages.
+        fingerprints: hash of everything that identifies a stage, for each stage in order: its graphs, all weights, and
+            the entries of the graphs.
+        knows_weights: whether llmconv.json has checksums of the weights, which `export -o OUT` writes.
+        ports: names of inputs and outputs of each stage in order, by use.
+    """
+
+    folder: Path
+    entries: Mapping[str, GraphEntry]
+    count: int
+    fingerprints: tuple[str, ...]
+    knows_weights: bool
+    ports: Mapping[str, Sequence[Ports]]
+
+    @classmethod
+    def read(cls, folder: Path) -> StagedExport:
+        """The stages of a folder.
+
+        Raises:
+            InputRefused: it is not a folder, its graphs are not in stages, or llmconv.json has no checksums of them.
+            MalformedInput: llmconv.json is invalid.
+        """
+        if not folder.is_dir():
+            raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
+        manifest, found = read_manifest(folder), {entry.role: entry for entry in graph_entries(folder)}
+        if not found or len(next(iter(found.values())).files) == 1:
+            raise InputRefused(
+                f"`{folder}` has no graphs in stages", hint="run `llmconv export MODEL --stages K -o OUT`, and give OUT"
+            )
+        both = {"prefill", "decode"} <= found.keys()
+        single = found.get("unified") or next(iter(found.values()))
+        entries = {use: found[use] if both else single for use in ("prefill", "decode")}
+        counts = {len(entry.files) for entry in entries.values()}
+        if len(counts) > 1:
+            raise MalformedInput(f"the graphs in `{MANIFEST}` have different numbers of stages", hint=AGAIN)
+        weights = {name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")}
+        count, ports = counts.pop(), {use: _ports(manifest.graphs[entry.role]) for use, entry in entries.items()}
+        prints = tuple(_fingerprint(manifest, entries, at, weights) for at in range(count))
+        return cls(folder, entries, count, prints, any("sha256" in entry for entry in weights.values()), ports)
+
+    def stage(self, use: str, number: int) -> GraphEntry:
+        """The entry of one stage of a graph."""
+        return replace(self.entries[use], files=(self.entries[use].files[number - 1],))
+
+    def inputs(self, use: str, number: int) -> list[str]:
+        """The inputs of a stage other than its cache, and the attention mask."""
+        return list(dict.fromkeys(name for name in (*self.ports[use][number - 1][0], MASK) if not is_past(name)))
+
+    def outputs(self, use: str, number: int) -> list[str]:
+        """The outputs of a stage other than its cache."""
+        return [name for name in self.ports[use][number - 1][1] if not is_present(name)]
+
+    def require(self, number: int) -> None:
+        """Checks that a stage exists, and that its graphs in the folder are those that were exported.
+
+        Raises:
+            UsageProblem: there is no such stage.
+            MalformedInput: a graph is missing, or was changed since.
+        """
+        if not 1 <= number <= self.count:
+            raise UsageProblem(
+                f"`{self.folder}` has no stage {number}", hint=f"its stages are numbered from 1 to {self.count}"
+            )
+        files = read_manifest(self.folder).files
+        for name in {self.stage(use, number).files[0] for use in self.entries}:
+            path = self.folder / name
+            if not path.is_file():
+                raise MalformedInput(f"`{name}` is missing from `{self.folder}`", hint=AGAIN)
+            if hashlib.sha256(path.read_bytes()).hexdigest() != files[name].get("sha256"):
+                raise MalformedInput(f"`{name}` is not the graph that `{MANIFEST}` lists", hint=AGAIN)
+
+
+def _ports(entry: Mapping[str, Any]) -> list[Ports]:
+    """Names of inputs and outputs of each stage in a graph's entry."""
+    found = [(stage.get("inputs"), stage.get("outputs")) for stage in entry["stages"]]
+    names = [name for ports in found for one in ports for name in (one if isinstance(one, list) else [None])]
+    if not all(isinstance(name, str) for name in names):
+        raise MalformedInput(f"`{MANIFEST}` does not list the inputs and outputs of the stages", hint=AGAIN)
+    return [(tuple(inputs), tuple(outputs)) for inputs, outputs in found]
+
+
+def _fingerprint(manifest: Manifest, entries: Mapping[str, GraphEntry], at: int, weights: Mapping[str, Any]) -> str:
+    """A hash of everything that identifies stage `at` (from 0)."""
+    graphs = {}
+    for use, entry in entries.items():
+        name = entry.files[at]
+        if not (digest := manifest.files.get(name, {}).get("sha256")):
+            raise MalformedInput(f"`{MANIFEST}` has no checksum of `{name}`", hint=AGAIN)
+        graphs[use] = [digest, manifest.graphs[entry.role]]
+    content = json.dumps({"stage": at + 1, "graphs": graphs, "weights": weights}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

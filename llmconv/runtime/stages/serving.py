@@ -13,11 +13,9 @@ from pathlib import Path
 from llmconv.errors import OutputFailed
 from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.stages.connection import Address
-from llmconv.runtime.stages.handshake import TOKEN, token
-from llmconv.runtime.stages.local_stage import LocalStage
+from llmconv.runtime.stages.connection import TOKEN, Address, token
+from llmconv.runtime.stages.local_stage import LocalStage, StagedExport
 from llmconv.runtime.stages.stage_server import StageServer
-from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.runtime.stages.staged_runner import NO_CHECKSUMS
 
 LOCAL = ("127.0.0.1", "::1", "localhost")

@@ -2,28 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+import atexit
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.progress import warn
+from llmconv.errors import (
+    LlmconvError,
+    StageFailed,
+    UnsupportedInput,
+    UsageProblem,
+    as_fields,
+    first_line,
+    raise_fields,
+)
+from llmconv.progress import say, warn
+from llmconv.ray_connection import connected
 from llmconv.runtime.array_cache import CacheEdit, RemoteCache
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.extra_values import ExtraValues
-from llmconv.runtime.onnxruntime.extra_feeds import extra_names
-from llmconv.runtime.onnxruntime.graph import step_of
+from llmconv.runtime.onnxruntime.graph import extra_names, step_of
 from llmconv.runtime.onnxruntime.runner import after_prefix
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings, short_provider
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.runner import Cache, Extras, Runner, Step, refuse_placed
-from llmconv.runtime.stages.connection import Address
-from llmconv.runtime.stages.local_stage import LocalStage, is_cuttable
-from llmconv.runtime.stages.ray_stages import ON_RAY, RayStages
-from llmconv.runtime.stages.remote_stage import SILENCE, RemoteStage
-from llmconv.runtime.stages.staged_export import StagedExport
+from llmconv.runtime.stages.connection import TOKEN, Address, BadMessage, Connection, Message, introduce, token
+from llmconv.runtime.stages.local_stage import LocalStage, StagedExport, StageStep, is_cuttable
+from llmconv.runtime.stages.stage_server import StageServer
 from llmconv.tensors import Array
+
+REMOTE_SILENCE = 20.0
+"""Default seconds without a heartbeat after which a stage is lost."""
+
+RESTART = "start it again with `llmconv serve-stage`, then repeat the request"
+
+
+class HeldCache:
+    """A cache in a stage; the stage frees it when nothing refers to it here.
+
+    Args:
+        connection: it lives as long as this.
+        number: its number there.
+        freed: gets the number in the end.
+    """
+
+    def __init__(self, connection: Connection, number: int, freed: deque[int]) -> None:
+        self.connection, self.number = connection, number
+        weakref.finalize(self, freed.append, number).atexit = False
+
+
+@dataclass(frozen=True)
+class RemotePart:
+    """A stage's part of a cache, see `RemoteCache`.
+
+    Attributes:
+        stage: has it.
+        held: what is there.
+        length: number of tokens, padding included.
+        is_cuttable: see `can_be_cut`.
+        edits: changes that the stage applies before it continues the cache.
+    """
+
+    stage: RemoteStage
+    held: HeldCache
+    length: int
+    is_cuttable: bool
+    edits: tuple[CacheEdit, ...] = ()
+
+    @property
+    def is_lost(self) -> bool:
+        """See `RemoteCache`."""
+        return self.held.connection is not self.stage.connection
+
+    def edited(self, edit: CacheEdit) -> RemotePart:
+        """See `RemoteCache`."""
+        length = edit.numbers[0] if edit.kind == "cut" else self.length
+        return replace(self, length=length, edits=(*self.edits, edit))
+
+    def arrays(self) -> Mapping[str, Array]:
+        """Not available.
+
+        Raises:
+            StageFailed: always.
+        """
+        raise StageFailed(f"the cache of {self.stage} cannot be read", hint="run the model in one process")
+
+
+class RemoteStage:
+    """A stage that `llmconv serve-stage` serves. After it was lost, the next run connects again.
+
+    Attributes:
+        number: from 1.
+        connection: None after the stage was lost.
+
+    Args:
+        address: of the stage.
+        export: the stages of the folder here.
+        silence: seconds without a heartbeat after which the stage is lost.
+
+    Raises:
+        StageFailed: there is no stage, or one of another model or export.
+    """
+
+    def __init__(self, address: Address, export: StagedExport, silence: float = REMOTE_SILENCE) -> None:
+        self._address, self._export, self._silence = address, export, silence
+        self._freed: deque[int] = deque()
+        self._lock = threading.Lock()
+        self.number = 0
+        self.connection: Connection | None = None
+        self._connect()
+
+    def __str__(self) -> str:
+        return f"stage {self.number} at {self._address}" if self.number else f"the stage at {self._address}"
+
+    def run(self, use: str, values: Mapping[str, Array], past: Cache | None) -> StageStep:
+        """See `LocalStage.run`; the stage takes what it needs of `values`.
+
+        Args:
+            use: `prefill` or `decode`.
+            values: arrays by name.
+            past: this stage's part of the cache.
+
+        Raises:
+            StageFailed: the stage is lost or silent, or cannot run it.
+        """
+        with self._lock:
+            request = self._request(use, values, past)
+            with self._losing():
+                connection = self.connection or self._connect()
+                connection.send(request)
+                while (answer := connection.receive()).kind == "busy":
+                    pass
+                if answer.kind != "failed":
+                    return self._step(use, answer, connection)
+            raise StageFailed(f"{self} failed: {answer.fields.get('message')}", hint=str(answer.fields.get("hint")))
+
+    def close(self) -> None:
+        """Closes the connection; the stage frees its caches."""
+        connection, self.connection = self.connection, None
+        if connection:
+            connection.close()
+
+    def _connect(self) -> Connection:
+        with self._losing():
+            made = socket.create_connection((self._address.host, self._address.port), timeout=self._silence)
+            self.connection = Connection(made, self._silence)
+            number = introduce(self.connection, self._export.fingerprints, self._silence)
+            if self.number not in (0, number):
+                raise StageFailed(f"it is stage {number} now", hint=RESTART)
+            self.number, self._freed = number, deque()
+            return self.connection
+
+    def _request(self, use: str, values: Mapping[str, Array], past: Cache | None) -> Message:
+        number, edits = 0, []
+        if past is not None:
+            if not isinstance(past, RemotePart) or past.is_lost:
+                raise StageFailed(f"{self} no longer has the cache", hint="repeat the request")
+            number = past.held.number
+            edits = [[edit.kind, list(edit.numbers), edit.virtual] for edit in past.edits]
+        free = [self._freed.popleft() for _ in range(len(self._freed))]
+        fields = {"use": use, "past": number, "edits": edits, "free": free}
+        return Message("run", fields, {name: values[name] for name in self._export.inputs(use, self.number)})
+
+    def _step(self, use: str, answer: Message, connection: Connection) -> StageStep:
+        if answer.kind == "refused":
+            raise StageFailed(answer.text("message"), hint=answer.text("hint"))
+        if answer.kind != "result" or answer.tensors.keys() != set(self._export.outputs(use, self.number)):
+            raise BadMessage("the answer is not the result of the stage")
+        held = HeldCache(connection, answer.number("cache"), self._freed)
+        part = RemotePart(self, held, answer.number("length"), answer.fields.get("cuttable") is True)
+        return StageStep(answer.tensors, part)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Context in which the stage may be lost: whatever ends it early leaves no connection in an unknown state."""
+        try:
+            yield
+        except StageFailed as error:
+            self.close()
+            raise StageFailed(f"{self} cannot be used: {error.message}", hint=error.hint) from error
+        except (OSError, EOFError, BadMessage) as error:
+            self.close()
+            hint = f"see whether it can be reached; {RESTART}"
+            raise StageFailed(f"{self} is lost: {self._reason(error)}", hint=hint) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer for {self._silence:g} s"
+        return (isinstance(error, OSError) and error.strerror) or first_line(error)
+
 
 OPTION = "--stage-at"
 
@@ -39,7 +215,7 @@ class StageAddresses:
     """
 
     addresses: Sequence[str]
-    timeout: float = SILENCE
+    timeout: float = REMOTE_SILENCE
 
 
 @dataclass(frozen=True)
@@ -222,3 +398,117 @@ def _connect(
 
 def _numbered(export: StagedExport) -> str:
     return f"the stages of `{export.folder}` are numbered from 1 to {export.count}"
+
+
+ON_RAY = "ray"
+"""An address of `--stage-at`: the stages without one of their own run in actors."""
+
+PATIENCE = 600
+"""Seconds for a node to be found, and to open its stage."""
+
+SILENCE = 10
+"""Seconds after which a message reports which stage is still waited for."""
+
+ON_GPU = ("cuda", "tensorrt", "nvtensorrtrtx", "migraphx")
+"""Execution providers for which an actor asks for a GPU; Ray shows it that one alone, as device 0."""
+
+
+class StageActor:
+    """An actor that serves one stage to all who connect, until it is killed."""
+
+    def serve(self, folder: str, number: int, settings: SessionSettings) -> dict[str, str]:
+        """Opens the stage.
+
+        Args:
+            folder: has the files of the stage, on the node of the actor.
+            number: from 1.
+            settings: session settings.
+
+        Returns:
+            `address`: HOST:PORT, and `guard`: not empty if clients need a token; or the fields of an error, see
+            `as_fields`.
+        """
+        import ray  # noqa: PLC0415 - an extra
+
+        host = ray.util.get_node_ip_address()
+        try:
+            export = StagedExport.read(Path(folder))
+            stage = LocalStage(export, number, settings)
+        except LlmconvError as error:
+            fields = as_fields(error)
+            return {**fields, "message": f"on node {host}: {fields['message']}"}
+        listener = socket.create_server((host, 0), backlog=128)
+        server = StageServer(stage, export, token())
+        threading.Thread(target=server.serve, args=(listener, lambda: False), daemon=True).start()
+        return {"address": str(Address(*listener.getsockname()[:2])), "guard": TOKEN if token() else ""}
+
+
+class RayStages:
+    """Stages in actors, which end with it.
+
+    Attributes:
+        addresses: N=HOST:PORT of each stage.
+
+    Args:
+        export: the stages of a folder, which every node has at the same path.
+        numbers: of the stages to start.
+        settings: session settings; those of each stage are taken from them.
+
+    Raises:
+        InputRefused: a node does not have the files of its stage.
+        OutputFailed, StageFailed: the cluster cannot be reached, or has no node for a stage.
+        UnsupportedInput: ray is not installed.
+    """
+
+    def __init__(self, export: StagedExport, numbers: Collection[int], settings: SessionSettings | None) -> None:
+        given = settings or SessionSettings()
+        given.require_stages(export.count)
+        with ExitStack() as stack:
+            self._ray = stack.enter_context(connected(f"--stage-at {ON_RAY}"))
+            self._actors = [self._actor(given.of_stage(number)) for number in numbers]
+            stack.callback(self._kill)
+            folder = str(export.folder.absolute())
+            calls = zip(self._actors, numbers, strict=True)
+            starting = [actor.serve.remote(folder, number, given.of_stage(number)) for actor, number in calls]
+            self.addresses = [f"{n}={self._address(call, n)}" for n, call in zip(numbers, starting, strict=True)]
+            self._open = stack.pop_all()
+        atexit.register(_close, weakref.ref(self))  # before ray's own exit, in which nothing can be closed
+        if not token():
+            warn(f"anyone who can reach the nodes of the cluster can use the stages: set {TOKEN} on all of them")
+
+    def _actor(self, settings: SessionSettings) -> Any:
+        gpus = int(short_provider(settings.provider) in ON_GPU)
+        options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
+        return self._ray.remote(StageActor).options(**options).remote()
+
+    def _address(self, call: Any, number: int) -> str:
+        try:
+            if not self._ray.wait([call], timeout=SILENCE)[0]:
+                say(f"waiting for stage {number}, up to {PATIENCE} seconds: it needs a processor (and GPU) of its own")
+                say("`ray status` shows what the cluster has free")
+            answer = self._ray.get(call, timeout=PATIENCE)
+        except self._ray.exceptions.RayError as error:
+            raise StageFailed(
+                f"stage {number} did not start in the Ray cluster: {type(error).__name__}",
+                hint="does `ray status` show a free processor (and GPU) for it? is llmconv installed on every node?",
+            ) from error
+        raise_fields(answer)
+        if token() and not answer["guard"]:
+            raise StageFailed(
+                f"the node of stage {number} has no {TOKEN}, so anyone could use the stage",
+                hint="set it in the environment in which every node of the cluster is started",
+            )
+        return str(answer["address"])
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Ends the stages."""
+        self._open.close()
+
+
+def _close(stages: weakref.ref[RayStages]) -> None:
+    if found := stages():
+        found.close()

@@ -8,7 +8,7 @@ import torch
 
 from llmconv.export.quantization.block_format import BlockFormat
 from llmconv.export.quantization.block_rounding import block_scales
-from llmconv.export.quantization.error_feedback import DAMPING, inverse_factor, rounded_with_feedback
+from llmconv.export.quantization.sequential_rounding import DAMPING, inverse_factor, rounded_with_feedback
 from llmconv.tensors import Array
 
 FORM = BlockFormat(size=16)

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from llmconv.export.targets.fallback_report import report
+from llmconv.export.graph_files import report
 from llmconv.export.targets.kernels import Fallback, fallbacks, kernel_table
 from llmconv.export.targets.presets import TARGETS
 from tools.target_tables import cpu_table

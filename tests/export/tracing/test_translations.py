@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llmconv.export.tracing.fake_model import unchanged_buffers
-from llmconv.export.tracing.translations import TRANSLATIONS
+from llmconv.export.tracing.trace import TRANSLATIONS
 from llmconv.tensors import Array
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmconv.runtime.eager.float64_casts import Float64Casts
+from llmconv.runtime.eager.limit_margins import Float64Casts
 
 
 def test_the_lowest_number_of_float64_fills_a_tensor_of_float64() -> None:

@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.eager.stored_tensors import StoredTensor, stored_tensors
-from llmconv.runtime.low_memory import lazy_matrices, weights
-from llmconv.runtime.low_memory.lazy_matrices import linear_by_blocks
-from llmconv.runtime.low_memory.matrix_memory import MatrixMemory
+from llmconv.runtime.low_memory import weights
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from llmconv.runtime.low_memory.weights import MatrixMemory, linear_by_blocks
 from llmconv.runtime.runner import default_positions
 
 ROWS, COLUMNS = 6, 4
@@ -71,7 +70,7 @@ def test_released_memory_can_keep_other_matrices(stored: dict[str, StoredTensor]
 
 @pytest.mark.parametrize("bias", [None, torch.arange(5.0, dtype=torch.bfloat16)])
 def test_a_product_by_blocks_is_the_product(bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy_matrices, "CONVERTED", 2 * 8)  # blocks of two rows, the last of one
+    monkeypatch.setattr(weights, "CONVERTED", 2 * 8)  # blocks of two rows, the last of one
     value, matrix = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.bfloat16)
     wanted = functional.linear(value, matrix.double(), None if bias is None else bias.double())
     torch.testing.assert_close(linear_by_blocks(value, matrix, bias), wanted)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from safetensors.torch import save_file
 
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.low_memory.split_products import split_products
+from llmconv.runtime.low_memory.pieced_graph import split_products
 from llmconv.tensors import Array
 
 ROWS, COLUMNS = 11, 8

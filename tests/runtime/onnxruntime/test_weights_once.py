@@ -14,7 +14,7 @@ from llmconv.errors import InputRefused
 from llmconv.export import export
 from llmconv.files.safetensors_file import read_header
 from llmconv.generation import TextModel
-from llmconv.runtime.onnxruntime import weight_memory, widened_weights
+from llmconv.runtime.onnxruntime import session_settings, weight_memory
 from llmconv.runtime.onnxruntime.float32_graph import EXACT, exact_number
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -72,13 +72,13 @@ def test_different_graphs_share_float32_copies(
     folder = cast_folder(save_tiny(model_type, tmp_path / "model"), "bfloat16")
     export(folder, cache="shared-buffer", target="ort-cpu")
     made = Counter[tuple[object, ...]]()
-    original = widened_weights.widened
+    original = session_settings.widened
 
     def counted(path: Path, offset: int, kind: int, shape: tuple[int, ...]) -> Array:
         made[path, offset] += 1
         return original(path, offset, kind, shape)
 
-    monkeypatch.setattr(widened_weights, "widened", counted)
+    monkeypatch.setattr(session_settings, "widened", counted)
     runner = OrtRunner.from_folder(folder)
     assert (folder / "prefill.onnx").read_bytes() != (folder / "decode.onnx").read_bytes()
     assert made and set(made.values()) == {1}

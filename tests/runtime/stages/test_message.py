@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.runtime.stages.message import MAGIC, MAX_BODY, MAX_HEADER, PREFIX, BadMessage, Message, read_message
+from llmconv.runtime.stages.connection import MAGIC, MAX_BODY, MAX_HEADER, PREFIX, BadMessage, Message, read_message
 
 DTYPES = [np.float32, np.float16, np.float64, np.int64, np.int32, np.int8, np.bool_, ml_dtypes.bfloat16]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.runtime.stages.handshake import TOKEN
+from llmconv.runtime.stages.connection import TOKEN
 from tests.builders.ray_cluster import RayCluster, ray_cluster
 from tests.runtime.stages.conftest import Staged
 

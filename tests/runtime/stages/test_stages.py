@@ -22,11 +22,9 @@ from llmconv.errors import InputRefused, MalformedInput, StageFailed, UsageProbl
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel
 from llmconv.runtime.runner import Runner, default_positions
-from llmconv.runtime.stages.connection import Address, Connection
-from llmconv.runtime.stages.handshake import introduce
-from llmconv.runtime.stages.message import MAGIC, PREFIX, Message
+from llmconv.runtime.stages.connection import MAGIC, PREFIX, Address, Connection, Message, introduce
+from llmconv.runtime.stages.local_stage import StagedExport
 from llmconv.runtime.stages.stage_server import MAX_CLIENTS
-from llmconv.runtime.stages.staged_export import StagedExport
 from llmconv.runtime.stages.staged_runner import StageAddresses
 from tests.builders.prefix_models import save_adapter
 from tests.builders.stage_process import ALONE, ServedStage, serving_stage, serving_stages
