@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.alpaca import WeightSum
 from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
@@ -16,11 +16,13 @@ from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.deltas.scripts import SCRIPTS, plan_script_delta
 from llmconv.convert.deltas.subtraction import Differences
-from llmconv.convert.formats import delta_formats
+from llmconv.convert.formats import delta_formats, detect
+from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
-from llmconv.convert.opening.delta_models import open_model
+from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
@@ -301,3 +303,39 @@ def _check_options(dtype: str, max_shard_size: str | int) -> None:
 
 def _sources(output: Place, *paths: Path) -> list[Path]:
     return [file for path in paths for file in files_under(path, local_only(output))]
+
+
+def open_model(name: str | Path) -> Checkpoint:
+    """A model in Hugging Face names, its tensors lazy.
+
+    Args:
+        name: a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
+
+    Raises:
+        InputRefused: not a model that can be read, or a delta or an adapter instead of one.
+    """
+    with reading_safely(name):
+        path = local_path(name, in_parts=True)
+        if (path / DELTA_FILE).is_file():
+            raise UnsupportedInput(
+                f"`{path}` is a delta, not a model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"
+            )
+        if (path / ADAPTER_CONFIG).is_file():
+            raise UnsupportedInput(
+                f"`{path}` is an adapter, not a model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
+            )
+        if is_hugging_face(path):
+            model = open_checkpoint(path)
+            require_model_type(model.config, path)
+            return with_copied_code(model)
+        opened = open_training(path)
+        if not opened.tensors:
+            raise UnsupportedInput(
+                f"`{path}` contains an adapter alone, not a model", hint="convert it with `llmconv to-hf --base` first"
+            )
+        return replace(with_cast(opened, "keep"), path=path)
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether `path` is a folder with a config and safetensors weights that no training format claims."""
+    return is_model_folder(path) and detect(path) is None

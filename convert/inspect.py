@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -9,34 +10,34 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, own_file, read_json
+from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, own_file, read_json, read_small
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format
 from llmconv.convert.models.tied_head import settled
-from llmconv.convert.opening.adapter_factors import factor_tensors, factors_summary, is_adapter_factors
-from llmconv.convert.opening.embedding_modules import modules_in
 from llmconv.convert.opening.exported_graphs import (
     CodesSummary,
     GraphSummary,
+    VerdictSummary,
     codes_in,
     graphs_in,
     layouts_in,
     quantized_tensors,
+    verdict_in,
 )
-from llmconv.convert.opening.training_checkpoint import open_format, recognized
-from llmconv.convert.opening.unrecognized import explain
-from llmconv.convert.opening.verdict_summary import VerdictSummary, verdict_in
+from llmconv.convert.opening.training_checkpoint import explain, open_format, recognized
 from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.source_file import open_source
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely, with_addresses
 from llmconv.files.torch.reader import is_torch_file
 from llmconv.model_code import code_of
+from llmconv.not_a_model_folder import ONNX_ADAPTER
 from llmconv.quantized_export import is_quantized_export
 from llmconv.quantized_weights.quantized_checkpoint import method_name, quantized_checkpoint
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
@@ -323,3 +324,61 @@ def _adapter_of(config: Mapping[str, Any]) -> dict[str, Any]:
         value = found[name]
         found[name] = sorted(map(str, value)) if isinstance(value, list) else value
     return found
+
+
+def is_adapter_factors(path: Path) -> bool:
+    """Whether the file is an adapter file of onnxruntime."""
+    if not path.is_file():
+        return False
+    with open_source(path) as file:
+        return file.read(8)[4:] == ONNX_ADAPTER
+
+
+def factor_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The factors by the names of graph inputs, float32: A [rank, in] and B [out, rank].
+
+    Raises:
+        MalformedInput: the file is damaged.
+    """
+    from llmconv.runtime.onnxruntime.adapter_file import read_adapter  # noqa: PLC0415 - imports onnxruntime
+
+    return {name: in_memory(array, BY_NAME["float32"]) for name, array in read_adapter(path).items()}
+
+
+def factors_summary(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """The fields of an adapter for `inspect`: kind, ranks, kinds of modules, and the number of modules.
+
+    Args:
+        tensors: from `factor_tensors`.
+    """
+    from llmconv.runtime.onnxruntime.lora_names import FACTOR_A, is_factor, module_of  # noqa: PLC0415 - imports onnx
+
+    modules = {module_of(name) for name in tensors if is_factor(name)}
+    shapes = [tensor.shape for name, tensor in tensors.items() if name.endswith(FACTOR_A) and tensor.shape]
+    ranks = sorted({shape[0] for shape in shapes})
+    return {
+        "peft_type": "LORA",
+        "r": ranks[0] if len(ranks) == 1 else ranks,
+        "targets": sorted({module.rpartition(".")[2] for module in modules}),
+        "modules": len(modules),
+    }
+
+
+MODULES = "modules.json"
+
+
+def modules_in(folder: Path) -> tuple[str, ...]:
+    """The last part of the types of the modules, in order, such as `Pooling`; empty without the file.
+
+    Raises:
+        MalformedInput: it is not such a list, or a link out of the folder.
+    """
+    if not (folder / MODULES).is_file():
+        return ()
+    try:
+        content: Any = json.loads(read_small(own_file(folder, MODULES)))
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"`{MODULES}` is not JSON", hint="copy the file again") from error
+    if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
+        raise MalformedInput(f"`{MODULES}` is not a list of modules", hint="copy the file again")
+    return tuple(str(one.get("type", "")).rpartition(".")[2][:40] for one in content)

@@ -10,7 +10,7 @@ import numpy as np
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.adapters.placement.targets import WeightChange
 from llmconv.convert.adapters.wrong_base_check import warn_of_origin
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.errors import InputRefused, UnsupportedInput, listing

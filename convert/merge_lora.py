@@ -23,8 +23,7 @@ from llmconv.convert.models.code_model import with_copied_code
 from llmconv.convert.models.completeness import check_folder, refuse_unmerged
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.convert.opening.training_checkpoint import recognized
-from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
-from llmconv.convert.quantization.retention import Retention, measure
+from llmconv.convert.quantization import QuantizedBase, Retention, check_choice, measure, quantized_base
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Placed, output_place

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.combining.methods import Combination
+from llmconv.convert.adapters.combining import Combination
 from llmconv.convert.models.dtype import check_dtype
 from llmconv.errors import UsageProblem
 from llmconv.files.hub import source_name

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.combining.task_vectors import TaskVectors
+from llmconv.convert.adapters.combining import TaskVectors
 from llmconv.convert.adapters.merge_options import Recipe, plain_sum
 from llmconv.convert.adapters.placement.base_in_memory import base_in_memory
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.placement.layer_replication import replicated
-from llmconv.convert.adapters.placement.naming import AS_STORED
-from llmconv.convert.adapters.placement.vocabulary import (
-    fit_vocabulary,
-    follow_tokens,
-    untie,
-)
+from llmconv.convert.adapters.placement.tensor_names import AS_STORED
 from llmconv.convert.adapters.side_files import side_files_of
-from llmconv.convert.adapters.task_head import follow_task
+from llmconv.convert.models.architectures import auto_classes
+from llmconv.convert.models.config_file import architecture
 from llmconv.convert.models.dtype import stored_types, with_dtype
-from llmconv.convert.models.tied_head import find_embedding, find_head, is_tied
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.convert.models.tied_head import TIE, find_embedding, find_head, is_tied, set_everywhere
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import FLOATS, DType, LazyTensor
 
 
@@ -99,3 +97,229 @@ def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: DType | None) 
     if name in edits.changes and not vectors.summed:
         return vectors.combined(name, edits.current(name), target)
     return edits.result(name, target)
+
+
+LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)*(?:layers|h|layer)\.)(\d+)(\..+)")
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
+"""Fields with one entry for each layer."""
+
+MOST = 4096
+"""Maximum number of layers: a short config could ask for more than fit into memory."""
+
+NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
+"""Fields with layer numbers, which are ambiguous for a model with other layers."""
+
+
+def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
+    """The base with the layers that the adapters were trained on (PEFT `tuners_utils.py`, `replicate_layers`).
+
+    Raises:
+        UnsupportedInput: adapters with different layers, or a model without numbered layers.
+        MalformedInput: a layer that the base does not have.
+    """
+    wanted = {adapter.config.layers for adapter in adapters}
+    if wanted <= {()}:
+        return base
+    if len(wanted) > 1:
+        raise UnsupportedInput(
+            "the adapters have different `layer_replication`", hint="they are of different models; merge one at a time"
+        )
+    tensors, order, count = _restacked(base.tensors, wanted.pop())
+    return replace(base, tensors=tensors, config=_config(base.config, count, order))
+
+
+def _restacked(
+    tensors: Mapping[str, LazyTensor], ranges: Sequence[tuple[int, int]]
+) -> tuple[dict[str, LazyTensor], list[int], int]:
+    """The tensors under their new layer numbers, the old number of each layer, and the old number of layers."""
+    layers = {name: match for name in tensors if (match := LAYER.fullmatch(name))}
+    stacks = Counter(match[1] for match in layers.values())
+    if not stacks:
+        raise UnsupportedInput("the base has no numbered layers to replicate", hint="give a decoder of the llama kind")
+    prefix = stacks.most_common(1)[0][0]
+    layers = {name: match for name, match in layers.items() if match[1] == prefix}
+    count = 1 + max(int(match[2]) for match in layers.values())
+    order = _order(ranges, count)
+    homes: dict[int, list[int]] = {}
+    for new, old in enumerate(order):
+        homes.setdefault(old, []).append(new)
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if match := layers.get(name):
+            result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
+        else:
+            result[name] = tensor
+    return result, order, count
+
+
+def _order(ranges: Sequence[tuple[int, int]], count: int) -> list[int]:
+    """The base's layer for each layer of the model; their number is checked first."""
+    if (last := max(stop for _, stop in ranges)) > count:
+        raise MalformedInput(
+            f"`layer_replication` names layer {last - 1}, the base has {count}",
+            hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+        )
+    if (total := sum(stop - start for start, stop in ranges)) > MOST:
+        raise UnsupportedInput(
+            f"`layer_replication` makes {total} layers of {count}, more than {MOST}",
+            hint="repair `adapter_config.json`, or copy the adapter again",
+        )
+    return [layer for start, stop in ranges for layer in range(start, stop)]
+
+
+def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict[str, Any]:
+    result = deepcopy(dict(config))
+    for part in (result, result.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        if set_ := [name for name in NUMBERED if part.get(name)]:
+            raise UnsupportedInput(
+                f"the base's config numbers its layers in `{set_[0]}`, which replication would change",
+                hint="repeat the layers of the base yourself, and remove `layer_replication` from the adapter",
+            )
+        part |= {name: len(order) for name in COUNTS if name in part}
+        part |= {
+            name: [part[name][layer] for layer in order]
+            for name in LAYER_LISTS
+            if isinstance(part.get(name), list) and len(part[name]) == count
+        }
+    return result
+
+
+def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
+    """Sets `vocab_size` to the rows of an embedding that an adapter resized.
+
+    Args:
+        edits: changes by the adapters.
+        embedding: name of the input embedding.
+        head: name of the output head.
+        config: changed in place.
+
+    Returns:
+        Whether the size changed.
+
+    Raises:
+        MalformedInput: embedding and head would have different sizes.
+    """
+    sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
+    changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
+    if not changed:
+        return False
+    if len(set(sizes.values())) > 1:
+        raise MalformedInput(
+            f"the adapter resizes `{changed[0]}` to {sizes[changed[0]]} rows, but not both embedding and head",
+            hint="they must have one size; save the adapter again with `save_embedding_layers=True`",
+        )
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in [part for part in parts if "vocab_size" in part] or parts[:1]:
+        part["vocab_size"] = sizes[changed[0]]
+    return True
+
+
+def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
+    """Copies trained rows of the embedding to a tied head, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`).
+
+    Args:
+        edits: the edits of all adapters; changed in place.
+        embedding: name of the input embedding; None if there is none.
+        head: name of the output head.
+    """
+    tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
+    if embedding in edits.tokens and tied and head not in edits.tokens:
+        edits.tokens[head] = edits.tokens[embedding]
+
+
+def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
+    """Gives the head its own tensor if it no longer equals the embedding.
+
+    Args:
+        edits: changes by the adapters; a head that stays tied is removed from its tensors.
+        embedding: name of the input embedding.
+        head: name of the output head.
+        config: changed in place.
+    """
+    if edits.tied and edits.same(head, embedding):
+        del edits.tensors[head]
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
+        set_everywhere(config, TIE, False)
+
+
+TASKS = {
+    "SEQ_CLS": ("SEQUENCE_CLASSIFICATION", "ForSequenceClassification"),
+    "TOKEN_CLS": ("TOKEN_CLASSIFICATION", "ForTokenClassification"),
+    "QUESTION_ANS": ("QUESTION_ANSWERING", "ForQuestionAnswering"),
+}
+"""PEFT's `task_type` to the table of transformers' classes, and the ending of their names."""
+
+HEADS = ("score", "classifier", "qa_outputs", "classification_head")
+"""How transformers' classes call the module that replaces the output head."""
+
+
+def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: dict[str, Any]) -> None:
+    """Makes `config` that of the class which the adapters were trained as, and leaves out the head that it lacks.
+
+    Args:
+        edits: changes by the adapters.
+        adapters: all of them; a task of `TASKS` counts, every other keeps the class of the base.
+        head: name of the output head of a language model.
+        config: content of `config.json`; changed in place.
+
+    Raises:
+        MalformedInput: adapters of different tasks, or the trained head is not in the file.
+        UnsupportedInput: the installed transformers has no such class for the base.
+    """
+    tasks = {task: adapter for adapter in adapters if (task := _task(adapter))}
+    if len(tasks) > 1:
+        raise MalformedInput(
+            f"the adapters were trained for different tasks: {listing(sorted(tasks))}", hint="merge one at a time"
+        )
+    for task, adapter in tasks.items():
+        table, ending = TASKS[task]
+        found = _head(edits.tensors)
+        if not found:
+            raise MalformedInput(
+                f"`{adapter.name}` was trained for {task}, and neither its file nor the base contains the head",
+                hint="save the adapter with the head in `modules_to_save`; to merge it into the language model alone, "
+                "set `task_type` to CAUSAL_LM in its `adapter_config.json`",
+            )
+        if not architecture(config).endswith(ending):
+            config["architectures"] = [_class(str(config.get("model_type")), table)]
+            if head in edits.tensors and not edits.touches(head):
+                del edits.tensors[head]
+                edits.warnings.append(
+                    f"`{head}` is left out: OUT is a {architecture(config)}, with the head of `{adapter.name}`"
+                )
+        _set_labels(config, edits.current(found).num_rows)
+
+
+def _task(adapter: Adapter) -> str:
+    """The key in `TASKS`, by the config's task or else by the class that PEFT wrapped; empty for any other."""
+    if adapter.config.task in TASKS:
+        return adapter.config.task
+    wrapped = adapter.config.base_class if not adapter.config.task else ""
+    return next((task for task, (_, ending) in TASKS.items() if wrapped.endswith(ending)), "")
+
+
+def _class(model_type: str, table: str) -> str:
+    if model_type not in (classes := auto_classes(table)):
+        raise UnsupportedInput(
+            f"transformers has no class for {table.lower().replace('_', ' ')} of type `{model_type[:80]}`",
+            hint="merge it with PEFT's `merge_and_unload`, in the code that trained it",
+        )
+    return classes[model_type]
+
+
+def _head(names: Iterable[str]) -> str:
+    """The last matrix of the head for a task, whose rows are the classes; empty if there is none."""
+    found = [name for name in names if name.partition(".")[0] in HEADS and name.endswith(".weight")]
+    return found[-1] if found else ""
+
+
+def _set_labels(config: dict[str, Any], count: int) -> None:
+    """Names for `count` classes, unless the config has as many."""
+    named = config.get("id2label")
+    config.pop("num_labels", None)
+    if not isinstance(named, dict) or len(named) != count:
+        names = {str(label): f"LABEL_{label}" for label in range(count)}
+        config |= {"id2label": names, "label2id": {name: int(label) for label, name in names.items()}}

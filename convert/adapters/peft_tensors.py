@@ -4,6 +4,12 @@ Names (PEFT `utils/save_and_load.py`): `base_model.model.<module>.lora_A.weight`
 `.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
 convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole tensors as
 `<module>.weight`.
+
+Factors of all experts in one tensor, as NeMo AutoModel keeps them in its models, taken apart by experts.
+
+Layout (NVIDIA-NeMo/Automodel `components/_peft/lora_experts.py`, `components/moe/state_dict_mixin.py`; vLLM has the
+same): `experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and
+`experts.lora_down_A`, `experts.lora_down_B`. A is shared by gate and up.
 """
 
 from __future__ import annotations
@@ -14,14 +20,14 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
-from llmconv.convert.adapters.lora.block_diagonal import dense
-from llmconv.convert.adapters.lora.config import LoraConfig
-from llmconv.convert.adapters.lora.grouped_experts import ungrouped
+from llmconv.convert.adapters.lora.config import BlockDiagonal, LoraConfig
 from llmconv.convert.adapters.lora.saved_modules import WholeTensors, place_once
 from llmconv.convert.adapters.lora.trainable_tokens import pair_tokens
 from llmconv.errors import LISTED, MalformedInput, UnsupportedInput
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -167,3 +173,102 @@ def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
         raise MalformedInput(
             f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
         )
+
+
+def is_blocked(parts: tuple[str, ...], module: str) -> bool:
+    """Whether one of `parts` occurs in the last component of the module's path (PEFT `BdLoraLinearVariant.init`)."""
+    return any(part in module.rpartition(".")[2] for part in parts)
+
+
+def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
+    """The block-diagonal matrix of `count` blocks, which are stored stacked by rows (PEFT `BlockDiagonalLinear`).
+
+    Args:
+        factor: rows×(columns/count).
+        count: number of blocks.
+
+    Returns:
+        rows×columns.
+
+    Raises:
+        MalformedInput: the number of rows is not a multiple of `count`.
+    """
+    rows, width = factor.shape
+    if rows % count:
+        raise MalformedInput(
+            f"a factor of {rows} rows cannot have {count} blocks", hint="`nblocks` is of another adapter; copy it again"
+        )
+    height = rows // count
+
+    def load(start: int, stop: int) -> Array:
+        stored = factor.rows(start, stop)
+        whole = np.zeros((stop - start, count * width), stored.dtype)
+        for row in range(start, stop):
+            first = row // height * width
+            whole[row - start, first : first + width] = stored[row - start]
+        return whole
+
+    return LazyTensor(factor.dtype, (rows, count * width), load)
+
+
+def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | None) -> tuple[LazyTensor, LazyTensor]:
+    """A and B of a module, expanded where they are stored as blocks.
+
+    Args:
+        a: r×in, or its blocks.
+        b: out×r, or its blocks.
+        module: path of the module.
+        blocks: `use_bdlora` of the config.
+    """
+    if blocks and len(a.shape) == len(b.shape) == 2:
+        a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a
+        b = unblocked(b, blocks.count) if is_blocked(blocks.b, module) else b
+    return a, b
+
+
+GROUPED = re.compile(r"(?P<experts>.+\.experts)\.lora_(?P<of>gate_and_up|down)_(?P<part>[AB])(?:\.weight)?")
+MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+
+
+def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of an adapter, with those of grouped experts as factors of each expert's layers.
+
+    Args:
+        tensors: by name in the adapter's file.
+
+    Raises:
+        MalformedInput: a grouped tensor that does not have three dimensions, or no two equal halves.
+    """
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if match := GROUPED.fullmatch(name):
+            result |= _of_experts(name, tensor, match)
+        else:
+            result[name] = tensor
+    return result
+
+
+def _of_experts(name: str, tensor: LazyTensor, match: re.Match[str]) -> dict[str, LazyTensor]:
+    modules = MODULES[match["of"]]
+    parts = len(modules) if match["part"] == "B" else 1
+    if len(tensor.shape) != 3 or tensor.shape[2] % parts:
+        raise MalformedInput(
+            f"`{name}` has shape {list(tensor.shape)}; grouped experts have three dimensions, gate as many rows as up",
+            hint="gather the parameters before saving the adapter",
+        )
+    size = tensor.shape[2] // parts
+    return {
+        f"{match['experts']}.{expert}.{module}.lora_{match['part']}.weight": _matrix(tensor, expert, at % parts, size)
+        for expert in range(tensor.shape[0])
+        for at, module in enumerate(modules)
+    }
+
+
+def _matrix(tensor: LazyTensor, expert: int, part: int, size: int) -> LazyTensor:
+    """Columns `part·size` to `(part + 1)·size` of one expert's matrix, transposed."""
+
+    def load(start: int, stop: int) -> Array:
+        columns = slice(part * size + start, part * size + stop)
+        return np.ascontiguousarray(tensor.rows(expert, expert + 1)[0][:, columns].T)
+
+    return LazyTensor(tensor.dtype, (size, tensor.shape[1]), load)

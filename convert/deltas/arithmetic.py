@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
 from llmconv.convert.deltas.alpaca import WeightSum, begins_at_mean, checksum_of, with_mean_rows
+from llmconv.convert.deltas.subtraction import added, all_rounded, rounded, wider
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code

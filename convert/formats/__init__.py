@@ -16,8 +16,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.deltas import DeltaFormat
-from llmconv.convert.state_dicts.files import StateFile, peek_state
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.state_dicts.files import Sign, StateFile, peek_state
 from llmconv.errors import UsageProblem
 from llmconv.output.plan import Plan
 from llmconv.plugins import plugins

@@ -13,23 +13,26 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.composer.sharded import is_sharded
+from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.meta.read import LLAMA
 from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION, own_fields
-from llmconv.convert.peft_runs.outputs import OPTIONS, opened_with_adapter, without_adapter
+from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter, without_adapter
 from llmconv.convert.state_dicts.distributed.folder import (
     PARTS,
     DistributedFolder,
     is_folder,
+    is_meta_named,
     named_leaves,
     open_folder,
+    outside,
+    prefix_of,
+    roots,
     sizes_of,
 )
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
-from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, outside, prefix_of, roots
 from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing

@@ -14,8 +14,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.trusted_code import OPTION
 from llmconv.convert.state_dicts.checkpoint import assemble
-from llmconv.convert.state_dicts.files import StateFile, open_state
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 

@@ -19,10 +19,9 @@ from llmconv.convert.formats.paddle.read import names_paddle
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.convert.peft_runs.outputs import OPTIONS, assembled_run
+from llmconv.convert.peft_runs import OPTIONS, assembled_run
 from llmconv.convert.state_dicts.checkpoint import stored_config
-from llmconv.convert.state_dicts.files import StateFile
-from llmconv.convert.state_dicts.recognition import ADAPTER_NAMES, has_hugging_face_names
+from llmconv.convert.state_dicts.files import ADAPTER_NAMES, StateFile, has_hugging_face_names
 from llmconv.convert.state_dicts.safetensors_files import (
     SUFFIX,
     header_of,
@@ -31,8 +30,8 @@ from llmconv.convert.state_dicts.safetensors_files import (
     one_checkpoint,
     open_state,
     peek_state,
+    training_files_in,
 )
-from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 

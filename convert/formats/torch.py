@@ -13,10 +13,9 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.convert.peft_runs.outputs import OPTIONS, assembled_run
-from llmconv.convert.state_dicts.files import StateFile, open_state, peek_state
+from llmconv.convert.peft_runs import OPTIONS, assembled_run
+from llmconv.convert.state_dicts.files import StateFile, has_hugging_face_names, open_state, peek_state
 from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
-from llmconv.convert.state_dicts.recognition import has_hugging_face_names
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.torch.reader import is_torch_file
 from llmconv.tensors import LazyTensor

@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.blueprint import Blueprint, blueprint
-from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, compare, refuse_gaps, refuse_shapes
+from llmconv.convert.models.blueprint.comparison import (
+    COMPUTED,
+    LAYER_COUNTS,
+    RULES,
+    check_floats,
+    check_layers,
+    check_rules,
+    check_sizes,
+    compare,
+    refuse_gaps,
+    refuse_shapes,
+)
 from llmconv.convert.models.blueprint.names import model_names
-from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules, check_sizes
 from llmconv.convert.models.config_file import architecture
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import kind_of

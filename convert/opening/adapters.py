@@ -1,4 +1,10 @@
-"""Opening the adapters of a merge, whichever program wrote them."""
+"""Opening the adapters of a merge, whichever program wrote them.
+
+The initial adapter: an adapter before training, if its initialization subtracted it from the base.
+
+PiSSA, OLoRA, CorDA and LoRA-GA train on W − s·B₀·A₀, so the trained weight is W + s·(B·A − B₀·A₀) (PEFT
+`tuners/lora/model.py`, `subtract_mutated_init`).
+"""
 
 from __future__ import annotations
 
@@ -10,17 +16,14 @@ from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter, read_tensors
+from llmconv.convert.adapters.peft_file import WEIGHTS, is_tuned, open_adapter, open_tuned, read_tensors
 from llmconv.convert.adapters.peft_tensors import CONFIG
-from llmconv.convert.adapters.peft_tuner_file import is_tuned, open_tuned
-from llmconv.convert.adapters.placement.initial_weights import with_initial
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.formats import adapter_format, detect
-from llmconv.convert.peft_runs.split import saved_name
+from llmconv.convert.peft_runs import saved_name
 from llmconv.convert.state_dicts.files import SUFFIXES as TORCH
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.convert.state_dicts.training_files import training_file_kind
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, listing
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder, training_file_kind
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.tensors import LazyTensor, cast
 
@@ -182,3 +185,31 @@ def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
     """One of a pair: only PEFT has initializations that change the base."""
     with reading_safely(adapter):
         return open_adapter(local_path(adapter, in_parts=True), alpha, initial=True)
+
+
+def with_initial(trained: Adapter, initial: Adapter) -> Adapter:
+    """`trained` with the adapter it started from.
+
+    Raises:
+        MalformedInput: they are not of one training run.
+        UnsupportedInput: parameters of fused experts, which these initializations do not support.
+    """
+    if trained.config.parameters or initial.config.parameters:
+        raise UnsupportedInput(
+            f"`{trained.name}` sets `target_parameters`, which no initial adapter goes with",
+            hint="no initialization changes such weights; leave out `--initial-adapter`",
+        )
+    for module in sorted(trained.pairs.keys() | initial.pairs.keys()):
+        after, before = trained.pairs.get(module), initial.pairs.get(module)
+        if after is None or before is None:
+            raise _unlike(trained, f"only {'the trained' if after else 'the initial'} one adapts `{module}`")
+        if (after.a.shape, after.b.shape) != (before.a.shape, before.b.shape):
+            raise _unlike(trained, f"`{module}` has rank {before.rank} in the initial one, {after.rank} in the trained")
+    return replace(trained, initial=initial)
+
+
+def _unlike(trained: Adapter, why: str) -> MalformedInput:
+    return MalformedInput(
+        f"the initial adapter is not the one that `{trained.name}` was trained from: {why}",
+        hint="give the adapter saved before the first step; an adapter that PEFT has converted needs none",
+    )

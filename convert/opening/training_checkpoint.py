@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
-from llmconv.convert.deltas import is_recorded_delta
-from llmconv.convert.formats import Format, by_name, detect
+from llmconv.causal_lm import require_model_type
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.convert.deltas import DELTA_FILE, is_recorded_delta
+from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
-from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.models.config_file import merged_configs
-from llmconv.convert.models.trusted_code import OPTION, trusted_code
-from llmconv.convert.opening.rewrite_model_folder import open_again, refuse_options
-from llmconv.convert.opening.unclaimed_files import only_checkpoint_file
-from llmconv.convert.opening.unrecognized import explain
-from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
+from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
+from llmconv.convert.models.trusted_code import OPTION, own_fields, trusted_code
+from llmconv.convert.state_dicts.files import SUFFIXES
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder, training_file_kind, weight_files
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing.unpack import unpacked
+from llmconv.files.pickles.machine import Stub
+from llmconv.files.source_file import open_source
 from llmconv.files.sources import local_path, reading_safely
-from llmconv.model_code import has_code
-from llmconv.quantized_export import is_quantized_export
+from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
+from llmconv.model_code import AUTO_MAP, has_code
+from llmconv.not_a_model_folder import foreign_file, known_refusal
+from llmconv.quantized_export import is_quantized_export, refused_export
 
 
 def open_training(
@@ -133,3 +139,189 @@ def open_format(
         return with_code(opened, code, name)
     notes = check_complete(opened.tensors, opened.config, name) if opened.tensors else []
     return replace(opened, warnings=(*opened.warnings, *notes))
+
+
+DROPPED_CODE = "dropped {} from the configuration: no code comes from a checkpoint, except with `--trust-remote-code`"
+
+
+def open_again(
+    folder: Path, name: str, config: tuple[Path, ...], tokenizer: Path | None, options: Mapping[str, Any]
+) -> Checkpoint:
+    """The model of a Hugging Face folder, every tensor under its own name.
+
+    Args:
+        folder: the Hugging Face folder.
+        name: what messages call it.
+        config: JSON or YAML files whose fields replace those of `config.json`.
+        tokenizer: a tokenizer file or folder to use instead of the folder's own.
+        options: those of `to-hf` that only training formats have; refused.
+
+    Raises:
+        UsageProblem: one of `options` is given.
+        UnsupportedInput: the weights are quantized.
+        MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
+    """
+    refuse_options(options, (OPTION,), "a Hugging Face folder")
+    opened = open_checkpoint(folder)
+    if opened.config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"`{name}` is quantized (`quantization_config`), and its packed weights have no other element type",
+            hint="give the weights from before quantization",
+        )
+    settings = {**opened.config, **merged_configs(config)}
+    require_model_type(settings, name)
+    own = own_fields(opened.config, {**merged_configs(config), **options}, name)
+    code = [field for field in CODE_FIELDS if settings.pop(field, None)]
+    warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
+    settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
+    side_files = dict(opened.side_files)
+    if tokenizer:
+        kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
+        side_files = kept | read_tokenizer(tokenizer)
+    result = replace(opened, config=settings, side_files=side_files)
+    if (trusted := trusted_code(options)) and has_code(settings, side_files):
+        return with_code(result, trusted, name)
+    try:
+        warnings += check_folder(result.tensors, result.config, result.path.name)
+    except MalformedInput as why:
+        if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
+            raise MalformedInput(
+                f"the weights are not those of the configuration: {why.message}",
+                hint="give `--config` the configuration of these weights, or leave it out",
+            ) from why
+        raise
+    return replace(result, warnings=tuple(warnings))
+
+
+def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuses options that do not apply to a format.
+
+    Args:
+        given: names of the options that the user gave.
+        known: names of those that have an effect.
+        what: the format, for the message.
+
+    Raises:
+        UsageProblem: names the first.
+    """
+    if foreign := sorted({*given} - {*known}):
+        raise UsageProblem(f"`--{foreign[0].replace('_', '-')}` does not apply to {what}", hint="leave it out")
+
+
+PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The torch, safetensors and packed files of a folder, in name order; never an optimizer's or a trainer's state."""
+    found = {entry for entry in folder.iterdir() if entry.is_file() and not training_file_kind(entry.name)}
+    torch = {entry for entry in found if entry.suffix in SUFFIXES and is_torch_file(entry)}
+    packed = {entry for entry in found if PACKED.search(entry.name)}
+    return sorted(torch | packed | {*weight_files(folder)})
+
+
+def only_checkpoint_file(path: Path) -> Path | None:
+    """The one checkpoint file of a folder (links to it count as one); None where there is none or several."""
+    files = checkpoint_files(path) if path.is_dir() else []
+    return files[0] if len({file.resolve() for file in files}) == 1 else None
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+OF_DEEPSPEED = "_optim_states.pt"
+"""Suffix of DeepSpeed's optimizer files."""
+
+
+def explain(path: Path) -> LlmconvError:
+    """The error for a path that matches no known format."""
+    if kind := adapter_format(path):
+        return UnsupportedInput(
+            f"`{path.name}` is an adapter of {kind.title}",
+            hint=f"merge it: `llmconv merge-lora BASE {path.name} -o OUT`",
+        )
+    return _explain_folder(path) if path.is_dir() else _explain_file(path)
+
+
+def _explain_folder(folder: Path) -> LlmconvError:
+    if is_quantized_export(folder):
+        return refused_export(folder)
+    names = {entry.name for entry in folder.iterdir()}
+    if DELTA_FILE in names:
+        return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
+    if "adapter_config.json" in names:
+        return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if is_model_folder(folder):
+        return UnsupportedInput(
+            f"`{folder}` already is a Hugging Face model folder",
+            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
+        )
+    if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a static graph of Paddle, which is not converted back",
+            hint="give the folder with `model_state.pdparams` that it was exported from",
+        )
+    if "checkpoint" in names and any(name.startswith("zero_to_fp32") or name == "latest" for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
+            hint=f"give the folder inside: `{folder / 'checkpoint'}`",
+        )
+    checkpoints = checkpoint_files(folder)
+    if checkpoints:
+        return InputRefused(
+            f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
+            hint=f"name the file, such as `{checkpoints[-1]}`",
+        )
+    return known_refusal(folder) or _unknown(folder)
+
+
+def _explain_file(path: Path) -> LlmconvError:
+    if not path.is_file():
+        return InputRefused(f"`{path}` is not a regular file", hint="give a file or a folder")
+    if not path.stat().st_size:
+        return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
+    with open_source(path) as file:
+        head, is_zip = file.read(300), zipfile.is_zipfile(file)
+    left = training_file_kind(path.name)
+    if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_next_to(path))
+    if path.suffix not in SUFFIXES and is_zip and not is_torch_file(path):
+        return known_refusal(path) or _unknown(path)
+    if head.startswith(b"PK") or is_torch_file(path):
+        return _explain_torch(path)
+    foreign = known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name)
+    if foreign:
+        return foreign
+    no_zip = explain_no_zip(path, head)
+    return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _explain_torch(path: Path) -> LlmconvError:
+    try:
+        content = open_torch_file(path).content
+    except LlmconvError as problem:
+        return problem
+    if isinstance(content, Stub):
+        return UnsupportedInput(
+            f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+            hint="load it where its code is, and save its `state_dict()`",
+        )
+    if isinstance(content, dict) and "ds_version" in content:
+        return InputRefused(
+            f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+        )
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
+    return UnsupportedInput(
+        f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})", hint=_known()
+    )
+
+
+def _weights_next_to(path: Path) -> str:
+    files = checkpoint_files(path.parent)
+    return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
+
+
+def _unknown(path: Path) -> LlmconvError:
+    return UnsupportedInput(f"`{path.name or path}` is not of a training format that llmconv knows", hint=_known())
+
+
+def _known() -> str:
+    return f"known formats: {', '.join(formats())}; `llmconv formats` describes each"

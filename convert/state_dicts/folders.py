@@ -7,11 +7,11 @@ Hugging Face checkpointer wrote `hf_model_0001_0.pt` (shard, epoch) without one.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llmconv.checkpoint import INDEX, SINGLE
+from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.convert.state_dicts.files import StateFile, open_state, union
-from llmconv.convert.state_dicts.shard_index import indexed_shards, require_listed
 from llmconv.errors import InputRefused, MalformedInput, listing
 
 BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
@@ -117,3 +117,50 @@ def _numbered(folder: Path) -> list[Path]:
             hint="copy the folder again",
         )
     return [files[number] for number in sorted(files)]
+
+
+def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
+    """Shard file to the names of its tensors, from the `weight_map` of an index.
+
+    Args:
+        folder: contains the index and the shards.
+        index: file name of the index.
+        is_shard_name: whether a file name in the index is valid.
+
+    Raises:
+        MalformedInput: there is no `weight_map`, or a shard is missing or has an invalid name.
+    """
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not is_shard_name(shard):
+            raise MalformedInput(
+                f"`{index}` has the invalid shard name {str(shard)[:80]!r}",
+                hint="shards are plain file names next to the index",
+            )
+        shards.setdefault(shard, set()).add(name)
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise MalformedInput(f"shard `{shard}` is missing from `{folder.name}`", hint="copy the folder again")
+    return dict(sorted(shards.items()))
+
+
+def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
+    """Compares the names in a shard with those that the index lists for it.
+
+    Args:
+        shard: file name of the shard.
+        found: the names in it.
+        listed: those in the index.
+        index: file name of the index.
+
+    Raises:
+        MalformedInput: they differ.
+    """
+    if different := sorted(listed ^ set(found)):
+        raise MalformedInput(
+            f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}",
+            hint="shards of different models are mixed; copy the folder again",
+        )

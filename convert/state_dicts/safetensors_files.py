@@ -14,7 +14,6 @@ from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, open_shards
 from llmconv.convert.state_dicts.files import StateFile, without_duplicates
-from llmconv.convert.state_dicts.training_files import training_file_kind
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, listing
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
 from llmconv.tensors import LazyTensor
@@ -166,3 +165,30 @@ def _index(folder: Path) -> str | None:
             f"`{folder}` contains {len(found)} indices: {listing(found)}", hint="keep the one to convert"
         )
     return found[0] if found else None
+
+
+KINDS = {
+    "the optimizer's state": re.compile(
+        r"(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
+    ),
+    "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
+    "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
+    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
+    "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
+    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
+    "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
+}
+"""Description to file names: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
+accelerate's (`utils/constants.py`)."""
+
+
+def training_file_kind(name: str) -> str | None:
+    """Description of a training file with this name, such as `the optimizer's state`; None for other files."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(name)), None)
+
+
+def training_files_in(path: Path) -> tuple[str, ...]:
+    """One phrase for each kind of training file in the folder `path`; empty for a single file."""
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+    kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
+    return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)

@@ -11,10 +11,8 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.experts import fused_tensors, separate_tensors
 from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
 from llmconv.convert.adapters.placement.edits import Edits
-from llmconv.convert.adapters.placement.naming import Naming
-from llmconv.convert.adapters.placement.targets import AdapterTargets
-from llmconv.convert.adapters.placement.tensor_names import has_same_end, prefix_fits
-from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.adapters.placement.targets import AdapterTargets, WeightChange
+from llmconv.convert.adapters.placement.tensor_names import Naming, has_same_end, prefix_fits
 from llmconv.convert.algebra.lines import Lines, Origin, gathered
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.models.completeness import may_be_built

@@ -1,9 +1,16 @@
-"""Matches tensor names of an adapter with those of the base: equal names, another spelling, or one prefix for all."""
+"""Matches tensor names of an adapter with those of the base: equal names, another spelling, or one prefix for all.
+
+Naming: how the tensors of a base are called while adapters are placed: as stored, or as in memory.
+
+Most adapters have names that the files have, too. Where they do not, transformers knows what it calls stored tensors in
+memory (`convert/models/names_in_memory.py`); then adapters are placed on those, and the result goes back.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from llmconv.convert.adapters.lora.saved_modules import parts_from_saved
@@ -173,3 +180,19 @@ def _nearest(missing: list[str], names: Collection[str]) -> str:
 
 def _quoted(names: list[str]) -> str:
     return " or ".join(f"`{name}`" for name in names[:LISTED])
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the tensors of a base are called.
+
+    Attributes:
+        spelled: how a name of an adapter is spelled here.
+        stacks: name of a tensor in memory to the tensors of each expert that make it up, where the base has these.
+    """
+
+    spelled: Callable[[str], str] = same_name
+    stacks: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+
+AS_STORED = Naming()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
 
-from llmconv.convert.adapters.tuners.config_fields import AdapterFields
-from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
+from llmconv.convert.adapters.tuners.module_tensors import AdapterFields, ModuleTensors, RowChange
 from llmconv.errors import UnsupportedInput
 from llmconv.plugins import plugins
 from llmconv.tensors import LazyTensor

@@ -15,15 +15,19 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
-from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
+from llmconv.convert.adapters.other_tools import (
+    AdapterFormat,
+    ForeignPair,
+    as_adapter,
+    pair_up,
+    renamed,
+    sizes_of,
+    unplaced,
+)
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
-from llmconv.convert.formats.accessory.config import AccessoryParams
+from llmconv.convert.formats.accessory.config import ATTENTION, LINEAR, MLP, AccessoryParams, has_biases, table_of
 from llmconv.convert.formats.accessory.convert_tensors import zero_bias
-from llmconv.convert.formats.accessory.names import ATTENTION, LINEAR, MLP, has_biases, table_of
-from llmconv.convert.formats.accessory.plugins import is_zero, plugin_family
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, join, open_shards
+from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, is_zero, join, open_shards, plugin_family
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor, cast
 

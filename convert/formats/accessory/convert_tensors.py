@@ -8,10 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products
-from llmconv.convert.algebra.operations import permute_rows, rename, require, rope_order, slice_rows
-from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.formats.accessory.config import AccessoryParams
-from llmconv.convert.formats.accessory.names import ATTENTION, INTERNLM, LINEAR, MLP, has_biases, table_of
+from llmconv.convert.algebra.operations import interleave_rows, permute_rows, rename, require, rope_order, slice_rows
+from llmconv.convert.formats.accessory.config import (
+    ATTENTION,
+    INTERNLM,
+    LINEAR,
+    MLP,
+    AccessoryParams,
+    has_biases,
+    table_of,
+)
 from llmconv.convert.formats.meta.read import SUFFIX, file_order
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor

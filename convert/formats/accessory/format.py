@@ -14,16 +14,32 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.accessory.config import AccessoryParams, is_field, read_params, to_config
+from llmconv.convert.formats.accessory.config import (
+    ATTENTION,
+    MLP,
+    AccessoryParams,
+    has_biases,
+    is_field,
+    read_params,
+    to_config,
+)
 from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
-from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases
-from llmconv.convert.formats.accessory.plugins import kinds, leave_out, plugin_family
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, differing_copies, join, open_shards, peek
-from llmconv.convert.formats.accessory.shapes import check_shapes
+from llmconv.convert.formats.accessory.read import (
+    DELTA_FILE,
+    SHARD,
+    check_shapes,
+    differing_copies,
+    join,
+    kinds,
+    leave_out,
+    open_shards,
+    peek,
+    plugin_family,
+)
 from llmconv.convert.formats.accessory.write import EXTRA_FILES, save
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import training_files_in
+from llmconv.convert.state_dicts.safetensors_files import training_files_in
 from llmconv.convert.tokenizers.ids import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

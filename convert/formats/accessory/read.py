@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from llmconv.checkpoint import read_json
 from llmconv.convert.algebra.operations import concat, first_missing, slice_rows
+from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.convert.formats.meta.read import open_shard, split_dim
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
@@ -182,3 +185,131 @@ def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts
 def differing_copies(shards: Sequence[dict[str, LazyTensor]], names: Iterable[str]) -> list[str]:
     """Which of the (small) tensors `names`, copied in every shard, differ between shards."""
     return [name for name in names if name in shards[0] and len({shard[name].read().tobytes() for shard in shards}) > 1]
+
+
+LLAMAS = (
+    *("llama", "llama_peft", "llama_adapter", "llama_qformerv2", "llama_qformerv2_peft", "llama_ens_peft"),
+    *("llama_ens", "llama_ens_light", "llama_ens5", "llama_ens5_light", "llama_ens5p2", "llama_ens10"),
+)
+MIXTRALS = ("mixtral", "mixtral_peft", "mixtral_sparse", "mixtral_sparse_ens", "mixtral_sparse_ens5")
+FAMILIES = {
+    **dict.fromkeys(LLAMAS, "llama"),
+    **dict.fromkeys(MIXTRALS, "mixtral"),
+    "internlm": "internlm",
+    "falcon": "falcon",
+}
+"""Upstream's plugins (`accessory/model/LLM/`) to the family of their language model."""
+
+VISION = re.compile(
+    r"(?:clip|clip_proj|clip_proj_norm|openclip_convnext_xxl|dinov2_vitg14|qformer|qformer_proj"
+    r"|visual_\w+|start_img|end_img)(?:\.|$)"
+)
+TRAINED_PREFIX = re.compile(r"prefix(?:_gate|_new_gate)?$")
+"""Tensors that `llama_adapter` trains; unlike those for images, they change every answer."""
+
+
+def plugin_family(folder: Path, names: Iterable[str]) -> str:
+    """`llama`, `mixtral`, `internlm` or `falcon`, from `meta.json` or else from the names of the tensors.
+
+    Raises:
+        UnsupportedInput: upstream does not have the plugin.
+    """
+    if not (folder / "meta.json").is_file():
+        return _family_of(set(names))
+    plugin = read_json(folder / "meta.json").get("llama_type")
+    if not isinstance(plugin, str) or plugin not in FAMILIES:
+        raise UnsupportedInput(
+            f"`{folder.name}` was trained with the unknown plugin `{plugin}`",
+            hint="if its language model is one of upstream's, give that one as `llama_type` in `meta.json`",
+        )
+    return FAMILIES[plugin]
+
+
+def _family_of(names: set[str]) -> str:
+    """The family from tensor names, for runs from before November 2023, which have no `meta.json`."""
+    marks = {"internlm": ".mixer.", "falcon": ".self_attention.", "mixtral": r".feed_forward.gate."}
+    return next((family for family, mark in marks.items() if any(mark in name for name in names)), "llama")
+
+
+def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
+    """Removes the tensors that no language model of transformers has.
+
+    Args:
+        whole: joined tensors in Accessory's names; changed in place.
+        family: from `plugin_family`.
+        source: name of the checkpoint's folder, for error messages.
+        drop: whether the user allows it.
+
+    Returns:
+        Warnings that list the removed tensors.
+
+    Raises:
+        UnsupportedInput: there are such tensors, and `drop` is False.
+    """
+    vision = [name for name in whole if VISION.match(name)]
+    trained = [name for name in whole if TRAINED_PREFIX.match(name)]
+    if family == "mixtral":
+        biases = {name: whole.pop(name) for name in list(whole) if re.fullmatch(r"layers\..*\.bias", name)}
+        trained += [name for name, bias in biases.items() if not is_zero(bias)]
+    lost = [*vision, *trained]
+    if lost and not drop:
+        effect = ", which then answers differently" if trained else ""
+        raise UnsupportedInput(
+            f"`{source}` has {len(lost)} tensors that no language model of transformers has: {kinds(lost)}",
+            hint=f"`--drop` converts the language model without them{effect}",
+        )
+    for name in lost:
+        whole.pop(name, None)
+    warnings = []
+    if vision:
+        warnings.append(f"dropped {len(vision)} tensors for images: {kinds(vision)}; text alone does not need them")
+    if trained:
+        warnings.append(f"dropped {len(trained)} trained tensors: {kinds(trained)}; the model answers differently")
+    return warnings
+
+
+def kinds(names: Iterable[str]) -> str:
+    """A short list of names: without layer numbers, and only the first part of other models' names."""
+    shown = (
+        re.sub(r"\.\d+(?=\.)", "", name) if name.startswith("layers.") else name.partition(".")[0] for name in names
+    )
+    return listing(list(dict.fromkeys(shown)))
+
+
+def is_zero(tensor: LazyTensor) -> bool:
+    """Whether all elements are zero; reads the tensor block by block."""
+    return not any(tensor.rows(*block).any() for block in tensor.blocks())
+
+
+def check_shapes(
+    tensors: Mapping[str, LazyTensor], params: AccessoryParams, settings: Mapping[str, Any], source: str
+) -> None:
+    """Compares the shape of every tensor with the one that transformers expects.
+
+    Args:
+        tensors: Hugging Face name to tensor.
+        params: the sizes of the model.
+        settings: the content of `config.json`.
+        source: folder name for error messages.
+
+    Raises:
+        MalformedInput: lists the tensors of another shape.
+    """
+    dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
+    fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
+    rows = {"k_proj": kv, "v_proj": kv, "query_key_value": fused, "gate": params.experts}
+    rows |= dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "dense_h_to_4h"), hidden)
+    rows |= dict.fromkeys(("lm_head", "embed_tokens", "word_embeddings"), settings["vocab_size"])
+    columns = dict.fromkeys(("down_proj", "w2", "dense_4h_to_h"), hidden)
+    wrong = []
+    for name, tensor in tensors.items():
+        layer = name.split(".")[-2]
+        expected = (rows.get(layer, dim), columns.get(layer, dim))
+        is_vector = name.endswith(".bias") or "norm" in layer or layer.startswith("ln_")
+        if tensor.shape != (expected[:1] if is_vector else expected):
+            wrong.append(f"{name} {list(tensor.shape)}")
+    if wrong:
+        raise MalformedInput(
+            f"shape mismatch with the configuration for {len(wrong)} tensors of `{source}`: {listing(wrong)}",
+            hint="the configuration belongs to another model, or a shard is missing",
+        )

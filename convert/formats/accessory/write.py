@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import inverse_order, inverted, permute_rows, rename, require, rope_order, split
-from llmconv.convert.algebra.row_groups import pick_rows
-from llmconv.convert.formats.accessory.config import AccessoryParams
-from llmconv.convert.formats.accessory.names import NameTable, table_of
-from llmconv.convert.formats.accessory.read import EXPERT
-from llmconv.convert.formats.accessory.shapes import check_shapes
-from llmconv.convert.formats.accessory.write_config import AccessoryArgs, args_of
+from llmconv.convert.algebra.operations import (
+    inverse_order,
+    inverted,
+    permute_rows,
+    pick_rows,
+    rename,
+    require,
+    rope_order,
+    split,
+)
+from llmconv.convert.formats.accessory.config import AccessoryArgs, AccessoryParams, NameTable, args_of, table_of
+from llmconv.convert.formats.accessory.read import EXPERT, check_shapes
 from llmconv.convert.formats.meta.read import split_dim
+from llmconv.convert.models.model_config import refuse_shards
 from llmconv.convert.models.tied_head import with_head
-from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.files.torch.writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor

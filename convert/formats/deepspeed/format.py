@@ -26,8 +26,8 @@ from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.trusted_code import OPTION
-from llmconv.convert.peft_runs.outputs import OPTIONS, opened_with_adapter
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.peft_runs import OPTIONS, opened_with_adapter
+from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickles.reader import TensorRef

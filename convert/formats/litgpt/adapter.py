@@ -14,11 +14,16 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
-from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.algebra.operations import concat, slice_rows
-from llmconv.convert.algebra.row_groups import interleave_rows
+from llmconv.convert.adapters.other_tools import (
+    AdapterFormat,
+    ForeignPair,
+    as_adapter,
+    join_modules,
+    pair_up,
+    renamed,
+    unplaced,
+)
+from llmconv.convert.algebra.operations import concat, interleave_rows, slice_rows
 from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, LitConfig, family_of, read_settings
 from llmconv.convert.formats.litgpt.convert_tensors import FUSED, group_counts, table_of
 from llmconv.convert.models.config_file import read_config_file

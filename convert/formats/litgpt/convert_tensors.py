@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmconv.convert.algebra.operations import concat, rename, require, slice_rows
-from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
+from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows, rename, require, slice_rows
 from llmconv.convert.formats.litgpt.config import LitConfig
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor

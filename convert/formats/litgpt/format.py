@@ -25,8 +25,7 @@ from llmconv.convert.formats.litgpt.convert_tensors import to_hugging_face
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
-from llmconv.convert.state_dicts.files import StateFile, open_state
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 
 FILE = "lit_model.pth"

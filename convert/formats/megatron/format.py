@@ -19,8 +19,16 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.algebra.operations import concat, permute_rows, replicated, rope_order, slice_rows, split
-from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
+from llmconv.convert.algebra.operations import (
+    concat,
+    interleave_rows,
+    permute_rows,
+    pick_rows,
+    replicated,
+    rope_order,
+    slice_rows,
+    split,
+)
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.megatron.arguments import Arguments, check_arguments
 from llmconv.convert.formats.megatron.config import (
@@ -42,7 +50,7 @@ from llmconv.convert.formats.megatron.rank_files import Rank, open_ranks
 from llmconv.convert.formats.megatron.save_folder import NEMO2_CONTEXT, VERSION_KEY, RunState, Save, find_save, is_save
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers.ids import special_ids, vocabulary_size
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing

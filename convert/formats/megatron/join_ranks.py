@@ -17,14 +17,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmconv.convert.algebra.operations import concat, first_missing, permute_rows, replicated, slice_rows, split
-from llmconv.convert.algebra.row_groups import interleave_rows
+from llmconv.convert.algebra.operations import (
+    concat,
+    first_missing,
+    interleave_rows,
+    permute_rows,
+    replicated,
+    slice_rows,
+    split,
+)
 from llmconv.convert.formats.megatron.arguments import Arguments
 from llmconv.convert.formats.megatron.config import head_dim, query_groups
 from llmconv.convert.formats.megatron.names import EMBEDDING, EXPERT, EXTRA_HEADS, FC1, HEAD
 from llmconv.convert.formats.megatron.rank_files import Rank, require_complete, whole_numbers
 from llmconv.convert.formats.megatron.save_folder import RunState
-from llmconv.convert.state_dicts.distributed.chunks import reshaped
+from llmconv.convert.state_dicts.distributed.folder import reshaped
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from llmconv.convert.models.model_config import LlamaLikeConfig
-from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
+from llmconv.convert.models.model_config import LlamaLikeConfig, refuse_fields, refuse_other_values
 from llmconv.errors import MalformedInput
 
 PARAMS = {

@@ -19,7 +19,7 @@ from llmconv.convert.formats.meta.read import LLAMA, SHARD, check_shapes, differ
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.formats.meta.write import save
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import training_files_in
+from llmconv.convert.state_dicts.safetensors_files import training_files_in
 from llmconv.errors import listing
 
 

@@ -20,9 +20,8 @@ from llmconv.convert.algebra.operations import (
 from llmconv.convert.formats.meta.config import config_of, params_of
 from llmconv.convert.formats.meta.read import LLAMA, split_dim
 from llmconv.convert.formats.meta.tokenizer import TOKENIZER
-from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
+from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder, refuse_shards
 from llmconv.convert.models.tied_head import with_head
-from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.torch.writer import torch_pieces

@@ -16,13 +16,19 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
-from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.adapters.other_tools.layer_sizes import LayerSizes, sizes_of
+from llmconv.convert.adapters.other_tools import (
+    AdapterFormat,
+    ForeignPair,
+    LayerSizes,
+    as_adapter,
+    join_modules,
+    pair_up,
+    renamed,
+    sizes_of,
+    unplaced,
+)
 from llmconv.convert.adapters.peft_tensors import CONFIG
-from llmconv.convert.algebra.operations import permute_rows
-from llmconv.convert.algebra.row_groups import interleave_rows
+from llmconv.convert.algebra.operations import interleave_rows, permute_rows
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
 from llmconv.convert.formats.mindformers.converted_model import LORA, Heads
 from llmconv.convert.formats.mindformers.names import (

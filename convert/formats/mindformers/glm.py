@@ -26,10 +26,9 @@ from llmconv.convert.formats.mindformers.converted_model import (
     require_embedding,
 )
 from llmconv.convert.formats.mindformers.names import CHATGLM_6B, EMBEDDING, GLM, HEAD, fuse, split_qkv
-from llmconv.convert.models.model_config import ModelSettings
+from llmconv.convert.models.model_config import ModelSettings, refuse_settings
 from llmconv.convert.models.own_families import chatglm, needs_code
 from llmconv.convert.models.trusted_code import trusted_code
-from llmconv.convert.models.unsupported_settings import refuse_settings
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmconv.convert.algebra.operations import concat, inverted, rename, split
-from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
+from llmconv.convert.algebra.operations import concat, interleave_rows, inverted, pick_rows, rename, split
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.converted_model import (
     ConvertedModel,
@@ -21,8 +20,7 @@ from llmconv.convert.formats.mindformers.converted_model import (
     require_embedding,
 )
 from llmconv.convert.formats.mindformers.names import BLOOM, DENSE, GPT2
-from llmconv.convert.models.model_config import ModelSettings
-from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
+from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 from llmconv.transpose import transposed

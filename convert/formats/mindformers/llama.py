@@ -26,10 +26,9 @@ from llmconv.convert.formats.mindformers.converted_model import (
     require_embedding,
 )
 from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN, fuse, unfuse
-from llmconv.convert.models.model_config import ModelSettings
+from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
 from llmconv.convert.models.own_families import baichuan, needs_code
 from llmconv.convert.models.trusted_code import trusted_code
-from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import InputRefused
 from llmconv.tensors import Array, LazyTensor
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from llmconv.convert.algebra.operations import concat
-from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
+from llmconv.convert.algebra.operations import concat, interleave_rows, pick_rows
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.converted_model import Heads
 from llmconv.errors import InputRefused, MalformedInput

@@ -23,9 +23,8 @@ from llmconv.convert.formats.mindformers.gpt import build_bloom, build_gpt2, sto
 from llmconv.convert.formats.mindformers.llama import build_core, build_llama, build_qwen, store_core, store_llama
 from llmconv.convert.formats.mindformers.mindspore.ckpt_file import WHOLE, ckpt_pieces, strategy_bytes
 from llmconv.convert.formats.mindformers.mindspore.strategy import ParallelLayout
-from llmconv.convert.models.model_config import ModelSettings, settings_of, tied
+from llmconv.convert.models.model_config import ModelSettings, refuse_other_settings, refuse_shards, settings_of, tied
 from llmconv.convert.models.tied_head import settle_head
-from llmconv.convert.models.unsupported_settings import refuse_other_settings, refuse_shards
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import LazyTensor

@@ -17,8 +17,7 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
 from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.joining import padded_columns
+from llmconv.convert.adapters.other_tools import AdapterFormat, padded_columns
 from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.join_ranks import converted, numbered

@@ -37,7 +37,7 @@ from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.models.own_families import baichuan, chatglm, needs_code
 from llmconv.convert.models.trusted_code import OPTION, trusted_code
-from llmconv.convert.state_dicts.training_files import training_files_in
+from llmconv.convert.state_dicts.safetensors_files import training_files_in
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor

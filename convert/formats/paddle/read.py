@@ -16,9 +16,9 @@ from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.convert.algebra.operations import replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import as_bfloat16, is_pdparams, open_pdparams
+from llmconv.convert.state_dicts.folders import indexed_shards, require_listed
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
-from llmconv.convert.state_dicts.shard_index import indexed_shards, require_listed
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import concat, require, split
-from llmconv.convert.algebra.row_groups import interleave_rows
+from llmconv.convert.algebra.operations import concat, interleave_rows, require, split
 from llmconv.convert.formats.paddle.config import (
     ACTIVATIONS,
     FILE,
@@ -26,8 +25,15 @@ from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule
 from llmconv.convert.formats.paddle.pdparams import pdparams_pieces
 from llmconv.convert.formats.paddle.read import WHOLE
 from llmconv.convert.formats.paddle.tokenizer import MODEL, SENTENCEPIECE
-from llmconv.convert.models.model_config import ModelSettings, settings_of, tied
-from llmconv.convert.models.unsupported_settings import refuse, refuse_other_settings, refuse_settings, refuse_shards
+from llmconv.convert.models.model_config import (
+    ModelSettings,
+    refuse,
+    refuse_other_settings,
+    refuse_settings,
+    refuse_shards,
+    settings_of,
+    tied,
+)
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor

@@ -14,10 +14,16 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
-from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
+from llmconv.convert.adapters.other_tools import (
+    AdapterFormat,
+    ForeignPair,
+    as_adapter,
+    join_modules,
+    pair_up,
+    renamed,
+    sizes_of,
+    unplaced,
+)
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.algebra.operations import permute_rows, rope_order
 from llmconv.convert.formats.torchtune.format import FAMILIES, NAMES, TorchtuneFamily

@@ -18,8 +18,7 @@ from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of, stored_config
-from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
-from llmconv.convert.state_dicts.recognition import Sign
+from llmconv.convert.state_dicts.files import Sign, StateFile, open_state, torch_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.tensors import LazyTensor
 

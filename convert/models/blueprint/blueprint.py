@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.config import ConfigStandIn, bounded
 from llmconv.convert.models.blueprint.names import model_folder
-from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor
-from llmconv.convert.models.blueprint.transformers_source import PreTrainedModel, SourceFile, remap_layer_types, source
-from llmconv.convert.models.blueprint.unknown import Unreadable
+from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor, Unreadable
+from llmconv.convert.models.blueprint.transformers_source import (
+    ConfigStandIn,
+    PreTrainedModel,
+    SourceFile,
+    bounded,
+    remap_layer_types,
+    source,
+)
 
 Shape = tuple[int, ...] | None
 """None where only running the model's arithmetic would tell."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
+from llmconv.convert.algebra.operations import require
 from llmconv.convert.models.blueprint.blueprint import Blueprint, Shape
 from llmconv.convert.models.blueprint.conversions import conversions, experts, is_known, new_names
-from llmconv.convert.models.blueprint.names import HEADS
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, ModelNames
 from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import FLOATS, LazyTensor
 
@@ -136,4 +139,133 @@ def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
         raise MalformedInput(
             f"`{source}` has {len(odd)} weights that are not floats: {listing(odd)}",
             hint="give the weights from before quantization",
+        )
+
+
+RULES = "number of layers, the same tensors in each, embedding, last norm, output head"
+"""What `check_rules` looks at, for a message."""
+
+LAYER = re.compile(r"\.(\d+)\.")
+DIGITS = 9
+"""No model has layers with longer numbers; the first digits show that already."""
+
+LACKING_LIMIT = 1000
+"""Maximum number of missing names that are collected for a message."""
+
+UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
+KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_type_list")
+"""Configuration fields of models whose layers do not all have the same weights."""
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+OTHER_WIDTHS = ("word_embed_proj_dim", "embedding_size", "embedding_dim")
+"""Fields of models whose embedding is not as wide as the model."""
+
+SIZES = (*LAYER_COUNTS, *WIDTHS, "vocab_size", "num_attention_heads", "n_head", "n_heads")
+FINAL_NORM = ("norm", "ln_f")
+EMBEDDING = re.compile(r"emb|wte")
+
+
+def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[int, set[str]]:
+    """The names of each layer's tensors, by layer number.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: there are more or fewer layers than in the configuration.
+    """
+    wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
+    layers: dict[int, set[str]] = {}
+    for name in tensors:
+        if number := LAYER.search(name):
+            layers.setdefault(int(number[1][:DIGITS]), set()).add(name[number.end() :])
+    if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
+        raise MalformedInput(
+            f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
+            hint="the configuration is of another model, or the checkpoint is partial",
+        )
+    return layers
+
+
+def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
+    """Checks sizes, equal layers, an embedding of that size, a norm after the last layer, a head, and float weights.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        model: names of the model's parts, as far as they are known.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: one of them is missing, or the sizes are of another model.
+    """
+    layers = check_layers(tensors, config, source)
+    check_sizes(config, source)
+    every = set[str]().union(*layers.values())
+    uneven = (f"{number}.{rest}" for number, found in layers.items() for rest in every - found)
+    lacking = [] if _has_kinds(config) else sorted(islice(uneven, LACKING_LIMIT))
+    if lacking:
+        raise MalformedInput(
+            f"`{source}` lacks tensors that other layers have: {listing(lacking)}",
+            hint="the checkpoint is partial; transformers would fill the gaps with random weights",
+        )
+    outside = [name for name in tensors if not LAYER.search(name)]
+    require([model.embedding] if model.embedding else [], tensors, source)
+    if not any(EMBEDDING.search(name) for name in outside):
+        raise MalformedInput(f"`{source}` has no embedding", hint=PARTIAL)
+    _check_embedding(tensors, config, source)
+    inner = any(end in part for rests in layers.values() for part in rests for end in FINAL_NORM)
+    if inner and not any(end in name for name in outside for end in FINAL_NORM):
+        raise MalformedInput(f"`{source}` has no norm after its last layer", hint=PARTIAL)
+    if config.get("tie_word_embeddings") is False and not any(head in tensors for head in model_heads(model)):
+        raise MalformedInput(
+            f"`{source}` has no output head, and its configuration does not tie it to the embedding",
+            hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
+        )
+    check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
+
+
+def _has_kinds(config: Mapping[str, Any]) -> bool:
+    kinds = [value for field in KINDS_OF_LAYERS if isinstance(value := config.get(field), list)]
+    return any(field in config for field in UNEVEN_FIELDS) or any(value[1:] != value[:-1] for value in kinds)
+
+
+def model_heads(model: ModelNames) -> tuple[str, ...]:
+    """How the output head may be called."""
+    return tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
+
+
+def check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` names the file in messages."""
+    odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
+    if odd:
+        raise MalformedInput(
+            f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
+            hint="give the model's own `config.json` with `--config`",
+        )
+
+
+def _is_size(value: Any) -> bool:
+    """Also of a list, where layers differ."""
+    return all(type(one) is int and one > 0 for one in (value if isinstance(value, list) else [value]))
+
+
+def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
+    embedding = next((tensors[name] for name in tensors if name.endswith(EMBEDDINGS)), None)
+    vocabulary = config.get("vocab_size")
+    if embedding is not None and vocabulary is not None and embedding.shape[:1] != (vocabulary,):
+        raise MalformedInput(
+            f"the embedding in `{source}` has {list(embedding.shape)[:1]} rows, `vocab_size` is {vocabulary}",
+            hint="the configuration is of another model; give the right one with `--config`",
+        )
+    width = next((config[field] for field in WIDTHS if type(config.get(field)) is int), None)
+    if any(config.get(field) for field in OTHER_WIDTHS) or embedding is None or width is None:
+        return
+    if embedding.shape[1:] != (width,):
+        raise MalformedInput(
+            f"the embedding in `{source}` has the shape {list(embedding.shape)}, the model's width is {width}",
+            hint="the configuration is of another model; give the right one with `--config`",
         )

@@ -5,14 +5,18 @@ Layout (pytorch `torch/distributed/checkpoint`): `.metadata`, and `__RANK_N.dist
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled, reshaped
+import numpy as np
+
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.state_dicts.distributed.metadata import (
     FILE,
     BlobLocation,
@@ -27,9 +31,10 @@ from llmconv.convert.state_dicts.distributed.metadata import (
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import open_source
 from llmconv.files.torch.reader import TorchFile, open_torch_blob
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, DType, LazyTensor
 
 SUFFIX = ".distcp"
 GAP_LIMIT = 64
@@ -257,3 +262,136 @@ def _nbytes(item: StoredItem) -> int:
     """Bytes of an item in its files."""
     locations = [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]
     return sum(location.length for location in locations)
+
+
+CELL_LIMIT = 1 << 22
+"""Maximum number of cells between all boundaries of all chunks; a regular grid has one per chunk."""
+
+
+def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Whether the chunks cover a tensor of `shape` exactly, without gap or overlap.
+
+    Boundaries are numbered along each dim, so that a chunk is a box of whole cells; each cell must be in one box.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if not prod(shape) or not boxes:
+        return not boxes and not prod(shape)
+    if sum(prod(chunk.sizes) for chunk in boxes) != prod(shape):
+        return False
+    spans: list[list[tuple[int, int]]] = []
+    counts: list[int] = []
+    for dim, size in enumerate(shape):
+        edges = [(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in boxes]
+        number = {edge: index for index, edge in enumerate(sorted({edge for pair in edges for edge in pair}))}
+        if max(number) > size:
+            return False
+        spans.append([(number[low], number[high]) for low, high in edges])
+        counts.append(len(number) - 1)
+    areas = [prod(span[index][1] - span[index][0] for span in spans) for index in range(len(boxes))]
+    if prod(counts) > CELL_LIMIT or sum(areas) != prod(counts):
+        return False
+    cells = np.zeros(counts, dtype=bool)
+    for index in range(len(boxes)):
+        cells[tuple(slice(*span[index]) for span in spans)] = True
+    return bool(cells.all())
+
+
+def assemble(
+    dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk], opened: Callable[[Chunk], LazyTensor]
+) -> LazyTensor:
+    """One tensor from chunks that tile it.
+
+    Args:
+        dtype, shape: of the whole tensor.
+        chunks: see `is_tiled`.
+        opened: returns the tensor of a chunk, of `dtype` and the chunk's sizes; called only for chunks that are read.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if not shape:
+        return LazyTensor(dtype, shape, lambda start, stop: opened(boxes[0]).rows(start, stop))
+
+    def load(start: int, stop: int) -> Array:
+        needed = [box for box in boxes if box.offsets[0] < stop and box.offsets[0] + box.sizes[0] > start]
+        if len(needed) == 1 and needed[0].sizes[1:] == shape[1:]:
+            return opened(needed[0]).rows(start - needed[0].offsets[0], stop - needed[0].offsets[0])
+        rows = np.empty((stop - start, *shape[1:]), dtype=dtype.numpy)
+        for box in needed:
+            low, high = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
+            columns = (slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
+            rows[(slice(low - start, high - start), *columns)] = opened(box).rows(
+                low - box.offsets[0], high - box.offsets[0]
+            )
+        return rows
+
+    return LazyTensor(dtype, shape, load)
+
+
+def reshaped(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    """`tensor` with another shape of as many elements; one that lies contiguously in a file is read row by row."""
+    if isinstance(tensor, FileTensor):
+        return FileTensor(tensor.path, tensor.offset, tensor.dtype, shape, tensor.record)
+    return LazyTensor(
+        tensor.dtype,
+        shape,
+        lambda start, stop: np.ascontiguousarray(tensor.read().reshape(shape or (1,))[start:stop]),
+    )
+
+
+META_EMBEDDING = "tok_embeddings.weight"
+DEPTH_LIMIT = 4
+BASE = re.compile(
+    r"^((?:.*?\.)?)(?:model|transformer|gpt_neox)\.(?:decoder\.|language_model\.)?"
+    r"(?:embed_tokens|wte|word_embeddings|embed_in)\.weight$"
+)
+"""Names of the embedding in Hugging Face models; the first group is the prefix that a trainer's module added."""
+
+
+def roots(
+    tree: Mapping[Any, Any], above: tuple[str, ...] = (), *, own_names: bool = False
+) -> dict[tuple[str, ...], Mapping[Any, Any]]:
+    """The state dicts of language models in `tree`, by their keys from the root on; optimizers are skipped.
+
+    Args:
+        tree: nested dict.
+        above: keys that lead to it.
+        own_names: any state dict, since the model's own code has its own names.
+    """
+    is_part = _is_tensor if own_names else _is_embedding
+    found = {above: tree} if any(map(is_part, tree.items())) else {}
+    if len(above) < DEPTH_LIMIT:
+        for key, inner in tree.items():
+            if isinstance(inner, dict) and key not in PARTS:
+                found |= roots(inner, (*above, str(key)), own_names=own_names)
+    return found
+
+
+def _is_tensor(entry: tuple[Any, Any]) -> bool:
+    return isinstance(entry[1], TensorItem)
+
+
+def _is_embedding(entry: tuple[Any, Any]) -> bool:
+    key, value = entry
+    return isinstance(value, TensorItem) and str(key).endswith((*EMBEDDINGS, META_EMBEDDING))
+
+
+def is_meta_named(state: Mapping[Any, Any]) -> bool:
+    """Whether the model has Meta's own names (torchtitan's Llama), not Hugging Face's."""
+    return any(str(key).endswith(META_EMBEDDING) for key in state)
+
+
+def prefix_of(names: Collection[str]) -> str:
+    """The prefix that a trainer's module gave the model's names, such as `model.` of a LightningModule."""
+    for end in (*HEADS, META_EMBEDDING):
+        for name in names:
+            if f".{name}".endswith(f".{end}"):
+                return name.removesuffix(end)
+    return next((match[1] for name in names if (match := BASE.match(name))), "")
+
+
+def outside(names: Collection[str], prefix: str) -> list[str]:
+    """Names outside the model: those that do not begin as the embedding or the head does."""
+    ends = tuple(f".{end}" for end in (*EMBEDDINGS, *HEADS))
+    own = {name.removeprefix(prefix).partition(".")[0] for name in names if f".{name}".endswith(ends)}
+    return [
+        name for name in names if not name.startswith(prefix) or name.removeprefix(prefix).partition(".")[0] not in own
+    ]

@@ -13,14 +13,14 @@ import torch
 from peft import LoHaConfig, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 
-from llmconv.convert.adapters.combining.methods import METHODS
+from llmconv.convert.adapters.combining import METHODS
 from tests.builders.tuned_models import train
 
 MERGES = """
 import sys
 from pathlib import Path
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.combining.methods import METHODS
+from llmconv.convert.adapters.combining import METHODS
 folder, out = map(Path, sys.argv[1:3])
 adapters = sorted(folder.glob("adapter-*"))
 for adapter in adapters:

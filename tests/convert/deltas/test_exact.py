@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, extract_delta, from_hf, to_hf
-from llmconv.convert.deltas import exact_file
+from llmconv.convert.deltas import exact
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, DTYPES, LazyTensor
 from tests.builders.accessory_models import DELTA
@@ -71,7 +71,7 @@ def test_any_two_models_have_a_delta_that_leads_from_one_to_the_other(models: Ma
     few = {"model.norm.weight": ("bfloat16", np.zeros(3, BY_NAME["bfloat16"].numpy))}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(LazyTensor.blocks, "__defaults__", (24,))
-        patch.setattr(exact_file, "BLOCK_LEAST", 1)
+        patch.setattr(exact, "BLOCK_LEAST", 1)
         base, tuned = save(Path(folder, "base"), below | few), save(Path(folder, "tuned"), above | few)
         assert same(there_and_back(base, tuned, Path(folder), max_shard_size=64), tuned)
 

@@ -23,8 +23,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.formats.composer.read import ComposerRun
-from llmconv.convert.formats.composer.run_info import dropped, version
+from llmconv.convert.formats.composer import ComposerRun, dropped, version
 from llmconv.convert.inspect import inspect
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput

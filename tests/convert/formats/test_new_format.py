@@ -20,7 +20,7 @@ FORMAT = """
 from dataclasses import replace
 
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.composer.format import FORMAT as COMPOSER
+from llmconv.convert.formats.composer import FORMAT as COMPOSER
 from llmconv.convert.formats.crate.read import inner
 
 

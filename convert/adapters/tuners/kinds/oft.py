@@ -11,8 +11,7 @@ from math import isqrt
 import numpy as np
 
 from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
-from llmconv.convert.adapters.tuners.config_fields import invalid_field
-from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange, invalid_field
 from llmconv.tensors import Array
 
 MOST_TERMS = 1000

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from llmconv.cli import main
 from llmconv.cli.merge_lora import COMBINATIONS
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.combining.methods import METHODS, Combination, TaskVector, combine
-from llmconv.convert.adapters.combining.selection import kth_largest
+from llmconv.convert.adapters.combining import METHODS, Combination, TaskVector, combine, kth_largest
 from llmconv.errors import UsageProblem
 from llmconv.tensors import BY_NAME, Array, in_memory
 from tests.builders.tuned_models import Layers, merged_by_peft, train, train_layers, wrong

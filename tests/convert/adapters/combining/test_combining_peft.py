@@ -14,7 +14,7 @@ from peft.utils import merge_utils
 from safetensors.torch import load_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.combining.methods import METHODS, Combination, TaskVector, combine
+from llmconv.convert.adapters.combining import METHODS, Combination, TaskVector, combine
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.tuned_models import Layers, merged_by_peft, train, train_layers
 

@@ -27,12 +27,15 @@ from math import prod
 
 import numpy as np
 
-from llmconv.convert.adapters.combining.selection import kth_largest
-from llmconv.convert.adapters.placement.tuned_weight import KeptUntilLastRow
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.low_rank_sum import LoraProduct
+from llmconv.convert.adapters.placement.edits import Edits, KeptUntilLastRow
+from llmconv.convert.adapters.placement.targets import add_changes
 from llmconv.convert.algebra.blas_threads import single_threaded
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.errors import UsageProblem
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.files.source_file import open_source
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 TILE_ELEMENTS = 1 << 20
 """Elements combined at once: 8 MiB for each adapter, and a few intermediate results of this size."""
@@ -299,3 +302,139 @@ METHODS: dict[str, CombinationMethod] = {
     "dare_ties": CombinationMethod(_drawn, prunes=True, elects=True),
 }
 """By PEFT's names."""
+
+
+SHIFT = 44
+"""Low bits of a float64 that the first pass ignores: it counts by exponent and eight bits of the fraction."""
+
+
+def kth_largest(tensor: LazyTensor, count: int) -> float:
+    """The magnitude of the `count`-th largest element; infinite when `count` is 0.
+
+    The bits of positive floats are ordered as their values are, so the first pass counts elements by their upper bits,
+    and the second sorts those of one group. Memory is that of a row block, 8 MiB, and a group: a few thousandths of
+    the elements, more where many are nearly equal.
+
+    Args:
+        tensor: float64, finite.
+        count: at most the number of elements.
+    """
+    if count == 0:
+        return np.inf
+    counts = np.zeros(1 << (63 - SHIFT), np.int64)
+    for start, stop in tensor.blocks():
+        counts += np.bincount((_bits(tensor, start, stop) >> np.uint64(SHIFT)).astype(np.int64), minlength=len(counts))
+    above = np.cumsum(counts[::-1])[::-1]
+    group = int(np.flatnonzero(above >= count)[-1])
+    rest = count - (int(above[group + 1]) if group + 1 < len(above) else 0)
+    return _of_group(tensor, group, rest)
+
+
+def _of_group(tensor: LazyTensor, group: int, rank: int) -> float:
+    parts = []
+    for start, stop in tensor.blocks():
+        bits = _bits(tensor, start, stop)
+        parts.append(bits[(bits >> np.uint64(SHIFT)) == group])
+    members = np.concatenate(parts)
+    return float(np.partition(members, len(members) - rank)[len(members) - rank].view(np.float64))
+
+
+def _bits(tensor: LazyTensor, start: int, stop: int) -> Array:
+    """The magnitudes of rows as integers in the same order."""
+    return np.abs(tensor.rows(start, stop)).reshape(-1).view(np.uint64)
+
+
+FLOAT64 = BY_NAME["float64"]
+
+
+class TaskVectors:
+    """Each adapter placed alone on the same base.
+
+    Attributes:
+        summed: updates are only added, so they are not computed separately.
+        order: numbers of the adapters sorted by content, so that sums do not depend on the order given.
+    """
+
+    def __init__(
+        self, base: Edits, adapters: Sequence[Adapter], weights: Sequence[float], combination: Combination
+    ) -> None:
+        """Places the adapters, unless they are only summed.
+
+        Args:
+            base: without edits.
+            adapters: all adapters.
+            weights: one per adapter.
+            combination: the method and its options.
+
+        Raises:
+            MalformedInput, UnsupportedInput: see `Edits.place`.
+        """
+        self.summed = combination.is_sum
+        self._combination, self._weights = combination, weights
+        alone = len(adapters) == 1 and self.summed
+        self._keys = [""] if alone else [_digest(adapter) for adapter in adapters]
+        self.order = sorted(range(len(adapters)), key=lambda number: (self._keys[number], weights[number]))
+        self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
+
+    def combined(self, name: str, current: LazyTensor, dtype: DType) -> LazyTensor:
+        """The weight with the combined update, rounded once to `dtype`.
+
+        Args:
+            name: of the tensor.
+            current: the weight before the update.
+            dtype: element type of the result.
+        """
+        vectors = [
+            TaskVector(
+                _difference(edits, name),
+                self._weights[number],
+                self._combination.density(number),
+                self._keys[number],
+                _factors(edits, name),
+            )
+            for number, edits in enumerate(self._alone)
+            if name in edits.changes
+        ]
+        return combine(current, name, vectors, self._combination, dtype)
+
+
+def _placed(base: Edits, adapter: Adapter) -> Edits:
+    edits = Edits(dict(base.tensors), base.config, base.tied, naming=base.naming)
+    edits.place(adapter, 1.0)
+    return edits
+
+
+def _digest(adapter: Adapter) -> str:
+    """sha256 of the adapter's config and weights."""
+    digest = hashlib.sha256(adapter.settings.read_bytes())
+    for path in adapter.weights:
+        with open_source(path) as file:
+            while chunk := file.read(BLOCK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _difference(edits: Edits, name: str) -> LazyTensor:
+    """The update of a weight by one adapter, float64: the result minus the weight, for any kind of update."""
+    weight = edits.current(name)
+    result = add_changes(weight, edits.changes[name], FLOAT64)
+
+    def load(start: int, stop: int) -> Array:
+        made: Array = result.rows(start, stop) - weight.rows(start, stop).astype(np.float64)
+        return made
+
+    return LazyTensor(FLOAT64, weight.shape, load)
+
+
+def _factors(edits: Edits, name: str) -> Callable[[], tuple[Array, Array]] | None:
+    """Returns two thin matrices with the update as their product, for a matrix with LoRA updates only."""
+    changes, weight = edits.changes[name], edits.current(name)
+    plain = [change for change in changes if isinstance(change, LoraProduct)]
+    if len(plain) != len(changes) or len(weight.shape) != 2:
+        return None
+
+    def make() -> tuple[Array, Array]:
+        pairs = [change.factors(0, weight.num_rows) for change in plain]
+        return np.hstack([left for left, _ in pairs]), np.vstack([right for _, right in pairs])
+
+    return make

@@ -1,4 +1,8 @@
-"""Factors of adapters that are not PEFT's: pairs A with B, renames them, and makes an Adapter.
+"""LoRA adapters that are not PEFT's: one `ADAPTER` each, in the package of the program in `convert/formats/`.
+
+Each opens a file or folder as an `Adapter` in Hugging Face names, with the functions of this package.
+
+Factors of adapters that are not PEFT's: pairs A with B, renames them, and makes an Adapter.
 
 A conversion that reorders or splits the rows of a weight does the same to B (and to DoRA's magnitude); A stays.
 """
@@ -12,12 +16,32 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.peft_tensors import to_adapter
-from llmconv.convert.algebra.operations import LAYER_NUMBER
-from llmconv.errors import LISTED, InputRefused, MalformedInput, listing
-from llmconv.tensors import LazyTensor
+from llmconv.convert.algebra.operations import LAYER_NUMBER, concat
+from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.tensors import Array, DType, LazyTensor
+
+
+@dataclass(frozen=True)
+class AdapterFormat:
+    """The adapter files of one program; `convert/formats/<name>/adapter.py` has one as its constant `ADAPTER`.
+
+    Attributes:
+        title: for people: the program that writes it, and the files that identify it.
+        detect: whether a path is of this format, decided by its content; no two formats accept the same path.
+        open: `open(path, base, alpha)` returns the adapter in the names of `base`, the model it is merged into; `alpha`
+            is `lora_alpha` where the files do not contain it.
+    """
+
+    title: str
+    detect: Callable[[Path], bool]
+    open: Callable[[Path, Checkpoint, float | None], Adapter]
+
 
 RowTransform = Callable[[LazyTensor], LazyTensor]
 
@@ -194,3 +218,141 @@ def as_adapter(
     parsed = parse_config(config, alpha)
     parsed = replace(parsed, warnings=(*parsed.warnings, *notes))
     return replace(to_adapter(files[0].parent, tuple(files), parsed, tensors), settings=settings or files[0])
+
+
+JoinRows = Callable[[Sequence[LazyTensor]], LazyTensor]
+
+
+def join_modules(
+    factors: Mapping[str, ForeignPair],
+    parts: Sequence[str],
+    whole: str,
+    counts: Sequence[int],
+    source: str,
+    combine: JoinRows = lambda rows: concat(rows, 0),
+) -> dict[str, ForeignPair]:
+    """The factors with those of `parts` in each layer joined into one pair.
+
+    A of the joined pair stacks the A of the trained parts; its B is block-diagonal.
+
+    Args:
+        factors: by module.
+        parts: last components of the modules' paths, in the order of the rows.
+        whole: last component of the joined module's path.
+        counts: number of rows of each part.
+        source: file or folder name, for messages.
+        combine: joins the rows of all parts (default: one after the other).
+
+    Raises:
+        MalformedInput: a shape mismatch.
+        UnsupportedInput: parts of different ranks, or DoRA on some of them only.
+    """
+    result: dict[str, ForeignPair] = {}
+    for module, own in factors.items():
+        last = next((part for part in parts if module.endswith(f".{part}")), "")
+        root = module.removesuffix(last)
+        if not last:
+            result[module] = own
+        elif f"{root}{whole}" not in result:
+            found = [factors.get(f"{root}{part}") for part in parts]
+            result[f"{root}{whole}"] = _join(f"{root}{whole}", found, counts, source, combine)
+    return result
+
+
+def _join(
+    module: str,
+    found: Sequence[ForeignPair | None],
+    counts: Sequence[int],
+    source: str,
+    combine: JoinRows,
+) -> ForeignPair:
+    trained = [part for part in found if part is not None]
+    first = trained[0]
+    odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]
+    if odd or any(part.a.shape[1] != first.a.shape[1] for part in trained):
+        raise MalformedInput(
+            f"the parts of `{module}` in `{source}` have other sizes than the base's, such as B "
+            f"{list((odd or trained)[0].b.shape)}",
+            hint="the adapter was trained on another model",
+        )
+    magnitudes = [part.magnitude for part in trained if part.magnitude is not None]
+    if len({(part.rank, part.a.dtype, part.b.dtype) for part in trained}) > 1 or len(magnitudes) not in (0, len(found)):
+        raise UnsupportedInput(
+            f"the parts of `{module}` in `{source}` are of different kinds, and the base has them in one matrix",
+            hint="merge it with the program that trained it",
+        )
+    rank = first.rank * len(trained)
+    blocks, column = [], 0
+    for part, count in zip(found, counts, strict=True):
+        blocks.append(padded_columns(part.b if part else None, column, (count, rank), first.b.dtype))
+        column += part.rank if part else 0
+    return ForeignPair(
+        concat([part.a for part in trained], 0),
+        combine(blocks),
+        combine(magnitudes) if magnitudes else None,
+        len(trained),
+    )
+
+
+def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
+    """Zeros of `shape` with `part` in the columns from `column` on.
+
+    Args:
+        part: [rows, columns]; None for zeros alone.
+        column: the first column of `part`.
+        shape: of the result.
+        dtype: of the result.
+    """
+
+    def rows(start: int, stop: int) -> Array:
+        whole = np.zeros((stop - start, shape[1]), dtype.numpy)
+        if part is not None:
+            whole[:, column : column + part.shape[1]] = part.rows(start, stop)
+        return whole
+
+    return LazyTensor(dtype, shape, rows)
+
+
+NAMES = {
+    "hidden": ("hidden_size", "n_embd"),
+    "queries": ("num_attention_heads", "n_head"),
+    "keys": ("num_key_value_heads", "num_kv_heads"),
+    "dim": ("head_dim",),
+    "inner": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+}
+"""Their fields in the configs of transformers."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Heads of queries and of keys/values, elements of a head, rows of the feed-forward."""
+
+    queries: int
+    keys: int
+    dim: int
+    inner: int
+
+    @property
+    def attention(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values."""
+        return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
+
+
+def sizes_of(base: Checkpoint) -> LayerSizes:
+    """The sizes in the base's config.
+
+    Raises:
+        InputRefused: they are missing or impossible.
+    """
+    config = base.config
+    found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
+    if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:
+        dim = found["dim"] or found["hidden"] // found["queries"]
+        if dim and not dim % 2:
+            return LayerSizes(
+                found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
+            )
+    raise InputRefused(
+        f"the `config.json` of `{base.path.name}` does not contain the sizes of its heads",
+        hint="give the base that the adapter was trained on, with its own `config.json`",
+    )

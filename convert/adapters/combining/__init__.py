@@ -1,1 +1,0 @@
-"""Methods to combine several adapters: linear, SVD, pruning, TIES, DARE."""

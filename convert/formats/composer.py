@@ -1,0 +1,498 @@
+"""Composer (LLM Foundry) runs: `state.model`, `state.integrations.huggingface`, and parts that are not read.
+
+Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
+ComposerModel, so each Hugging Face name has the prefix `model.`, and wrappers may have added theirs anywhere.
+
+Opens a Composer run as one nested dict, whether it lies in one file or several.
+
+Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`): `state.model`, `state.integrations.huggingface`,
+`state.metadata`, and other parts that are not read. Every branch may be missing (`ignore_keys`).
+
+Composer's newer folder layout `ep0-ba1/`, read as the nested dict of the one-file layout.
+
+Layout (mosaicml/composer `checkpoint/save.py`): `composer_metadata.json` (versions, and under `huggingface` what one
+file has in `state.integrations.huggingface`), `model/model.pt` (the bare state dict) or a distributed checkpoint in
+`model/`, `optim/`, `resumption.pkl`.
+
+The versions that wrote a Composer run, and its parts that are not converted.
+
+Layout (mosaicml/composer `core/state.py`): `state` holds `model`, `integrations`, and all that resuming needs.
+
+Opens a sharded Composer run, a distributed checkpoint: the model lazily, and its settings.
+
+Layout (mosaicml/composer `utils/checkpoint.py`, `checkpoint/save.py`): `epE-baB/` holds the nested dict of a run; in
+the newer layout `epE-baB/model/` holds the bare state dict, `epE-baB/composer_metadata.json` the settings.
+
+Restores, byte for byte and under safe names, the tokenizer files in a Composer checkpoint.
+
+Layout (mosaicml/composer `models/huggingface.py`, `get_metadata`): `{key: {file_extension, content}}`; the key is the
+file's name, without its extension before August 2023. JSON is stored parsed, text as lines, sentencepiece as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
+from llmconv.convert.formats import Format
+from llmconv.convert.models.completeness import as_loaded, select
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.mpt_config import enlarged, native_tensors
+from llmconv.convert.models.trusted_code import OPTION, own_fields
+from llmconv.convert.peft_runs import (
+    OPTIONS,
+    differences,
+    find_adapter,
+    generation_settings,
+    with_adapter,
+    without_adapter,
+)
+from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed.folder import is_folder as is_folder_folder
+from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
+from llmconv.convert.state_dicts.files import Sign
+from llmconv.convert.state_dicts.other_contents import phrases
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.files.pickles.machine import Stub
+from llmconv.files.pickles.reader import Global, TensorRef
+from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.model_code import AUTO_MAP
+from llmconv.tensors import LazyTensor
+
+
+def _detect(path: Path) -> bool:
+    return is_run(path)
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    run = open_run(path)
+    model = run.branch("state", "model")
+    if not model:
+        raise InputRefused(
+            f"`{path.name}` has no `state.model`, so there are no weights in it",
+            hint="it was saved without the model; give another checkpoint of the run",
+        )
+    warnings: list[str] = []
+    given = {name: value for name, value in config.items() if name not in OPTIONS}
+    own = own_fields(_embedded(run, path.name), given, path.name) is not None
+    tensors = select(model, run.tensor, path.name, warnings, prefix="model.", buffers=own)
+    open_model = partial(_open_model, path, run, given, tokenizer, warnings)
+    stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
+    if adapted := find_adapter(plain(stored, path.name), tensors, path):
+        return with_adapter(adapted, config, open_model)
+    without_adapter(config, path.name)
+    return open_model(tensors)
+
+
+def _open_model(
+    path: Path,
+    run: ComposerRun,
+    given: Mapping[str, Any],
+    tokenizer: Path | None,
+    warnings: list[str],
+    tensors: dict[str, LazyTensor],
+    base: Checkpoint | None = None,
+) -> Checkpoint:
+    """The model of `tensors` with the run's configuration and tokenizer, or those of `base` if the run has none."""
+    settings: dict[str, Any] = {}
+    if tensors:
+        embedded = _embedded(run, path.name)
+        warnings += differences(embedded, base.config) if embedded and base else []
+        settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
+        if AUTO_MAP not in settings:
+            if settings["model_type"] == "mpt":
+                tensors = enlarged(native_tensors(tensors, path.name), settings)
+            settings = as_loaded(tensors, settings)
+    side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
+    side_files = {**generation_settings(base), **side_files}
+    info = (version(run), run.shards, dropped(run))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *info)
+
+
+def _embedded(run: ComposerRun, source: str) -> dict[str, Any]:
+    """The model's `config.json` in the run; empty if it has none."""
+    found: dict[str, Any] = plain(
+        run.branch("state", "integrations", "huggingface", "model", "config", "content"), source
+    )
+    return found
+
+
+def _tokenizer(path: Path, run: ComposerRun, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
+    files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
+    if left_out:
+        warnings.append(f"left out {listing(left_out)}: not among the files of a tokenizer")
+    if not files and base:
+        return dict(base.side_files)
+    if not files:
+        warnings.append(f"`{path.name}` contains no tokenizer; give one with `--tokenizer` if you need it")
+    return files
+
+
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    run = open_run(path)
+    return select(run.branch("state", "model"), run.tensor, path.name, [], prefix="model.")
+
+
+FORMAT = Format(
+    name="composer",
+    title="MosaicML Composer and LLM Foundry: one `.pt` file, packed or not, or a folder, sharded or not",
+    detect=_detect,
+    sign=Sign(keys=("state",)),
+    open=_open,
+    covers=(
+        "runs of Composer 0.13 to 0.32 with any causal language model of transformers, in one file, packed (`.gz`, "
+        "`.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
+        "as transformers' own computes the same"
+    ),
+    options=(*OPTIONS, OPTION),
+    peek=_peek,
+)
+
+
+@dataclass(frozen=True)
+class ComposerRun:
+    """An opened run.
+
+    Attributes:
+        content: the nested dict, as `torch.load` of one whole file returns it; its tensors are leaves for `tensor`.
+        tensor: `tensor(name, leaf)` returns the LazyTensor of a leaf; the name is for error messages.
+        shards: number of files with weights.
+        other_parts: description to bytes of the parts outside `content`, which are not converted.
+    """
+
+    content: Mapping[str, Any]
+    tensor: Callable[[str, Any], LazyTensor]
+    shards: int = 1
+    other_parts: Mapping[str, int] = field(default_factory=dict)
+
+    def branch(self, *keys: str) -> dict[Any, Any]:
+        """The dict under `keys`, or an empty one."""
+        return branch(self.content, *keys)
+
+
+def branch(value: Any, *keys: str) -> dict[Any, Any]:
+    """The dict under the nested `keys`, or an empty one."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a Composer run, by its content."""
+    if is_folder(path):
+        return True
+    if not is_torch_file(path):
+        return is_sharded(path)
+    content = open_torch_file(path).content
+    # a state dict of a torch optimizer has a `state`, too
+    return isinstance(content, dict) and "state" in content and "param_groups" not in content
+
+
+def open_run(path: Path) -> ComposerRun:
+    """Opens the run at `path`; no tensor is read.
+
+    Raises:
+        InputRefused: it is malformed or of an unsupported kind.
+    """
+    if is_sharded(path):
+        return ComposerRun(*open_sharded(path))
+    if is_folder(path):
+        model = open_torch_file(model_file(path))
+        return ComposerRun(folder_content(path, model.content), model.tensor, other_parts=other_parts(path))
+    file = open_torch_file(path)
+    refuse_rank_file(path, branch(file.content, "state", "model"))
+    return ComposerRun(file.content, file.tensor)
+
+
+METADATA = "composer_metadata.json"
+MODEL = "model/model.pt"
+OTHER_PARTS = {"optim": "the optimizer's state", "resumption.pkl": "the state for resuming the run"}
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder in this layout."""
+    return (path / METADATA).is_file()
+
+
+def model_file(folder: Path) -> Path:
+    """The torch file with the weights.
+
+    Raises:
+        InputRefused: there is none.
+    """
+    if (folder / MODEL).is_file():
+        return folder / MODEL
+    raise InputRefused(
+        f"`{folder.name}` has no `{MODEL}`, so there are no weights in it",
+        hint="it was saved without the model, or the copy is incomplete",
+    )
+
+
+def folder_content(folder: Path, model: Any) -> dict[str, Any]:
+    """The nested dict of the one-file layout.
+
+    Args:
+        folder: a folder in this layout.
+        model: the state dict.
+
+    Raises:
+        MalformedInput: the metadata is not JSON, or `model` is not a dict.
+    """
+    if not isinstance(model, dict):
+        raise MalformedInput(f"`{folder.name}/{MODEL}` contains no state dict", hint="copy the folder again")
+    stored = read_json(folder / METADATA)
+    metadata = {"composer_env_info": stored, "torch_version": stored.get("torch_version")}
+    integrations = {"huggingface": stored.get("huggingface")}
+    return {"state": {"model": model, "integrations": integrations, "metadata": metadata}}
+
+
+def other_parts(folder: Path) -> dict[str, int]:
+    """Description to bytes of the other parts in the folder."""
+    files = {part: [folder / name, *(folder / name).glob("*")] for name, part in OTHER_PARTS.items()}
+    sizes = {part: sum(file.stat().st_size for file in group if file.is_file()) for part, group in files.items()}
+    return {part: size for part, size in sizes.items() if size}
+
+
+PARTS = {
+    "optimizers": "the optimizer's state",
+    "schedulers": "the learning rate schedulers",
+    "algorithms": "the algorithms",
+    "callbacks": "the callbacks",
+    "scaler": "the gradient scaler",
+    "train_metrics": "the training metrics",
+    "eval_metrics": "the evaluation metrics",
+    "dataset_state": "the data loader's position",
+    "timestamp": "the time stamp",
+    "rng": "the random number generators",
+}
+"""Keys in the state, or (generators, and in old sharded runs the optimizer) next to it."""
+
+KEPT = {"model", "integrations", "metadata", "run_name", "rank_zero_seed"}
+VERSION = re.compile(r"[\w.+-]{1,60}")
+
+
+def version(run: ComposerRun) -> str:
+    """The versions, such as `composer 0.32.1, torch 2.13.0`; empty if unknown."""
+    metadata = run.branch("state", "metadata")
+    versions = {
+        "composer": run.branch("state", "metadata", "composer_env_info").get("composer_version"),
+        "torch": _text(metadata.get("torch_version")),
+    }
+    return ", ".join(
+        f"{name} {text}" for name, text in versions.items() if isinstance(text, str) and VERSION.fullmatch(text)
+    )
+
+
+def _text(value: Any) -> Any:
+    """The text of a `TorchVersion`, torch's own class of strings."""
+    return value.args[0] if isinstance(value, Stub) and value.args else value
+
+
+def dropped(run: ComposerRun) -> tuple[str, ...]:
+    """The parts that are not converted, one phrase each, with the size of their tensors; none is read."""
+    parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
+    leaves = {str(key): [*_leaves(value)] for key, value in parts.items() if key not in KEPT}
+    sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(map(_nbytes, found)) for key, found in leaves.items() if found}
+    # a sharded run has the same parts under quoted keys
+    others = {
+        PARTS.get(key.strip("`"), key): size for key, size in run.other_parts.items() if key.strip("`") not in KEPT
+    }
+    return phrases(sizes | others)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Everything except None in nested containers, each container once (a pickle may refer to one many times)."""
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Mapping | list | tuple):
+            if id(item) not in seen:
+                seen.add(id(item))
+                waiting.extend(item.values() if isinstance(item, Mapping) else item)
+        elif item is not None:
+            yield item
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, TensorRef):
+        return prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 1)
+    return leaf.nbytes if isinstance(leaf, LazyTensor) else 0
+
+
+MODEL_KEY = "model"
+TRACES = {"integrations", "metadata", "timestamp", "run_name", "rank_zero_seed"}
+"""Keys of a Composer state next to the model; at least one of them is always there."""
+
+WAY_OUT = (
+    "load all ranks' files with the Composer that wrote them, in as many processes, and save once with "
+    "`state_dict_type: full`"
+)
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether `path` is a folder with a sharded run, by its content."""
+    if is_folder_folder(path) and is_folder_folder(path / MODEL_KEY):
+        return True
+    if not is_folder_folder(path) or not (path / FILE).is_file():
+        return False
+    tree = open_folder(path).tree
+    state = tree.get("state")
+    return isinstance(state, dict) and MODEL_KEY in state and ("rng" in tree or bool(TRACES & set(state)))
+
+
+def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, dict[str, int]]:
+    """The fields of a ComposerRun: content, tensor, shards, other_parts.
+
+    Raises:
+        MalformedInput, UnsupportedInput: see `open_folder`; or a part of the model cannot be read.
+    """
+    if is_folder_folder(path):
+        folder = open_folder(path / MODEL_KEY)
+        state, left = folder_content(path, folder.tree)["state"], other_parts(path)
+        model = state.pop(MODEL_KEY)
+        known = state
+    else:
+        folder = open_folder(path)
+        state = folder.tree["state"]
+        model = state[MODEL_KEY]
+        known = {name: folder.values(state.get(name, {})) for name in ("integrations", "metadata")}
+        rest = {**folder.tree, **state}
+        left = sizes_of({name: tree for name, tree in rest.items() if name not in ("state", MODEL_KEY, *known)})
+    content = {"state": {MODEL_KEY: _lazy(folder, model), **_with_empty_files(known)}}
+    return content, lambda _, tensor: tensor, folder.shards, left
+
+
+def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
+    """The state dict with a LazyTensor for each tensor, and bytes items unchanged."""
+    entries = model.items() if isinstance(model, Mapping) else ()
+    return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}
+
+
+def _with_empty_files(known: dict[str, Any]) -> dict[str, Any]:
+    """Restores the content of JSON files that are an empty dict, which torch does not store."""
+    huggingface = known["integrations"].get("huggingface") if isinstance(known["integrations"], dict) else None
+    files = huggingface.get("tokenizer") if isinstance(huggingface, dict) else None
+    for entry in files.values() if isinstance(files, dict) else ():
+        if isinstance(entry, dict) and entry.get("file_extension") == ".json":
+            entry.setdefault("content", {})
+    return known
+
+
+def refuse_rank_file(path: Path, model: Any) -> None:
+    """Refuses the file of one rank, which holds only a part of every tensor.
+
+    Raises:
+        UnsupportedInput: there are pickled `ShardedTensor`, or flat parameters of FSDP (`local`).
+    """
+    entries = model.items() if isinstance(model, Mapping) else ()
+    if any(_is_sharded_tensor(value) for _, value in entries):
+        raise UnsupportedInput(
+            f"`{path.name}` is one rank's part of a sharded run from before August 2023 (`ShardedTensor`)", hint=WAY_OUT
+        )
+    if any(str(key).rpartition(".")[2] in ("flat_param", "_flat_param") for key, _ in entries):
+        raise UnsupportedInput(
+            f"`{path.name}` is one rank's part of a run saved with `state_dict_type: local` (flat parameters)",
+            hint=WAY_OUT,
+        )
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    """Whether it is pickled as today (a call with the class as argument) or as in 2023 (the object itself)."""
+    names = (value.function, *value.args) if isinstance(value, Stub) else ()
+    return any(isinstance(name, Global) and name.name == "ShardedTensor" for name in names)
+
+
+DEPTH_LIMIT = 64
+VALUE_LIMIT = 10_000_000
+REPEAT_LIMIT = 1_000
+"""How often one list or dict may occur: parsed JSON is a tree; only a hostile file refers to one many times."""
+
+
+def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """File contents by name, and the names of files that do not belong to a tokenizer.
+
+    Raises:
+        MalformedInput: a name leads out of the folder, or a content has the wrong type.
+    """
+    files: dict[str, bytes] = {}
+    left_out: list[str] = []
+    for key, entry in entries.items():
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("file_extension"), str):
+            raise MalformedInput(f"`{source}` contains a tokenizer file {key!r} without content", hint=HINT)
+        extension = entry["file_extension"]
+        name = str(key) if str(key).endswith(extension) else f"{key}{extension}"
+        if PurePosixPath(name).name != name or "\\" in name or name.startswith("."):
+            raise MalformedInput(f"`{source}` contains a tokenizer file {name!r} outside the folder", hint=HINT)
+        if name not in SIDE_FILES:
+            left_out.append(name)
+            continue
+        try:
+            files[name] = _encode(name, extension, entry.get("content"), source)
+        except UnicodeEncodeError as error:
+            raise MalformedInput(f"`{source}` contains `{name}` with invalid text", hint=HINT) from error
+    return files, tuple(left_out)
+
+
+HINT = "the checkpoint was changed after it was saved; do not trust it, or give a tokenizer with `--tokenizer`"
+
+
+def _encode(name: str, extension: str, content: Any, source: str) -> bytes:
+    match extension, content:
+        case ".json", dict() | list():
+            return _json(name, plain(content, source))
+        case ".txt", list() if all(isinstance(line, str) for line in content):
+            # upstream adds a newline to every line; joining restores the file
+            return "\n".join(content).encode()
+        case ".model", bytes():
+            return content
+        case ".jinja", str():
+            return content.encode()
+    raise MalformedInput(f"`{source}` contains `{name}` with content of the wrong type", hint=HINT)
+
+
+def _json(name: str, content: Any) -> bytes:
+    """JSON as its library writes it: tokenizers (Rust) for `vocab.json` and `tokenizer.json`, else transformers."""
+    if name == "vocab.json":
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    end = "" if name == "tokenizer.json" else "\n"
+    return (json.dumps(content, ensure_ascii=False, indent=2) + end).encode()
+
+
+def plain(value: Any, source: str) -> Any:
+    """A copy of `value`, which must consist of JSON types only.
+
+    Raises:
+        MalformedInput: there are other types or too many values, or it is too deep, or too often the same list or dict.
+    """
+    return _Copier(source).copy(value, 0)
+
+
+class _Copier:
+    """Copies nested values, and counts values and repeats, because a pickle may refer to one list a million times."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.count = 0
+        self.seen: Counter[int] = Counter()
+
+    def copy(self, value: Any, depth: int) -> Any:
+        self.count += 1
+        if value is None or isinstance(value, str | int | float):
+            return value
+        self.seen[id(value)] += bool(value)
+        if depth > DEPTH_LIMIT or self.count > VALUE_LIMIT or self.seen[id(value)] > REPEAT_LIMIT:
+            raise MalformedInput(f"`{self.source}` contains a configuration that is too large or nested", hint=HINT)
+        if isinstance(value, list | tuple):
+            return [self.copy(item, depth + 1) for item in value]
+        if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+            return {str(key): self.copy(item, depth + 1) for key, item in value.items()}
+        raise MalformedInput(f"`{self.source}` contains a configuration with values that are not JSON", hint=HINT)
