@@ -56,7 +56,7 @@ from llmconv.convert.peft_runs import (
     without_adapter,
 )
 from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder, sizes_of
-from llmconv.convert.state_dicts.distributed.folder import is_folder as is_folder_folder
+from llmconv.convert.state_dicts.distributed.folder import is_folder as is_distributed_folder
 from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.state_dicts.other_contents import phrases
@@ -340,9 +340,9 @@ WAY_OUT = (
 
 def is_sharded(path: Path) -> bool:
     """Whether `path` is a folder with a sharded run, by its content."""
-    if is_folder_folder(path) and is_folder_folder(path / MODEL_KEY):
+    if is_folder(path) and is_distributed_folder(path / MODEL_KEY):
         return True
-    if not is_folder_folder(path) or not (path / FILE).is_file():
+    if not is_distributed_folder(path) or not (path / FILE).is_file():
         return False
     tree = open_folder(path).tree
     state = tree.get("state")
@@ -355,7 +355,7 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
     Raises:
         MalformedInput, UnsupportedInput: see `open_folder`; or a part of the model cannot be read.
     """
-    if is_folder_folder(path):
+    if is_folder(path):
         folder = open_folder(path / MODEL_KEY)
         state, left = folder_content(path, folder.tree)["state"], other_parts(path)
         model = state.pop(MODEL_KEY)

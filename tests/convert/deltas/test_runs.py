@@ -54,7 +54,7 @@ def test_the_manifest_tells_the_steps_and_the_same_bytes_come_out_twice(
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from llmconv.output import staging
+from llmconv.output import local_folder
 from llmconv.convert import apply_delta, extract_delta
 from llmconv.progress import set_quiet
 
@@ -75,7 +75,7 @@ def die_at(step):
         return run
     for name in ("fsync", "replace", "write"):
         setattr(os, name, counted(getattr(os, name)))
-    staging.rename_at = counted(staging.rename_at)
+    local_folder.rename_at = counted(local_folder.rename_at)
     call()
     os._exit(0)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmconv.cli.verdict import ScenarioLines, lines_of_scenario
 from llmconv.verify import Check
+from llmconv.verify.report.progress_lines import ScenarioLines, lines_of_scenario
 
 KEY = Check("left padding", "prefill.onnx", "present.0.key", sigma=1.2, row_sigma=1.5, max_abs=2e-7)
 LOGITS = Check("left padding", "prefill.onnx", "logits", sigma=1.02, row_sigma=1.7, max_abs=3e-7)
