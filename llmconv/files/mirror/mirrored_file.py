@@ -6,7 +6,6 @@ The file itself is a hole until all of the object is needed: a library that open
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import tempfile
 from collections import OrderedDict, deque
@@ -237,6 +236,8 @@ def e_tag(path: Path) -> str | None:
 @cache
 def _install_guard() -> None:
     """Once, since such a hook cannot be removed; a file may be open for each rank of a checkpoint."""
+    import resource  # noqa: PLC0415 - Windows has none, and is refused in one line once everything is imported
+
     sys.addaudithook(_complete_before_open)
     with suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
