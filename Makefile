@@ -51,6 +51,7 @@ check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, 
 	$(BIN)/python -m tools.cli_page --check
 	$(BIN)/python -m tools.formats_page --check
 	$(BIN)/python -m tools.action_page --check
+	$(BIN)/python -m tools.touched --check
 
 fix: $(READY) ## what a machine can put right
 	$(BIN)/ruff check --fix
