@@ -142,7 +142,8 @@ def margin_runs(model_type: str, quant: str, seeds: int, folder: Path) -> list[t
     """
     model, out = save_tiny(model_type, folder / "model"), folder / "out"
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    if "max_position_embeddings" in config:  # GPT-2 has a table of its positions
+        (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     weights, found = (model / "model.safetensors").read_bytes(), list[tuple[float, float]]()
     judge, shares = candidates.with_checked_noise, list[tuple[float, float]]()
 
