@@ -83,14 +83,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         calibrate: the text file on which `export` measured the ranges of an int8 cache or of activations.
         method: `whole`, `induction` over layers, `structure` without numbers, or `auto` to choose by the model's size.
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
-        record: record the verdict in the manifest of `folder`, if it has one and is not an address; False to leave the
-            folder as it is.
-        adapter: LoRA adapter of PEFT whose factors the graphs take as inputs (`export --lora-inputs`); the reference is
-            the eager model with that adapter, not merged. Nothing is recorded.
-        clients: names of programs that also generate with the graphs (`genai`, `optimum`, `transformersjs`), in a
-            process of their own; their greedy tokens are compared with the model's.
-        pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with the `node_modules` of
-            transformers.js.
+        record: record the verdict in the manifest of `folder`, if it has one and is not an address.
+        adapter: LoRA adapter whose factors the graphs take as inputs, unmerged in the reference. Nothing is recorded.
+        clients: `genai`, `optimum` or `transformersjs`: their greedy tokens are compared with the model's.
+        pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with its `node_modules`.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
 

@@ -1,6 +1,6 @@
 """LoRA adapters that are not PEFT's: one `ADAPTER` each, in the package of the program in `convert/formats/`.
 
-Each opens a file or folder as an `Adapter` in Hugging Face names, with the functions of this package.
+Each opens a file or folder as an `Adapter` in Hugging Face names, with the functions below.
 
 Factors of adapters that are not PEFT's: pairs A with B, renames them, and makes an Adapter.
 

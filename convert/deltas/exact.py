@@ -6,7 +6,7 @@ file of the base without changes is copied, and the copy is checked.
 
 Writing the file of an exact delta: a zstd frame for each block of rows that changed, and an index at the end.
 
-frame, frame, …                       `zstd -d` unpacks them; `ulp_difference.byte_planes`
+    frame, frame, …                       `zstd -d` unpacks them; `ulp_difference.byte_planes`
     skippable frame (RFC 8878, 3.1.2)     0x184D2A5E, its size, the index as JSON, that one's size (8 bytes), `LLMDELTA`
 
 The index: `{"tensors": {name: {dtype, shape, rows, blocks: [[bytes, crc32, crc32], …], base: {name, dtype, shape,

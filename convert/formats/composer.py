@@ -107,10 +107,11 @@ def _open_model(
     if tensors:
         embedded = _embedded(run, path.name)
         warnings += differences(embedded, base.config) if embedded and base else []
-        settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
+        stored = embedded or (base.config if base else {})
+        settings = causal_lm_config(stored, given, path.name, warnings)
         if AUTO_MAP not in settings:
             if settings["model_type"] == "mpt":
-                tensors = enlarged(native_tensors(tensors, path.name), settings)
+                tensors = enlarged(native_tensors(tensors, path.name), {**stored, **given}, path.name)
             settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}

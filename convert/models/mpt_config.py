@@ -3,7 +3,7 @@
 Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers'
 class (`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four
 times as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently. Fewer
-key heads are repeated and a narrower MLP is filled with zeros (`mpt_tensors.py`), which computes the same.
+key heads are repeated and a narrower MLP is filled with zeros (`enlarged`), which computes the same.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         UnsupportedInput: transformers' MPT computes something else; names every option in the way with its value.
         MalformedInput: a value of the wrong kind.
     """
-    if config["model_type"] == "mpt" and "layer_norm_epsilon" in config and not FOUNDRY_ONLY & config.keys():
+    if _is_of_transformers(config):
         return dict(config)
     old = config["model_type"] == "mosaic_gpt"
     config = _modern(config) if old else config
@@ -115,6 +115,10 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
     }
     native |= {"expansion_ratio": 4, "learned_pos_emb": False, "no_bias": True, "logit_scale": None}
     return kept | sizes | native | {"model_type": "mpt", "init_device": "cpu"}
+
+
+def _is_of_transformers(config: Mapping[str, Any]) -> bool:
+    return config["model_type"] == "mpt" and "layer_norm_epsilon" in config and not FOUNDRY_ONLY & config.keys()
 
 
 def is_native(config: Mapping[str, Any], source: str) -> bool:
@@ -329,36 +333,38 @@ def _fused(name: str, parts: list[LazyTensor | None], source: str) -> LazyTensor
         ) from error
 
 
-def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+def enlarged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
     """The tensors with a head of keys and values for each of queries, and an MLP four times as wide as the model.
 
     Foundry gives each head of keys to as many neighboring heads of queries (`repeat_kv_for_gqa`); hidden units without
-    weights add nothing. Tensors of other shapes stay as they are.
+    weights add nothing. Tensors of another shape than the configuration declares stay as they are, and are refused with
+    the rest of a model that is not complete.
 
     Args:
         tensors: by transformers' names.
-        config: of transformers' MPT.
+        config: of the checkpoint, which `native_config` accepts.
+        source: file name for messages.
     """
-    width, heads = int(config["d_model"]), int(config["n_heads"])
-    return {name: _enlarged(name, tensor, width, heads) for name, tensor in tensors.items()}
+    if _is_of_transformers(config):
+        return dict(tensors)
+    config = _modern(config) if config["model_type"] == "mosaic_gpt" else config
+    sizes = read_sizes(config, source)
+    heads = int(_key_heads(_branch(config, "attn_config", source), sizes))
+    inner = int(_width(config, _branch(config, "ffn_config", source), sizes))
+    return {name: _enlarged(name, tensor, sizes, heads, inner) for name, tensor in tensors.items()}
 
 
-def _enlarged(name: str, tensor: LazyTensor, width: int, heads: int) -> LazyTensor:
-    size, full = width // heads, 4 * width
-    if len(tensor.shape) != 2:
-        return tensor
-    rows, columns = tensor.shape
-    if name.endswith(".attn.Wqkv.weight") and columns == width < rows < 3 * width and not (rows - width) % (2 * size):
-        count = (rows - width) // (2 * size)
-        if heads % count:
-            return tensor
-        parts = [slice_rows(tensor, start, start + size) for start in range(width, rows, size)]
-        repeated = [part for part in parts for _ in range(heads // count)]
+def _enlarged(name: str, tensor: LazyTensor, sizes: Mapping[str, int], heads: int, inner: int) -> LazyTensor:
+    width, all_heads = sizes["d_model"], sizes["n_heads"]
+    size, missing = width // all_heads, 4 * width - inner
+    if name.endswith(".attn.Wqkv.weight") and tensor.shape == (width + 2 * size * heads, width) and heads < all_heads:
+        parts = [slice_rows(tensor, start, start + size) for start in range(width, tensor.shape[0], size)]
+        repeated = [part for part in parts for _ in range(all_heads // heads)]
         return concat([slice_rows(tensor, 0, width), *repeated], 0)
-    if name.endswith(".ffn.up_proj.weight") and columns == width and rows < full:
-        return concat([tensor, _zeros(tensor, (full - rows, width))], 0)
-    if name.endswith(".ffn.down_proj.weight") and rows == width and columns < full:
-        return concat([tensor, _zeros(tensor, (width, full - columns))], 1)
+    if missing and name.endswith(".ffn.up_proj.weight") and tensor.shape == (inner, width):
+        return concat([tensor, _zeros(tensor, (missing, width))], 0)
+    if missing and name.endswith(".ffn.down_proj.weight") and tensor.shape == (width, inner):
+        return concat([tensor, _zeros(tensor, (width, missing))], 1)
     return tensor
 
 

@@ -90,13 +90,15 @@ def assemble(
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
-    settings = causal_lm_config(stored_config(file.path), fields, source, warnings)
+    stored = stored_config(file.path)
+    settings = causal_lm_config(stored, fields, source, warnings)
     _refuse_packed(file, settings, source)
     if AUTO_MAP in settings:
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
         tensors, dropped = _native_tensors(file, settings, warnings, drop=bool(given.get("drop")))
-        tensors = enlarged(tensors, settings) if settings["model_type"] == "mpt" else tensors
+        if settings["model_type"] == "mpt":
+            tensors = enlarged(tensors, {**stored, **fields}, source)
         settings = as_loaded(tensors, settings)
     return Checkpoint(
         file.path,

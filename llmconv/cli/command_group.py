@@ -344,6 +344,13 @@ HINTS: dict[tuple[str, str], str] = {
         "--merge_model_path",
         "--export_dir",
         "--dst_ckpt_path",
+        "--dst_ckpt_dir",
+    ),
+    **_each(
+        "merge-lora",
+        "convert the base first: `llmconv to-hf BASE --strategy PATH`",
+        "--src_ckpt_strategy",
+        "--dst_ckpt_strategy",
     ),
     **_each("merge-lora", "leave it out: a merge runs on the CPU, in little memory", "--device", "--low_gpu_mem"),
     **_each("merge-lora", "leave it out: OUT has safetensors", "--safe_serialization", "--src_postfix"),

@@ -41,7 +41,7 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
         InputRefused: the hub has no such model or folder, or cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
-    from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
+    from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415 - slow to import
 
     repository, revision = address.repository, address.revision or None
     try:
@@ -65,7 +65,7 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
 
 
 def _is_cached(repository: str, commit: str, files: list[str]) -> bool:
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
 
     return all(isinstance(try_to_load_from_cache(repository, name, revision=commit), str) for name in files)
 

@@ -138,7 +138,7 @@ def require_space(output: Path, needed: int, home: Path | None = None) -> None:
 
 JOURNAL = "journal.jsonl"
 JOURNALS = "journal*.jsonl"
-"""The journal of a run, and those of the processes that work for one; see `shared_staging`."""
+"""The journal of a run, and those of the processes that work for one."""
 
 SIGNATURE = "signature"
 """Field of a journal entry: what identifies the file on this machine without reading it."""

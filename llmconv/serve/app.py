@@ -39,9 +39,9 @@ log = logging.getLogger("llmconv.serve")
 Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 4 << 20
-DISCARDED_BYTES = 64 << 20
-"""Of a body that is too large, so many are read all the same: most clients read no answer before they sent it."""
 """Maximum size of a request: about a million tokens of text."""
+DISCARDED_BYTES = 64 << 20
+"""Of a body that is too large, this many are read and discarded: most clients read no answer until all is sent."""
 SMALL_BODY = 1 << 16
 """Larger requests are parsed in a thread, so that others do not wait."""
 BODY_SECONDS = 30

@@ -39,9 +39,8 @@ from tests.hostile.case import CANARY, Case
 from tests.hostile.honest import composer, meta, mindspore, paddle, save
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30
-"""Processor time that any input may cost: honest saves of thousands of ranks take a quarter on a busy machine, and a
-bomb takes minutes."""
+SECONDS = 8
+"""Processor time that any input may cost; the bombs that run into a limit cost the most."""
 
 HONEST: dict[str, Case] = {
     "honest: composer": Case(lambda folder: save(folder, composer()), None),

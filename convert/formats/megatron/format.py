@@ -1,6 +1,6 @@
 """Megatron-LM, Megatron Core and NeMo: files of ranks in any grid, and distributed checkpoints (`torch_dist`).
 
-Layout: `save_folder`; the run's arguments give `config.json`, the sizes of the grid, and the order of fused rows.
+Layout: see `save_folder.py`. The run's arguments give `config.json`, the sizes of the grid and the order of fused rows.
 
 Converts whole tensors in Megatron core's names to Hugging Face's: splits fused matrices, and checks every name.
 

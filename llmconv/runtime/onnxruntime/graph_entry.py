@@ -20,7 +20,7 @@ SINGLE_PASS_FILES = {
 """Files of graphs without a cache, by role."""
 
 EMBEDDINGS_ROLE = "embeddings"
-"""The role in a manifest of a separate embedding graph, see `embeddings`."""
+"""The role in a manifest of a separate embedding graph, see `EmbeddingGraph`."""
 
 VISION_ROLE = "vision"
 """The role in a manifest of the graph of a vision tower, see `vision`."""

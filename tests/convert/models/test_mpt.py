@@ -123,6 +123,21 @@ def test_what_becomes_larger_is_a_warning(tmp_path: Path, name: str) -> None:
     assert sum("results the same" in warning for warning in warnings) == 1
 
 
+@pytest.mark.parametrize("name", ["as it is", "a narrow MLP", "multi-query"])
+def test_a_layer_of_another_width_than_declared_is_refused(tmp_path: Path, name: str) -> None:
+    config = EXPRESSED[name]
+    state = random_state(config)
+    up, down = (f"transformer.blocks.1.ffn.{part}_proj.weight" for part in ("up", "down"))
+    narrow = state | {up: state[up][:31].clone(), down: state[down][:, :31].clone()}
+    with pytest.raises(MalformedInput, match="shape|expected"):
+        open_training(save(tmp_path / "x.pt", narrow, config))
+
+
+def test_fewer_key_heads_than_declared_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MalformedInput, match="shape|expected"):
+        open_training(save(tmp_path / "x.pt", random_state(EXPRESSED["multi-query"]), CONFIG))
+
+
 def test_an_untied_head_is_kept(tmp_path: Path, logits_of: Callable[..., Any]) -> None:
     config = config_with(tie_word_embeddings=False)
     state = random_state(config) | {"lm_head.weight": torch.randn(40, 24)}
