@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmconv.errors import InputRefused
 from llmconv.generation import Conversation, GenerationSettings, TextModel
-from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.chat.templates import TOKENIZER, find_template, require_valid
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.encoded_prompt import EncodedPrompt
+from llmconv.progress import warn
 from llmconv.runtime import Runner
 from llmconv.runtime.placed_embeddings import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
@@ -72,6 +74,8 @@ class ServedModel:
         kept: number of caches of earlier answers to keep.
 
     Raises:
+        InputRefused: the given template is not valid Jinja, or does not end; a tokenizer's own is only warned of, since
+            texts are continued without it.
         UsageProblem: an unknown template.
     """
 
@@ -90,12 +94,22 @@ class ServedModel:
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
         self._conversations = ConversationPool(kept, model.runner)
         self._stops = find_template(template).stops
+        if self.chats:
+            self._require_template()
         token_ids(model.tokenizer, "a")  # the first call changes a tokenizer; later ones run while others decode
 
     @property
     def chats(self) -> bool:
         """Whether there is a chat template; without one the model only continues texts."""
         return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
+
+    def _require_template(self) -> None:
+        try:
+            require_valid(self.model.tokenizer, self._template)
+        except InputRefused as error:
+            if self._template != TOKENIZER:
+                raise
+            warn(f"{error.message}: chat requests are refused unless `--template` gives another")
 
     @property
     def sees(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmconv.errors import InputRefused
 from llmconv.export.exporter import export
 from llmconv.generation import TextModel
 from llmconv.serve.openai_schema import chat_request, completion_request
@@ -88,3 +89,26 @@ def test_the_defaults_are_those_that_a_chat_without_options_is_answered_with(
     used = {name: getattr(choice.settings, name) for name in SAMPLING}
     assert used == {name: expected[name] for name in SAMPLING}
     assert choice.settings.max_new_tokens == min(expected["max_tokens"], CONTEXT - len(choice.ids))
+
+
+def test_a_given_template_that_is_no_jinja_is_refused_at_the_start(model: TextModel, tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("a\n{% if %}")
+    with pytest.raises(InputRefused, match="is not valid Jinja: line 2"):
+        ServedModel(model, "tiny", template=str(tmp_path / "broken.jinja"))
+
+
+def test_a_template_that_wants_other_messages_serves(model: TextModel, tmp_path: Path) -> None:
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    (tmp_path / "strict.jinja").write_text(strict)
+    served = ServedModel(model, "tiny", template=str(tmp_path / "strict.jinja"))
+    assert served.choices(chat_request({"messages": [{"role": "system", "content": "a"}]}))
+
+
+def test_a_tokenizer_whose_template_is_no_jinja_still_continues_texts(
+    chatting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text("a\n{% if %}")
+    served = ServedModel(TextModel.open(folder), "tiny")
+    assert "the chat template is not valid Jinja: line 2" in capsys.readouterr().err
+    assert served.choices(completion_request({"prompt": "a"}))

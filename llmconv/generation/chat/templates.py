@@ -190,6 +190,28 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     return text
 
 
+def require_valid(tokenizer: Any, template: str) -> None:
+    """Requires that a template can be parsed and ends; whether it takes some messages, only they can tell.
+
+    Args:
+        tokenizer: of transformers, with a template if `template` is its own.
+        template: name of a chat template, or the path of a Jinja file.
+
+    Raises:
+        InputRefused: it is not valid Jinja, or takes too much time or memory.
+        UsageProblem: an unknown template.
+    """
+    try:
+        _text(tokenizer, template, [{"role": "user", "content": "Hello"}], for_answer=True)
+    except RenderLimitExceeded as error:
+        raise InputRefused(
+            "the chat template takes too much time or memory", hint="give another `--template`"
+        ) from error
+    except ValueError as error:
+        if str(error).startswith(NOT_JINJA):
+            raise InputRefused(f"the chat template {error}", hint="mend the template, or give another") from error
+
+
 def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
     """The text of messages, in a child process if the template comes with a model.
 
@@ -228,7 +250,7 @@ def _rendered(render: Callable[[], str]) -> str:
     try:
         return render()
     except TemplateSyntaxError as error:
-        raise ValueError(f"is not valid Jinja: line {error.lineno}: {first_line(error)}") from error
+        raise ValueError(f"{NOT_JINJA}: line {error.lineno}: {first_line(error)}") from error
     except MemoryError:
         raise
     except Exception as error:  # a template can raise anything
@@ -276,6 +298,8 @@ def encode_chat(
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids
 
+
+NOT_JINJA = "is not valid Jinja"
 
 SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
 """CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need."""

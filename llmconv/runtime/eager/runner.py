@@ -61,7 +61,7 @@ from llmconv.runtime.onnxruntime.process_heap import trim
 from llmconv.runtime.placed_embeddings import PlacedEmbeddings
 from llmconv.runtime.rotary_axes import DEEPSTACK, DEEPSTACK_LAYERS
 from llmconv.runtime.runner import Cache, Extras, Runner, Step
-from llmconv.tensors import Array
+from llmconv.tensors import Array, LazyTensor
 
 SMALL_MODEL = 10_000_000
 """Maximum number of parameters at which one thread is faster than several."""
@@ -194,7 +194,7 @@ class EagerRunner(Runner):
         """The model of a folder with the given fields of `config.json`."""
         if self._factors:
             load = getattr(torch, str(dtype).removeprefix("torch."))
-            return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors))
+            return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors), open_weights(folder))
         stored = open_weights(folder)  # refuses damaged files, and shards of other folders
         source = custom_classes(self._code, fields)[1] if self._code else _class_of(folder)
         model, report = source.from_pretrained(
@@ -209,8 +209,19 @@ class EagerRunner(Runner):
         require_loaded(model, report, stored, folder)
         return model
 
-    def _built(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str, tensors: Mapping[str, Any]) -> Any:
-        """The model with a folder's config and the given tensors by their stored names."""
+    def _built(
+        self,
+        folder: Path,
+        fields: dict[str, Any],
+        dtype: torch.dtype | str,
+        tensors: Mapping[str, Any],
+        stored: Mapping[str, LazyTensor],
+    ) -> Any:
+        """The model with a folder's config and the given tensors by their stored names.
+
+        Raises:
+            MalformedInput: they are not the tensors of the model, see `require_loaded`.
+        """
         if self._code:
             config_class, source = custom_classes(self._code, fields)
             config = config_class.from_pretrained(folder)
@@ -222,14 +233,17 @@ class EagerRunner(Runner):
             source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
             if source.config_class is config.sub_configs.get("text_config"):  # as `AutoModelForCausalLM` does
                 config = config.get_text_config(decoder=True)
-        return source.from_pretrained(
+        model, report = source.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
             dtype=dtype,
             attn_implementation=self.attention,
             local_files_only=True,
+            output_loading_info=True,
         )
+        require_loaded(model, report, stored, folder)
+        return model
 
     @property
     def config(self) -> Any:

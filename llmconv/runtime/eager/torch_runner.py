@@ -99,7 +99,7 @@ class TorchRunner(EagerRunner):
         if dtype == "auto":
             dtype = _dtype_of(fields, self._tensors)
         tensors = {name: ComputedTensor(tensor) for name, tensor in self._tensors.items()}
-        return self._built(folder, fields, dtype, tensors)
+        return self._built(folder, fields, dtype, tensors, self._tensors)
 
     def _run(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None

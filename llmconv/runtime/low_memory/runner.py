@@ -23,6 +23,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from llmconv.checkpoint import open_weights
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
@@ -86,7 +87,7 @@ class StreamedRunner(EagerRunner):
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model without its weights, on the meta device."""
         tensors = {name: MetaTensor(tensor.shape) for name, tensor in self._stored.items()}
-        return self._built(folder, fields, dtype, tensors)
+        return self._built(folder, fields, dtype, tensors, open_weights(folder))
 
     def release(self) -> None:
         """Does nothing: the whole model is never in memory."""

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from llmconv.errors import MalformedInput
 from llmconv.generation import TextModel
 from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.low_memory.runner import StreamedRunner
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -29,8 +30,11 @@ def without_a_norm(talking: Path, tmp_path: Path) -> Path:
 
 
 def test_one_missing_tensor_is_named(without_a_norm: Path) -> None:
-    with pytest.raises(MalformedInput, match=f"missing keys: 1 tensors of the model are not in .*, first `{NORM}`"):
+    refused = f"missing keys: 1 tensors of the model are not in .*, first `{NORM}`"
+    with pytest.raises(MalformedInput, match=refused):
         EagerRunner(without_a_norm)
+    with pytest.raises(MalformedInput, match=refused):
+        StreamedRunner(without_a_norm)
 
 
 def test_generate_on_the_eager_model_is_refused(without_a_norm: Path) -> None:
@@ -73,6 +77,10 @@ def test_weights_that_the_model_would_leave_out_are_refused(
     folder = _changed(talking, tmp_path, config, **tensors)
     with pytest.raises(MalformedInput, match="unexpected keys"):
         TextModel.open(folder, backend="torch")
+    with pytest.raises(MalformedInput, match="unexpected keys"):
+        StreamedRunner(folder)
+    with pytest.raises(MalformedInput, match="unexpected keys"):
+        EagerRunner(folder, factors=lambda name, shape: 1.0)
 
 
 def test_computed_values_and_other_parts_may_be_left_over(talking: Path, tmp_path: Path) -> None:
@@ -80,7 +88,9 @@ def test_computed_values_and_other_parts_may_be_left_over(talking: Path, tmp_pat
         "vision_tower__layers__0__self_attn__q_proj__weight": np.ones((2, 2), np.float32),
         "model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32),
     }
-    EagerRunner(_changed(talking, tmp_path, {}, **others))
+    folder = _changed(talking, tmp_path, {}, **others)
+    EagerRunner(folder)
+    StreamedRunner(folder)
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "of another library"}}])
