@@ -25,7 +25,7 @@ class Pair:
         a: r×in (an embedding: r×vocab).
         b: out×r (an embedding: dim×r).
         bias: out, added to the module's bias; only with `lora_bias`.
-        embedding: the module is an embedding, whose update is the transpose of B·A.
+        embedding: the update is the transpose of B·A.
         magnitude: one number per output; only with DoRA.
         kernel: kernel sizes of a convolution, by which the columns of A are flattened after the inputs.
     """
@@ -48,18 +48,15 @@ class Adapter:
     """One opened adapter.
 
     Attributes:
-        path: its folder.
-        weights: the files with the tensors.
-        settings: the file with the config.
         config: the fields of the config that affect the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
         originals: the tensors of `whole` that are not trained, such as a resized embedding.
         tokens: module path to rows that replace the base's.
         initial: the adapter as it was before training, if training subtracted it from the base.
-        learned: module path to the tensors of another kind of adapter than LoRA.
+        learned: module path to the tensors of an adapter of another kind than LoRA.
         tuner: that kind.
-        model_type: that of its base; empty if its files do not contain it.
+        model_type: of the base; empty if the adapter's files do not contain it.
         fields: fields of the base's `config.json` that the adapter changes.
         keeps_tie: an update of a tied embedding is applied to the head, too.
     """

@@ -1,8 +1,8 @@
-"""Methods to combine several adapters: the updates of one weight by all of them become one update.
+"""Methods to combine several adapters: their updates of one weight become one update.
 
 A method works on the whole update of each tensor (the task vector), not on its factors A and B, so it fits adapters of
-any kind and rank. Updates are computed by row blocks as often as needed, and never held: `ties` and `magnitude_prune`
-compute them twice more to find their thresholds; only `svd` of updates other than LoRA holds a tensor.
+any kind and rank. Updates are computed by row blocks and never held: `ties` and `magnitude_prune` compute them twice
+more to find their thresholds; only `svd` of updates other than LoRA holds a tensor.
 
 =================  =====================================================================================================
 `linear`, `cat`    Σ wᵢ·Δᵢ, exactly; PEFT's `linear` also has terms B₁·A₂, its `cat` is this sum
@@ -14,8 +14,8 @@ compute them twice more to find their thresholds; only `svd` of updates other th
 `dare_ties`        the same random elements, averaged as in `ties`
 =================  =====================================================================================================
 
-Order and names follow `peft/utils/merge_utils.py`: the majority sign is that of the sum of the kept elements, not yet
-multiplied by weights (`total`), or of their number (`frequency`); a tie is positive.
+Order and names follow `peft/utils/merge_utils.py`: the majority sign is that of the sum of the kept elements, before
+the weights are applied (`total`), or of their number (`frequency`); a tie is positive.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ SIGNS = ("total", "frequency")
 
 @dataclass(frozen=True)
 class Combination:
-    """A method to combine adapters, with its options.
+    """A method to combine adapters (one of `METHODS`), with its options.
 
     Attributes:
-        method: one of `METHODS`.
         densities: share of each adapter's update to keep, for a method that prunes.
         seed: random seed of `dare_*`.
         rank: rank of the result of `svd`.
@@ -68,10 +67,7 @@ class Combination:
         return method.kept is _whole and not (method.elects or method.truncates)
 
     def check(self, adapters: int) -> None:
-        """Checks the options.
-
-        Args:
-            adapters: number of adapters.
+        """Checks the options for a number of adapters.
 
         Raises:
             UsageProblem: an unknown method, or options that contradict it.
@@ -145,14 +141,8 @@ def combine(
 ) -> LazyTensor:
     """`base` plus the combined update, rounded once (nearest even) to `dtype`.
 
-    The result does not depend on the order of `vectors` or the division into rows.
-
-    Args:
-        base: the weight.
-        name: of the tensor; part of the random seed.
-        vectors: one per adapter that updates it.
-        combination: the method and its options.
-        dtype: element type of the result.
+    The result does not depend on the order of `vectors` (one per adapter) or the division into rows. `name` is part of
+    the random seed.
     """
     change = _change(name, sorted(vectors, key=lambda vector: (vector.key, vector.weight)), combination)
 
@@ -309,15 +299,11 @@ SHIFT = 44
 
 
 def kth_largest(tensor: LazyTensor, count: int) -> float:
-    """The magnitude of the `count`-th largest element; infinite when `count` is 0.
+    """The magnitude of the `count`-th largest element of a finite float64 tensor; infinite when `count` is 0.
 
     The bits of positive floats are ordered as their values are, so the first pass counts elements by their upper bits,
-    and the second sorts those of one group. Memory is that of a row block, 8 MiB, and a group: a few thousandths of
-    the elements, more where many are nearly equal.
-
-    Args:
-        tensor: float64, finite.
-        count: at most the number of elements.
+    and the second sorts those of one group. Memory is that of a row block, 8 MiB, and a group: a few thousandths of the
+    elements, more where many are nearly equal.
     """
     if count == 0:
         return np.inf
@@ -352,23 +338,13 @@ class TaskVectors:
 
     Attributes:
         summed: updates are only added, so they are not computed separately.
-        order: numbers of the adapters sorted by content, so that sums do not depend on the order given.
+        order: indices of the adapters sorted by content, so that sums do not depend on the order given.
     """
 
     def __init__(
         self, base: Edits, adapters: Sequence[Adapter], weights: Sequence[float], combination: Combination
     ) -> None:
-        """Places the adapters, unless they are only summed.
-
-        Args:
-            base: without edits.
-            adapters: all adapters.
-            weights: one per adapter.
-            combination: the method and its options.
-
-        Raises:
-            MalformedInput, UnsupportedInput: see `Edits.place`.
-        """
+        """Places the adapters on `base` (without edits), unless they are only summed; errors as in `Edits.place`."""
         self.summed = combination.is_sum
         self._combination, self._weights = combination, weights
         alone = len(adapters) == 1 and self.summed
@@ -377,13 +353,7 @@ class TaskVectors:
         self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
 
     def combined(self, name: str, current: LazyTensor, dtype: DType) -> LazyTensor:
-        """The weight with the combined update, rounded once to `dtype`.
-
-        Args:
-            name: of the tensor.
-            current: the weight before the update.
-            dtype: element type of the result.
-        """
+        """`current`, the weight before the update, plus the combined update, rounded once to `dtype`."""
         vectors = [
             TaskVector(
                 _difference(edits, name),

@@ -1,8 +1,7 @@
 """W' = W + Σ sᵢ·Bᵢ·Aᵢ: the one place that adds low-rank products to a weight.
 
-Shapes: W out×in, A r×in, B out×r (or the transpose of their product, for weights stored in×out). Precision: products
-and sums in float64, then one rounding to the nearest even number of the result's type. The work is done by blocks of
-rows, so no weight is held whole.
+Shapes: W out×in, A r×in, B out×r (or the transpose of their product, for weights stored in×out). Products and sums are
+computed in float64, by blocks of rows, and rounded once (nearest even) to the result's type.
 """
 
 from __future__ import annotations
@@ -95,12 +94,11 @@ def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType
 
 
 def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
-    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_products` for the arithmetic.
+    """rows + Σ left @ right, rounded once to `dtype`, tile by tile, in the arithmetic of `add_products`.
 
     Args:
         rows: of the base; all dimensions after the first count as columns.
-        pairs: left (rows×r) and right (r×columns) of each product, float64.
-        dtype: element type of the result, whose shape is that of `rows`.
+        pairs: left [rows, r] and right [r, columns] of each product, float64.
     """
     left, right = np.hstack([pair[0] for pair in pairs]), np.vstack([pair[1] for pair in pairs])
     result = np.empty(rows.shape, dtype.numpy)
@@ -124,14 +122,7 @@ def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> 
 
 
 def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> None:
-    """target = source + left @ right in numpy, for all floating-point types.
-
-    Args:
-        target: [rows, in], gets the sum.
-        source: [rows, in], the weight.
-        left: [rows, r], float64.
-        right: [r, in], float64.
-    """
+    """target [rows, in] = source [rows, in] + left [rows, r] @ right [r, in], factors float64; any float types."""
     height = max(1, TILE_ELEMENTS // source.shape[1] // ROWS) * ROWS
     for first in range(0, len(source), height):
         tile = slice(first, min(first + height, len(source)))

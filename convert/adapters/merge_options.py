@@ -96,11 +96,7 @@ def plain_sum(adapters: Sequence[Adapter]) -> Recipe:
 
 
 def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
-    """The recipe for merging these adapters.
-
-    Raises:
-        UsageProblem: the options contradict each other or the adapters.
-    """
+    """The recipe for merging these adapters; UsageProblem if options contradict each other or the adapters."""
     options = DEFAULTS | options
     check_dtype(options["dtype"])
     signs, densities = options["majority_sign"], tuple(options["densities"])

@@ -30,7 +30,6 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
 
     Args:
         base: checkpoint of unquantized weights.
-        adapters: opened adapters.
         recipe: how to merge (default: the sum of all adapters).
 
     Raises:
@@ -188,16 +187,7 @@ def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
-    """Sets `vocab_size` to the rows of an embedding that an adapter resized.
-
-    Args:
-        edits: changes by the adapters.
-        embedding: name of the input embedding.
-        head: name of the output head.
-        config: changed in place.
-
-    Returns:
-        Whether the size changed.
+    """Sets `vocab_size` in `config` to the rows of an embedding that an adapter resized; returns whether it changed.
 
     Raises:
         MalformedInput: embedding and head would have different sizes.
@@ -231,13 +221,9 @@ def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
 
 
 def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
-    """Gives the head its own tensor if it no longer equals the embedding.
+    """Gives the head its own tensor if it no longer equals the embedding, and changes `config` in place.
 
-    Args:
-        edits: changes by the adapters; a head that stays tied is removed from its tensors.
-        embedding: name of the input embedding.
-        head: name of the output head.
-        config: changed in place.
+    A head that stays tied is removed from the tensors of `edits`.
     """
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
@@ -257,13 +243,10 @@ HEADS = ("score", "classifier", "qa_outputs", "classification_head")
 
 
 def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: dict[str, Any]) -> None:
-    """Makes `config` that of the class which the adapters were trained as, and leaves out the head that it lacks.
+    """Changes `config` to the class which the adapters were trained as, and leaves out the head that it lacks.
 
-    Args:
-        edits: changes by the adapters.
-        adapters: all of them; a task of `TASKS` counts, every other keeps the class of the base.
-        head: name of the output head of a language model.
-        config: content of `config.json`; changed in place.
+    A task of `TASKS` counts; every other keeps the class of the base. `head` is the name of a language model's output
+    head.
 
     Raises:
         MalformedInput: adapters of different tasks, or the trained head is not in the file.

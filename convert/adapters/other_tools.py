@@ -1,10 +1,7 @@
-"""LoRA adapters that are not PEFT's: one `ADAPTER` each, in the package of the program in `convert/formats/`.
+"""Shared parts of LoRA adapters that are not PEFT's, as `ADAPTER` in each `convert/formats/<name>/adapter.py`.
 
-Each opens a file or folder as an `Adapter` in Hugging Face names, with the functions below.
-
-Factors of adapters that are not PEFT's: pairs A with B, renames them, and makes an Adapter.
-
-A conversion that reorders or splits the rows of a weight does the same to B (and to DoRA's magnitude); A stays.
+They pair A with B, rename the factors to Hugging Face names, and make an `Adapter`. A conversion that reorders or
+splits the rows of a weight does the same to B (and to DoRA's magnitude); A stays.
 """
 
 from __future__ import annotations
@@ -51,12 +48,9 @@ PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude"
 
 @dataclass(frozen=True)
 class ForeignPair:
-    """The factors of one weight.
+    """The factors of one weight: A r×in, B out×r, and with DoRA the magnitude, one number per output.
 
     Attributes:
-        a: r×in.
-        b: out×r.
-        magnitude: one number per output; only with DoRA.
         joined: number of pairs that were joined into this one.
     """
 
@@ -117,7 +111,6 @@ def renamed(
     """The factors under new module names.
 
     Args:
-        factors: by module.
         table: old to new module name, with `{}` for the number of a layer.
         source: file or folder name, for messages.
         what: owner of the old names, for messages.
@@ -145,14 +138,7 @@ def _home(module: str, table: Mapping[str, str]) -> str | None:
 
 
 def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str) -> MalformedInput:
-    """The error for unexpected keys, with similar known names.
-
-    Args:
-        names: the unexpected names.
-        known: the known names.
-        source: file or folder name.
-        what: owner of the known names.
-    """
+    """The error for unexpected `names`, with similar ones of `known`, whose owner is `what`."""
     options = [name.replace("{}", "0") for name in known]
     lines = []
     for name in names[:LISTED]:
@@ -184,7 +170,7 @@ def as_adapter(
     others: Mapping[str, LazyTensor] | None = None,
     notes: Sequence[str] = (),
 ) -> Adapter:
-    """The Adapter with these factors.
+    """The Adapter with these factors; other errors as in `open_adapter`.
 
     Args:
         files: with the tensors; all in one folder.
@@ -197,7 +183,6 @@ def as_adapter(
 
     Raises:
         InputRefused: alpha is unknown.
-        MalformedInput, UnsupportedInput: see `open_adapter`.
     """
     own_alpha = alpha if (stated := fields.get("lora_alpha")) is None else stated
     if factors and own_alpha is None:
@@ -236,11 +221,9 @@ def join_modules(
     A of the joined pair stacks the A of the trained parts; its B is block-diagonal.
 
     Args:
-        factors: by module.
         parts: last components of the modules' paths, in the order of the rows.
         whole: last component of the joined module's path.
         counts: number of rows of each part.
-        source: file or folder name, for messages.
         combine: joins the rows of all parts (default: one after the other).
 
     Raises:
@@ -295,14 +278,7 @@ def _join(
 
 
 def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
-    """Zeros of `shape` with `part` in the columns from `column` on.
-
-    Args:
-        part: [rows, columns]; None for zeros alone.
-        column: the first column of `part`.
-        shape: of the result.
-        dtype: of the result.
-    """
+    """Zeros of `shape` with `part` [rows, columns] in the columns from `column` on; zeros alone if `part` is None."""
 
     def rows(start: int, stop: int) -> Array:
         whole = np.zeros((stop - start, shape[1]), dtype.numpy)
@@ -339,11 +315,7 @@ class LayerSizes:
 
 
 def sizes_of(base: Checkpoint) -> LayerSizes:
-    """The sizes in the base's config.
-
-    Raises:
-        InputRefused: they are missing or impossible.
-    """
+    """The sizes in the base's config; InputRefused if they are missing or impossible."""
     config = base.config
     found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
     if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:

@@ -1,9 +1,8 @@
-"""Files of PEFT's LoRA adapters: `adapter_config.json` next to `adapter_model.safetensors` or `adapter_model.bin`.
+"""Opens PEFT's adapters, of LoRA and of the kinds in `tuners/kinds/`.
 
-Files of PEFT's adapters other than LoRA: config, tensors of each module, and whole tensors.
-
-Layout (PEFT `save_pretrained`): as LoRA's, with `base_model.model.<module>.<part>` for each of the tuner's parts, some
-followed by `.weight`, and tensors shared by all modules as `base_model.<part>`.
+A folder has `adapter_config.json` next to `adapter_model.safetensors` or `adapter_model.bin` (PEFT `save_pretrained`).
+Tensors of kinds other than LoRA are `base_model.model.<module>.<part>` for each of the tuner's parts, some followed by
+`.weight`, and `base_model.<part>` if all modules share them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = False) -> Adapter:
-    """Opens an adapter folder (or the weights file in one).
+    """Opens an adapter folder (or the `adapter_model.*` file in one).
 
     Args:
-        path: the folder, or its `adapter_model.*` file.
         alpha: `lora_alpha` if the config does not contain it.
         initial: the adapter as it was before training is given too, or this is that adapter.
 
@@ -81,11 +79,7 @@ def _not_an_adapter(path: Path) -> InputRefused:
 
 
 def read_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a `.safetensors` file, or of a torch file with one state dict.
-
-    Raises:
-        MalformedInput: a torch file with other content.
-    """
+    """The tensors of a `.safetensors` file, or of a torch file with one state dict (else MalformedInput)."""
     if path.suffix == ".safetensors":
         return dict(read_header(path).tensors)
     torch_file = open_torch_file(path)
@@ -116,17 +110,13 @@ def is_tuned(path: Path) -> bool:
 
 
 def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
-    """Opens an adapter folder (or the weights file in one) of a kind in `tuners/kinds/`.
-
-    Args:
-        path: the folder, or its `adapter_model.*` file.
-        alpha: must be None: these kinds store their scale in the config.
+    """Opens an adapter folder (or the `adapter_model.*` file in one) of a kind in `tuners/kinds/`.
 
     Raises:
         InputRefused: the weights are missing.
         MalformedInput: incomplete, two adapters in one file, or values that are not finite.
         UnsupportedInput: a kind that cannot be merged, or an unknown one.
-        UsageProblem: `alpha` is given.
+        UsageProblem: `alpha` is given; these kinds store their scale in the config.
     """
     folder = path if path.is_dir() else path.parent
     fields = read_json(folder / CONFIG)

@@ -5,11 +5,10 @@ Names (PEFT `utils/save_and_load.py`): `base_model.model.<module>.lora_A.weight`
 convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole tensors as
 `<module>.weight`.
 
-Factors of all experts in one tensor, as NeMo AutoModel keeps them in its models, taken apart by experts.
-
-Layout (NVIDIA-NeMo/Automodel `components/_peft/lora_experts.py`, `components/moe/state_dict_mixin.py`; vLLM has the
-same): `experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and
-`experts.lora_down_A`, `experts.lora_down_B`. A is shared by gate and up.
+NeMo AutoModel keeps the factors of all experts in one tensor, which is split by expert (NVIDIA-NeMo/Automodel
+`components/_peft/lora_experts.py`, `components/moe/state_dict_mixin.py`; vLLM has the same):
+`experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and `experts.lora_down_A`,
+`experts.lora_down_B`. A is shared by gate and up.
 """
 
 from __future__ import annotations
@@ -42,17 +41,7 @@ FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(
 
 
 def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
-    """The adapter of `tensors`, in the names that PEFT saves or has at run time.
-
-    Args:
-        path: folder of the adapter, for messages.
-        weights: the files with the tensors.
-        config: parsed `adapter_config.json`.
-        tensors: all tensors of the files.
-
-    Raises:
-        MalformedInput, UnsupportedInput: see `open_adapter`.
-    """
+    """The adapter of `tensors`, in the names that PEFT saves or has at run time; errors as in `open_adapter`."""
     found = _sort(ungrouped(tensors), weights[0].name)
     _require_pairs(found.factors)
     pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
@@ -181,14 +170,10 @@ def is_blocked(parts: tuple[str, ...], module: str) -> bool:
 
 
 def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
-    """The block-diagonal matrix of `count` blocks, which are stored stacked by rows (PEFT `BlockDiagonalLinear`).
+    """The block-diagonal matrix rows×columns of `count` blocks stored stacked by rows (PEFT `BlockDiagonalLinear`).
 
     Args:
         factor: rows×(columns/count).
-        count: number of blocks.
-
-    Returns:
-        rows×columns.
 
     Raises:
         MalformedInput: the number of rows is not a multiple of `count`.
@@ -212,14 +197,7 @@ def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
 
 
 def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | None) -> tuple[LazyTensor, LazyTensor]:
-    """A and B of a module, expanded where they are stored as blocks.
-
-    Args:
-        a: r×in, or its blocks.
-        b: out×r, or its blocks.
-        module: path of the module.
-        blocks: `use_bdlora` of the config.
-    """
+    """A (r×in) and B (out×r) of a module, expanded where they are stored as blocks (`use_bdlora`)."""
     if blocks and len(a.shape) == len(b.shape) == 2:
         a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a
         b = unblocked(b, blocks.count) if is_blocked(blocks.b, module) else b
@@ -232,9 +210,6 @@ MODULES = {"gate_and_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 def ungrouped(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors of an adapter, with those of grouped experts as factors of each expert's layers.
-
-    Args:
-        tensors: by name in the adapter's file.
 
     Raises:
         MalformedInput: a grouped tensor that does not have three dimensions, or no two equal halves.

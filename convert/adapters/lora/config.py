@@ -60,7 +60,7 @@ class BlockDiagonal:
 
     Attributes:
         count: `nblocks`.
-        a: A is stored as blocks if the last component of the module's path contains one of these words.
+        a: A is stored as blocks if the last component of the module's path contains one of these strings.
         b: the same for B.
     """
 
@@ -75,7 +75,6 @@ class LoraConfig:
 
     Attributes:
         rank: `r`, or None if the file does not contain it (the tensors do).
-        alpha: `lora_alpha`.
         use_rslora: scale by alpha/√r instead of alpha/r.
         rank_pattern: regular expression of module paths to rank.
         alpha_pattern: regular expression of module paths to alpha.
@@ -87,9 +86,9 @@ class LoraConfig:
         parameters: `target_parameters`: adapted parameters, mostly of fused experts.
         tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
         blocks: `use_bdlora`, or None.
-        fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
+        fused_by_unsloth: the columns of an expert's B are contiguous (`auto_mapping.unsloth_fixed`).
         base_class: class of the model it was trained on (`auto_mapping.base_model_class`), or empty.
-        task: `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not say.
+        task: `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not contain it.
         peft_version: first two numbers of the version that wrote the file, or None.
         match_time: shared by all patterns of the adapter.
     """
@@ -136,11 +135,6 @@ class LoraConfig:
 def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
     """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
 
-    Args:
-        pattern: regular expressions to values.
-        module: path of the module.
-        time: shared by all patterns of an adapter.
-
     Raises:
         MalformedInput: a key is an invalid regular expression, or takes too long.
     """
@@ -148,10 +142,9 @@ def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> st
 
 
 def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
-    """The config of a PEFT LoRA adapter.
+    """The config of a PEFT LoRA adapter from the content of `adapter_config.json`.
 
     Args:
-        fields: the content of `adapter_config.json`.
         alpha: `lora_alpha` if the file does not contain it.
         initial: the adapter as it was before training is given too, so training may have changed the base.
 
@@ -313,8 +306,6 @@ def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
     r"""Whether `pattern` matches the path of a module as in PEFT's `get_pattern_key`: `(.*\.)?(pattern)$`.
 
     Args:
-        pattern: a key of `rank_pattern` or `alpha_pattern`.
-        module: path of the module.
         time: shared by all matches of an adapter (default: that of a single match).
 
     Raises:
@@ -327,11 +318,7 @@ def matches(pattern: str, module: str, time: MatchTime | None = None) -> bool:
 
 
 def require_few(patterns: Iterable[str]) -> None:
-    """Refuses more patterns than can be tried on every module in a short time; plain names do not count.
-
-    Raises:
-        MalformedInput: there are more.
-    """
+    """Refuses (MalformedInput) more regular expressions than can be tried quickly on every module."""
     special = [pattern for pattern in patterns if SPECIAL.search(pattern)]
     if (total := sum(map(len, special))) > TOTAL_LIMIT:
         raise refused(special[0], f"and {len(special) - 1} more, of {total} characters together")

@@ -31,14 +31,7 @@ FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)"
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """The update of some rows of one expert in a fused tensor.
-
-    Attributes:
-        expert: index of the expert (dim 0).
-        first: first updated row.
-        count: number of updated rows.
-        change: the product, of `count` rows.
-    """
+    """The product added to `count` rows, from row `first`, of one expert (index in dim 0) of a fused tensor."""
 
     expert: int
     first: int
@@ -48,13 +41,10 @@ class ExpertProduct:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The location of the matrix of one expert in a fused tensor.
+    """The rows of a fused tensor that hold the matrix of one expert (index in dim 0).
 
     Attributes:
         tensor: name of the fused tensor.
-        expert: index of the expert (dim 0).
-        first: first row.
-        count: number of rows.
         either: the matrix may be stored in×out.
     """
 
@@ -107,12 +97,9 @@ def separate_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]
 
 
 def add_to_experts(base: LazyTensor, products: Sequence[ExpertProduct], dtype: DType) -> LazyTensor:
-    """A fused tensor plus the updates of its experts, rounded once; arithmetic and errors as in `add_products`.
+    """A fused tensor [E, rows, columns] plus the updates of its experts, rounded once; see `add_products`.
 
-    Args:
-        base: E×rows×columns.
-        products: updates; those of the same rows are summed.
-        dtype: element type of the result.
+    Updates of the same rows are summed.
     """
     by_expert: dict[int, list[ExpertProduct]] = {}
     for product in products:

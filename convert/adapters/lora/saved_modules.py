@@ -24,12 +24,7 @@ FLOAT32 = BY_NAME["float32"]
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """The whole tensors of a file, by their names in the model.
-
-    Attributes:
-        trained: tensors after training.
-        originals: tensors of the base, before training.
-    """
+    """The whole tensors of a file by their names in the model: trained ones, and originals before training."""
 
     trained: dict[str, LazyTensor] = field(default_factory=dict)
     originals: dict[str, LazyTensor] = field(default_factory=dict)
@@ -61,13 +56,10 @@ def is_saved(name: str, modules: Collection[str]) -> bool:
 
 
 def parts_from_saved(name: str, modules: Collection[str]) -> int:
-    """How many parts of a tensor's name the saved module and what is below it are; 0 if it is in none.
+    """The number of components of a tensor's name from the saved module (`modules_to_save`) on; 0 if it is in none.
 
-    PEFT compares the end of the module's path, and saves all that is below: `classifier.dense.weight` has 3 parts.
-
-    Args:
-        name: of the tensor.
-        modules: `modules_to_save`.
+    PEFT compares the end of the module's path, and saves everything below it: `classifier.dense.weight` has 3
+    components.
     """
     parts = name.split(".")
     ends = tuple(modules)
@@ -75,17 +67,10 @@ def parts_from_saved(name: str, modules: Collection[str]) -> int:
 
 
 def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
-    """Adds a tensor to `place`, refusing a duplicate key.
-
-    Args:
-        place: dictionary to change.
-        key: the key.
-        tensor: the tensor.
-        named: file and name of the tensor, for messages.
-        may_repeat: an equal tensor may be there already.
+    """Adds a tensor to `place`; `named` (file and tensor name) is for messages.
 
     Raises:
-        MalformedInput: another tensor has this key.
+        MalformedInput: another tensor has this key; an equal one is accepted with `may_repeat`.
     """
     if key in place and not (may_repeat and equal(place[key], tensor)):
         raise MalformedInput(

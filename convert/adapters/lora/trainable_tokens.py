@@ -17,12 +17,7 @@ HEADS = ("lm_head", "embed_out")
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows that one adapter trained.
-
-    Attributes:
-        ids: which rows of the embedding.
-        rows: their values, ids×dim.
-    """
+    """Rows [ids, dim] of an embedding that one adapter trained, and their ids."""
 
     ids: tuple[int, ...]
     rows: LazyTensor

@@ -33,11 +33,7 @@ Tensors = Mapping[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Recovered:
-    """The update of a stored tensor whose lines lie in tensors in memory: the merged tensor minus the base's.
-
-    Attributes:
-        merged: the result, float64.
-    """
+    """The update of a stored tensor whose lines are in tensors in memory: `merged` (float64) minus the base's."""
 
     merged: LazyTensor
 
@@ -55,7 +51,7 @@ class BaseInMemory:
         stored: the base.
         tensors: name in memory to tensor; joined, split or rearranged ones are lazy.
         renamed: stored name to name in memory, where the tensor is the same.
-        origins: name of any other stored tensor to where its lines lie in tensors in memory.
+        origins: name of any other stored tensor to the location of its lines in tensors in memory.
         layouts: of the tensors in memory that those name.
         naming: for placing adapters.
         stored_name: returns the name for a tensor that the base does not have.
@@ -76,12 +72,7 @@ class BaseInMemory:
         return replace(self.stored, tensors=self.tensors)
 
     def restored(self, merged: dict[str, LazyTensor], edits: Edits) -> tuple[dict[str, LazyTensor], Edits]:
-        """The result of a merge and its edits, by stored names.
-
-        Args:
-            merged: all tensors after the merge, by name in memory.
-            edits: of the tensors in memory.
-        """
+        """The result of a merge and its edits, renamed from names in memory to stored names."""
         names = {new: old for old, new in self.renamed.items()}
         joined = {source for origin in self.origins.values() for source in origin.sources}
         added = [name for name in merged if name not in names and name not in joined]
@@ -128,9 +119,7 @@ def base_in_memory(base: Checkpoint, tensors: Tensors, adapters: Sequence[Adapte
     """The base under the names of the model in memory; None if the adapters have the names of the files.
 
     Args:
-        base: the base.
         tensors: those of the base, with a tied head.
-        adapters: all adapters.
 
     Raises:
         UnsupportedInput: an adapter changes a weight that several modules share.
@@ -171,9 +160,9 @@ def _expected(adapter: Adapter, targets: AdapterTargets) -> set[str]:
 
 
 def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> bool:
-    """Whether the base has no tensors of the adapter's names, and no exchange of one prefix explains that.
+    """Whether the base has no tensors of the adapter's names, and replacing one prefix does not explain that.
 
-    Parts of a model with several towers may resemble each other too much to be told by their names.
+    Parts of a model with several towers may be too similar to tell apart by their names.
     """
     targets = AdapterTargets(adapter, tensors, config)
     expected, known = _expected(adapter, targets), {*targets.known}
@@ -184,13 +173,10 @@ def _lacks(adapter: Adapter, tensors: Tensors, config: Mapping[str, Any]) -> boo
 
 
 def _refuse_shared(adapter: Adapter, names: NamesInMemory, base: Checkpoint) -> None:
-    """Refuses changes of weights that several modules share; those of an embedding and its head are told apart later.
+    """Refuses (UnsupportedInput) changes of weights that modules share; embedding and head are separated later.
 
-    Each module has factors of its own (PEFT gives them to one, or different ones to all), and after a merge all modules
+    Each module has its own factors (PEFT gives them to one, or different ones to all), and after a merge all modules
     would have the sum: PEFT's own merge of such a model is not the model that was trained.
-
-    Raises:
-        UnsupportedInput: there are such changes.
     """
     pairs = {
         name: other

@@ -211,11 +211,7 @@ TILE_ELEMENTS = 1 << 18
 
 @dataclass
 class KeptUntilLastRow:
-    """A value that all rows of a tensor need: computed by the first thread, released after the last row.
-
-    Attributes:
-        rows: number of rows.
-    """
+    """A value that all rows of a tensor need: computed by the first thread, released after the last of `rows` rows."""
 
     rows: int
     _served: int = 0
@@ -281,10 +277,9 @@ def updates_of(
     is_conv1d: Callable[[str], bool],
     weight: float,
 ) -> Iterator[tuple[str, TunerUpdate]]:
-    """Names of the base's tensors and their updates by an adapter; nothing large is read.
+    """Names of the base's tensors and their updates by an adapter's `tuner` (none without one); reads nothing large.
 
     Args:
-        adapter: without a `tuner` it has no such updates.
         homes: `<module>.weight` to the name of the base's tensor.
         current: returns the base's tensor by name.
         has_bias: returns whether the base has a tensor by name.
@@ -322,9 +317,6 @@ def _orientation(
     """out×in of the weight, and whether it is stored in×out.
 
     Args:
-        adapter: its name, for messages.
-        name: of the weight.
-        weight: the base's tensor.
         fit: size that the adapter's tensors are for.
         swapped: stored in×out by model type, and by `fan_in_fan_out`, which counts only if nothing else fits.
     """

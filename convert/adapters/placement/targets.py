@@ -1,11 +1,9 @@
-"""AdapterTargets: the tensors of the base that the factors of one adapter belong to, and the update of each.
+"""The tensors of the base that the factors of one adapter belong to, and the update of each.
 
-`target_parameters` of PEFT: which tensor the factors of a wrapper are for, and the update of each expert.
-
-Layout (PEFT `tuners/lora/layer.py`, `ParamWrapper`): a module is wrapped once for each adapted parameter, in the order
-in which it declares them, so the factors of the first are the innermost: `experts.base_layer.lora_A.weight`, those of
-the last `experts.lora_A.weight`. A is (E·r)×in with the rows of an expert together; B is out×(r·E) with the expert as
-the fastest index (Unsloth: the columns of an expert together).
+`target_parameters` of PEFT (`tuners/lora/layer.py`, `ParamWrapper`): a module is wrapped once for each adapted
+parameter, in the order in which it declares them, so the factors of the first are the innermost:
+`experts.base_layer.lora_A.weight`, those of the last `experts.lora_A.weight`. A is (E·r)×in with the rows of an expert
+contiguous; B is out×(r·E) with the expert as the fastest index (Unsloth: the columns of an expert contiguous).
 """
 
 from __future__ import annotations
@@ -40,15 +38,10 @@ class WeightUpdate(Protocol):
     """The update of one weight by one adapter: new value minus old value."""
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the update.
+        """Rows `start:stop` of the update, float64 [rows, columns].
 
-        Args:
-            base: the weight, for updates that depend on it.
-            start: first row.
-            stop: end of the rows, excluded.
-
-        Returns:
-            float64, two-dimensional: all dimensions of the base after the first count as columns.
+        All dimensions of the base after the first count as columns. `base` is the weight, for updates that depend on
+        it.
         """
         ...
 
@@ -58,14 +51,9 @@ WeightChange = LoraProduct | ExpertProduct | WeightUpdate
 
 
 def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
-    """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
+    """`base` plus the sum of `changes` (of its shape), rounded once (nearest even) to `dtype`.
 
     Every update is relative to the original base, so their order does not matter.
-
-    Args:
-        base: the weight.
-        changes: its updates, of the shape of `base`.
-        dtype: element type of the result.
     """
     slabs = [change for change in changes if isinstance(change, ExpertProduct)]
     low_rank = [change for change in changes if isinstance(change, LoraProduct)]
@@ -105,14 +93,7 @@ class AdapterTargets:
         config: Mapping[str, Any],
         naming: Naming = AS_STORED,
     ) -> None:
-        """Prepares the mapping.
-
-        Args:
-            adapter: the adapter.
-            tensors: those of the base, replaced ones included.
-            config: the base's `config.json`.
-            naming: how the base's tensors are called.
-        """
+        """Prepares the mapping to `tensors`, the base's, including replaced ones, called as in `naming`."""
         self._naming = naming
         self.adapter, self.tensors, self.config = adapter, tensors, config
         wide = any(".experts." in f"{module}." for module in adapter.pairs)
@@ -134,19 +115,12 @@ class AdapterTargets:
         return {**self.tensors, **self.stacks, **self.parts}.keys()
 
     def names(self, others: Collection[str]) -> set[str]:
-        """All names that the adapter has for tensors of its model.
-
-        Args:
-            others: names of the adapter's whole tensors.
-        """
+        """All names that the adapter has for tensors of its model; `others` are its whole tensors."""
         modules = (*self.adapter.tokens, *self.adapter.learned)
         return {*others, *self.wanted.values(), *(f"{module}.weight" for module in modules)}
 
     def homes(self, others: Collection[str]) -> dict[str, str]:
-        """Names in the adapter's model to names of the base's tensors.
-
-        Args:
-            others: names of the adapter's whole tensors.
+        """Names in the adapter's model to names of the base's tensors; `others` are the adapter's whole tensors.
 
         Raises:
             MalformedInput: a name without a match.
@@ -176,12 +150,7 @@ class AdapterTargets:
         return name
 
     def changes(self, module: str, pair: Pair, weight: float) -> NamedChanges:
-        """The updates of a module's factors; call `homes` first.
-
-        Args:
-            module: path of the module in the adapter's model.
-            pair: its factors.
-            weight: the adapter's weight, by which the updates are multiplied.
+        """The updates of a module's factors, multiplied by the adapter's `weight`; call `homes` first.
 
         Raises:
             MalformedInput: a shape mismatch.
@@ -305,14 +274,7 @@ def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
-    """The error for a shape mismatch between an adapter and the base.
-
-    Args:
-        adapter: the adapter's name.
-        name: the tensor's name in the base.
-        base: shape in the base.
-        own: shape that the adapter is for.
-    """
+    """The error for a tensor whose shape is `base` in the base and `own` in the adapter."""
     return MalformedInput(
         f"shape mismatch for `{name}`: `{adapter}` expected {list(own)}, got {list(base)} in the base",
         hint="the adapter was trained on another model; see its `base_model_name_or_path`",
@@ -343,7 +305,7 @@ class ExpertLayout:
     Attributes:
         experts: E, the number of experts.
         transposed: the tensor is [E, in, out].
-        together: the columns of B of an expert lie together (Unsloth).
+        together: the columns of B of an expert are contiguous (Unsloth).
     """
 
     experts: int
@@ -351,13 +313,7 @@ class ExpertLayout:
     together: bool
 
     def changes(self, a: LazyTensor, b: LazyTensor, scale: float) -> list[LoraProduct]:
-        """The update of each expert.
-
-        Args:
-            a: (E·r)×in.
-            b: out×(r·E).
-            scale: the factor of their product.
-        """
+        """The update of each expert from `a` (E·r)×in and `b` out×(r·E), whose product is multiplied by `scale`."""
         rank = a.shape[0] // self.experts
         return [
             LoraProduct(_parameter_rows(a, index * rank, rank), self._columns(b, index, rank), scale, self.transposed)
@@ -433,7 +389,6 @@ def is_transposed(
         sizes: by tensor name: (rows of B, columns of A), and the last two dimensions of the tensor.
         config: of the adapter, with the version of PEFT that wrote it.
         model_type: of the base.
-        adapter: its name, for messages.
 
     Raises:
         MalformedInput: the adapter belongs to another base.
