@@ -87,12 +87,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fitted(value: Any, hint: Any, name: str) -> Any:
-    """`value` as an annotation wants it.
-
-    Args:
-        value: what the caller gave.
-        hint: the annotation, resolved.
-        name: of the parameter, for messages.
+    """`value` converted as the resolved annotation `hint` wants it; `name` is the parameter in messages.
 
     Raises:
         UsageProblem: it is something else.
@@ -197,31 +192,13 @@ PLAIN: dict[Any, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _f
 
 
 def require_choice(value: str, choices: Sequence[str], name: str) -> None:
-    """Requires one of several words.
-
-    Args:
-        value: from the caller.
-        choices: the valid words.
-        name: of the parameter, for messages.
-
-    Raises:
-        UsageProblem: `value` is not one of `choices`.
-    """
+    """Raises UsageProblem unless `value` is one of `choices`; `name` is the parameter in the message."""
     if value not in choices:
         raise UsageProblem(f"`{name}` is {value!r}", hint=f"give one of: {', '.join(choices)}")
 
 
 def require_least(value: int, least: int, name: str) -> int:
-    """Returns `value`, which must be at least `least`.
-
-    Args:
-        value: from the caller.
-        least: the minimum.
-        name: of the parameter, for messages.
-
-    Raises:
-        UsageProblem: it is smaller.
-    """
+    """Returns `value`; raises UsageProblem if it is less than `least`."""
     if value < least:
         raise UsageProblem(f"`{name}` is {value}", hint=f"give at least {least}")
     return value
@@ -232,11 +209,7 @@ MOST_THREADS = 1024
 
 
 def require_threads(threads: int) -> int:
-    """Checks a number of threads and returns it.
-
-    Raises:
-        UsageProblem: it is negative, or more than any machine has use for.
-    """
+    """Returns the number of threads; raises UsageProblem if it is negative, or more than any machine has use for."""
     if not 0 <= threads <= MOST_THREADS:
         raise UsageProblem(f"`threads` is {threads}", hint=f"give 0 for one per core, or up to {MOST_THREADS}")
     return threads

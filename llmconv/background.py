@@ -16,14 +16,10 @@ LOOK_AHEAD = 8
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], depth: int = LOOK_AHEAD) -> Iterator[T]:
-    """Yields the results of `jobs` in order, computed ahead by one thread per core.
+    """Yields the results of `jobs` in order, computed ahead by one thread per core, at most `depth` results ahead.
 
-    An error is raised where its result would have been yielded. When the generator is closed, for whatever reason, it
-    cancels the jobs that have not started and waits for the others.
-
-    Args:
-        jobs: taken one at a time, each run in a copy of the caller's context.
-        depth: maximum number of results that are computed and not yet taken.
+    Jobs are taken one at a time, each run in a copy of the caller's context. An error is raised where its result would
+    have been yielded. A closed generator cancels the jobs that have not started and waits for the others.
     """
     pool = ThreadPoolExecutor(os.cpu_count())
     try:

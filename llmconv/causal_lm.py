@@ -58,15 +58,7 @@ ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gem
 
 
 def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
-    """Requires a `model_type`, supported or not.
-
-    Args:
-        config: content of `config.json`.
-        source: the folder, for the message.
-
-    Raises:
-        MalformedInput: `model_type` is missing, empty, or not a string.
-    """
+    """Raises MalformedInput if `model_type`, supported or not, is missing, empty, or not a string."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind.strip():
         return
@@ -84,11 +76,7 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 
 def require_sizes(config: Mapping[str, Any], source: str | Path) -> None:
-    """Requires the type and the sizes of a configuration, and of its `text_config`, to be of their kind where given.
-
-    Args:
-        config: content of `config.json`.
-        source: the folder, for the message.
+    """Requires valid types of `model_type` and the sizes, where given, of a configuration and its `text_config`.
 
     Raises:
         MalformedInput: `model_type` is not a string, or a size is a string, a fraction, or another value.
@@ -113,15 +101,11 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
-    """Refuses a configuration of an encoder, a classifier, or an encoder-decoder.
-
-    Args:
-        config: content of `config.json`; accepted without `architectures`.
-        source: the model, for the message.
+    """Refuses a configuration of an encoder, a classifier, or an encoder-decoder; accepts one without `architectures`.
 
     Raises:
         UnsupportedInput: it is one; the message has the class from `architectures`.
-        MalformedInput: see `require_sizes`.
+        MalformedInput: as for `require_sizes`.
     """
     require_sizes(config, source)
     declared = config.get("architectures")
@@ -166,16 +150,14 @@ OTHER_TASKS: dict[str, Callable[[str], bool]] = {"embed": _is_bare, "classify": 
 
 
 def require_task(config: Mapping[str, Any], source: str | Path, task: str) -> None:
-    """Refuses a configuration whose class does not fit a task of `export`.
+    """Refuses a configuration whose class does not fit `task`; accepts one without `architectures`.
 
     Args:
-        config: content of `config.json`; accepted without `architectures`.
-        source: the model, for the message.
         task: `generate`, `embed`, `classify` or `rerank`.
 
     Raises:
         UnsupportedInput: another class, an encoder, or an encoder-decoder.
-        MalformedInput: see `require_sizes`.
+        MalformedInput: as for `require_sizes`.
     """
     require_sizes(config, source)
     declared = config.get("architectures")

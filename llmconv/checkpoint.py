@@ -55,14 +55,13 @@ SIDE_FILES = (
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Mapping[str, LazyTensor]):
-    """Tensors by Hugging Face name, read lazily.
+    """Tensors by Hugging Face name, in file order, read lazily.
 
     Attributes:
         path: the file or folder it was opened from.
         format: of the source, such as `hf`, `composer`, `meta`.
-        tensors: name to LazyTensor, in file order.
         config: the content of `config.json`.
-        side_files: tokenizer and generation files, by plain file name.
+        side_files: content of tokenizer and generation files, by plain file name.
         warnings: for the user, one line each.
         version: the writer of the files, such as `composer 0.32.1`; empty if unknown.
         shards: number of files with weights.
@@ -225,11 +224,7 @@ def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
 
 
 def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Args:
-        path: of the file.
-        by_hand: the user wrote it; duplicate keys are an error.
+    """A JSON object from a file; with `by_hand`, duplicate keys are an error.
 
     Raises:
         MalformedInput: not JSON, not an object, or with duplicate keys.
@@ -238,13 +233,7 @@ def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, name: str, *, by_hand: bool = False) -> dict[str, Any]:
-    """The JSON object in the content of a file; see `read_json`.
-
-    Args:
-        text: the content.
-        name: of the file, for messages.
-        by_hand: the user wrote it; duplicate keys are an error.
-    """
+    """The JSON object in the content `text` of the file `name`; options and errors as `read_json`."""
     try:
         content = json.loads(text.decode(), object_pairs_hook=unique_keys if by_hand else None)
     except StrictJsonError as slip:
@@ -276,7 +265,7 @@ def require_bounds(config: Any, name: str) -> None:
         name: of the file, for the message.
 
     Raises:
-        MalformedInput: a number of labels, of layers or a size is larger than that of any model.
+        MalformedInput: a size, or the number of labels or layers, is larger than that of any model.
     """
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, dict | list):
@@ -293,15 +282,7 @@ def require_bounds(config: Any, name: str) -> None:
 
 
 def require_shallow(content: Any, name: str) -> None:
-    """Refuses content nested too deeply for recursive functions.
-
-    Args:
-        content: parsed JSON or YAML.
-        name: of the file, for the message.
-
-    Raises:
-        MalformedInput: it is nested deeper than `DEPTH_LIMIT`.
-    """
+    """Raises MalformedInput for JSON or YAML nested deeper than `DEPTH_LIMIT`, too deep for recursive functions."""
     level = [content]
     for _ in range(DEPTH_LIMIT):
         level = [

@@ -51,12 +51,12 @@ SAME = {"onnxruntime": ("onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
         group: heading that it belongs to.
         name: of a package, module or device.
-        status: `ok`, `missing`, `out of range` or `not installed`; of the machine, empty.
+        status: `ok`, `missing`, `out of range` or `not installed`; empty for a line about the machine.
         found: what is there, such as a version.
         note: the supported range, or what it is for.
     """
@@ -84,11 +84,7 @@ def diagnose() -> list[Finding]:
 
 
 def install_command(problems: Sequence[Finding]) -> str:
-    """The command that installs all packages among the problems; empty if there are none.
-
-    Args:
-        problems: findings of `diagnose` that are problems.
-    """
+    """The command that installs all packages among the problems; empty if there are none."""
     wanted = {requirement.name: requirement.specifier for requirement in _requirements("")}
     packages = [one for one in problems if one.group == "required"]
     again = "--force-reinstall " * any(one.is_broken for one in packages)

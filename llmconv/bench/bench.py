@@ -124,15 +124,10 @@ def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: in
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The given lengths, or else the default ones that leave room for the new tokens, or else the longest that does.
-
-    Args:
-        folder: of the model, for its context length.
-        lengths: given lengths; empty for the default.
-        new: number of new tokens.
+    """The given lengths; if empty, the default ones that leave room for `new` tokens, or the longest length that does.
 
     Raises:
-        UsageProblem: a given length leaves no room.
+        UsageProblem: a given length leaves no room in the context of the model in `folder`.
     """
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]

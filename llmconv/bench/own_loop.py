@@ -23,14 +23,7 @@ class NoTokenizer:
 
 
 def open_text_model(folder: str, threads: int, prepack: bool, provider: str = "cpu") -> TextModel:
-    """The model without end token; every token is decoded if there is a tokenizer.
-
-    Args:
-        folder: has the graphs.
-        threads: of onnxruntime.
-        prepack: let onnxruntime pack the weights.
-        provider: of onnxruntime.
-    """
+    """The model without an end token; every token is decoded if there is a tokenizer."""
     settings = SessionSettings(threads=threads, prepack=prepack, provider=provider)
     path = Path(folder)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)

@@ -82,12 +82,9 @@ class WorkerProcess:
     """The process of a candidate.
 
     Attributes:
-        candidate: what it runs.
         versions: versions of the packages that run it.
 
     Args:
-        candidate: to run.
-        threads: of the runtime.
         provider: of onnxruntime; torch computes on the device of that name.
 
     Raises:
@@ -119,11 +116,10 @@ class WorkerProcess:
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """The answer to one batch, see `worker`.
+        """The answer to one batch, in the format of `worker`.
 
         Args:
             prompts: token ids, all of one length.
-            new: number of new tokens.
             expected: new tokens of the first candidate; empty if this is the first.
         """
         if self._process.poll() is not None:

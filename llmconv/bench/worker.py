@@ -30,14 +30,7 @@ Run = Callable[[list[list[int]], int], Answer]
 
 
 def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -> Run:
-    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer.
-
-    Args:
-        folder: of the graphs.
-        threads: of onnxruntime.
-        provider: of onnxruntime, such as `cpu` or `cuda`.
-        prepack: pack the weights when the session opens.
-    """
+    """llmconv's own loop over its graphs; decodes every token if there is a tokenizer."""
     from llmconv.bench.own_loop import open_text_model  # noqa: PLC0415 - other runtimes' environments lack llmconv
     from llmconv.generation import GenerationSettings  # noqa: PLC0415 - as above
 
@@ -57,24 +50,12 @@ def open_onnx(folder: str, threads: int, provider: str, prepack: bool = False) -
 
 
 def open_packed(folder: str, threads: int, provider: str) -> Run:
-    """As `open_onnx`, with weights packed by onnxruntime.
-
-    Args:
-        folder: of the graphs.
-        threads: of onnxruntime.
-        provider: of onnxruntime.
-    """
+    """As `open_onnx`, with weights packed by onnxruntime."""
     return open_onnx(folder, threads, provider, prepack=True)
 
 
 def open_torch(folder: str, threads: int, provider: str) -> Run:
-    """`generate` of transformers over the eager model: in float32 on the CPU, elsewhere in the dtype of its weights.
-
-    Args:
-        folder: of the model.
-        threads: of torch.
-        provider: the device of torch.
-    """
+    """`generate` of transformers over the eager model: in float32 on the CPU, elsewhere in the dtype of its weights."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(threads)
     dtype = torch.float32 if provider == "cpu" else "auto"
@@ -83,13 +64,7 @@ def open_torch(folder: str, threads: int, provider: str) -> Run:
 
 
 def open_optimum(folder: str, threads: int, provider: str) -> Run:
-    """`generate` of optimum's `ORTModelForCausalLM`.
-
-    Args:
-        folder: of the graphs.
-        threads: of onnxruntime.
-        provider: of onnxruntime.
-    """
+    """`generate` of optimum's `ORTModelForCausalLM`."""
     importlib.import_module("torch").set_num_threads(threads)
     library = importlib.import_module("onnxruntime")
     options = library.SessionOptions()
@@ -124,10 +99,7 @@ def _hugging_face(model: Any, device: str) -> Run:
 
 
 class Genai:
-    """The generator of ONNX Runtime GenAI, on the provider that its configuration names.
-
-    It needs an end token, so that is one that does not occur in the output.
-    """
+    """The generator of ONNX Runtime GenAI; its required end token is one that does not occur in the output."""
 
     def __init__(self, folder: str, threads: int, provider: str) -> None:
         self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
@@ -172,15 +144,7 @@ KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
 
 
 def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answers requests until stdin ends.
-
-    Args:
-        kind: one of `KINDS`.
-        folder: to measure.
-        threads: of the runtime.
-        provider: of onnxruntime; torch computes on the device of that name.
-        answer: writes an answer.
-    """
+    """Answers requests for one of `KINDS` until stdin ends; torch computes on the device `provider`."""
     opener, packages = KINDS[kind]
     try:
         run = opener(folder, threads, provider)

@@ -380,7 +380,7 @@ def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
     Args:
         command: its name, such as `embed`.
         option: as it was given, such as `--prompt`.
-        known: the options that the command has: they are spelled with dashes.
+        known: the options that the command has, spelled with dashes.
     """
     dashed, under = option.replace("_", "-"), "--" + option.removeprefix("--").replace("-", "_")
     if dashed != option and dashed in {*known}:
@@ -389,7 +389,7 @@ def hint_for(command: str, option: str, known: Iterable[str] = ()) -> str:
 
 
 def hint_for_value(message: str) -> str:
-    """The hint for the value of another program that an option refused; empty if the value is none.
+    """The hint for a refused option value that another program accepts; empty if there is none.
 
     Args:
         message: of the refusal, with the value between backticks.

@@ -16,12 +16,7 @@ CLIENTS = LAYOUTS[1:]
 
 
 def completed(names: Callable[[], Iterable[str]], *, paths: bool = False) -> Complete:
-    """A completion from names.
-
-    Args:
-        names: all of them.
-        paths: if none begins like the value, complete it as a path.
-    """
+    """A completion from all `names`; with `paths`, a value that begins none of them is completed as a path."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names() if name.startswith(incomplete)]

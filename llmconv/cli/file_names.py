@@ -20,16 +20,12 @@ def is_file(text: str) -> bool:
 
 
 def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> None:
-    """Refuses a text that is the name of a file.
+    """Raises UsageProblem if a text of the command line is the name of a file.
 
     Args:
-        text: of the command line.
-        kind: what it should be, for the message: a prompt, a text.
+        kind: what the text should be, for the message: a prompt, a text.
         option: reads the texts of a file.
         otherwise: end of the hint.
-
-    Raises:
-        UsageProblem: it is such a name.
     """
     if is_file(text) or FILE_OF_TEXTS.fullmatch(text):
         raise UsageProblem(

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuses `--prefix`, which is part of the graphs; two options here have similar names.
-
-    Args:
-        ctx: the call.
-        param: the option.
-        value: its value; None if it was not given.
-    """
+    """Refuses `--prefix`, which is part of the graphs; two options here have similar names."""
     if value is not None:
         raise UsageProblem(
             "`--prefix` is an option of `llmconv export`, which makes a tuned prefix part of the graphs",
@@ -136,11 +130,7 @@ def command(
 def _require_fitting(
     texts: Sequence[str], output: Path | None, prompt_prefix: str, *, overwrite: bool, stream: bool, as_json: bool
 ) -> None:
-    """Refuses options that exclude each other, and file names in place of texts.
-
-    Raises:
-        UsageProblem: the options are of no use together, or a text is the name of a file.
-    """
+    """Raises UsageProblem for options that exclude each other, and for file names in place of texts."""
     if stream and as_json:
         raise UsageProblem("`--stream` and `--json` both write to stdout", hint="give one of them")
     if overwrite and not output:
@@ -206,7 +196,7 @@ class TextPrinter:
     """Prints texts on stdout in order; several of them have headings.
 
     Args:
-        run: has their number, and that of those finished before.
+        run: has their number, and the number finished before.
         null: end each text with a NUL character, and print no headings.
     """
 
@@ -219,13 +209,7 @@ class TextPrinter:
         self.push(piece.index, piece.text, done=bool(piece.finish))
 
     def push(self, index: int, text: str, *, done: bool) -> None:
-        """Prints more of one text.
-
-        Args:
-            index: of the text.
-            text: what is new.
-            done: it is the end of the text.
-        """
+        """Prints the new part of the text with this index; `done` marks its end."""
         from llmconv.generation.streaming import OrderedWriter
 
         end = "\0" if self._null else "\n"

@@ -163,12 +163,7 @@ def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_graphs(model: str, given: dict[str, Any]) -> str:
-    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options.
-
-    Args:
-        model: as given by the user.
-        given: values of the options of `running`.
-    """
+    """The model, or the folder in the cache with its graphs; takes `first_export` out of the options."""
     wanted = given.pop("first_export")
     others = ("decode", "adapter", "prefix_tuning", "stage_at", "trust_remote_code")
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():

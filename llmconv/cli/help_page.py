@@ -207,12 +207,7 @@ def path_of(ctx: click.Context) -> str:
 
 
 def heading_of(command: str, parameter: str) -> str:
-    """The heading above an option.
-
-    Args:
-        command: its path.
-        parameter: its name in Python.
-    """
+    """The heading above an option, from the path of the command and the Python name of the parameter."""
     if own := OWN.get(command, {}).get(parameter):
         return own
     return next((heading for heading, names in COMMON.items() if parameter in names), OTHER)

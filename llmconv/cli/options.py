@@ -164,13 +164,7 @@ def talk(
     quiet: str = "Hide messages and progress bars (stderr).",
     verbose: str = "Show the traceback of an error.",
 ) -> Command:
-    """Adds `-q` and `-v`.
-
-    Args:
-        command: the function of the command.
-        quiet: help of `-q`.
-        verbose: help of `-v`.
-    """
+    """Adds `-q` and `-v`, with these help texts, to the function of a command."""
 
     def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         set_quiet(value)

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
-    """The fields that all these commands have in their JSON.
-
-    Args:
-        plan: of the run.
-        output: the folder.
-        dry_run: nothing was written.
-    """
+    """The fields that all these commands have in their JSON."""
     return {
         "model_type": plan.checkpoint.config.get("model_type"),
         "output": str(output),
@@ -40,9 +34,6 @@ def print_plan(
     """Prints one line about the written folder; in a dry run also every tensor.
 
     Args:
-        plan: of the run.
-        output: the folder.
-        dry_run: nothing was written.
         more: end of the first line.
         fate: tensor name to a description of its change, for the end of its line.
     """

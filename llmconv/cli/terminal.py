@@ -42,13 +42,7 @@ class ChatFrontend(Protocol):
 
 
 def talk(chat: Chat, name: str, as_json: bool = False) -> None:
-    """Reads lines and answers them until the input ends.
-
-    Args:
-        chat: the conversation.
-        name: model name, for the greeting.
-        as_json: print answers as JSON lines.
-    """
+    """Reads lines and answers them until the input ends; with `as_json`, prints answers as JSON lines."""
     frontend = _frontend(name, as_json)
     for line in frontend.lines():
         word, _, rest = line.strip().partition(" ")

@@ -39,10 +39,9 @@ def print_report(report: Report, show: Show, *, quiet: bool, where: bool = False
     """Prints the end of a report: the last checks and the closing lines.
 
     Args:
-        report: of `verify`.
         show: the printer that got the checks so far.
-        quiet: print the line with the verdict alone.
-        where: with `quiet`, print the location of a failure, too.
+        quiet: print only the line with the verdict.
+        where: with `quiet`, also print the location of a failure.
     """
     show([])
     for line in report.closing_lines() if not quiet else report.short_lines() if where else [report.summary()]:
@@ -73,8 +72,6 @@ def verify_export(folder: Path, model: str, given: Mapping[str, Any], show: Show
     """Verifies a new export with the quick suite; quantized weights are compared with those of `model`.
 
     Args:
-        folder: that contains the graphs.
-        model: that was exported.
         given: options of `export`.
         show: called with checks as they are made.
 

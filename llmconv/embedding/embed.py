@@ -140,11 +140,7 @@ def _texts(texts: Sequence[str], file: str | None) -> list[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes the file in one step.
-
-    Raises:
-        OutputFailed: writing failed.
-    """
+    """Writes the file in one step; raises OutputFailed."""
     try:
         replace_file(path, content)
     except OSError as error:

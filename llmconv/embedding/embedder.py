@@ -190,11 +190,7 @@ class TextRules:
 
     @classmethod
     def of(cls, folder: Path) -> TextRules:
-        """Reads both files.
-
-        Raises:
-            MalformedInput: one is not what sentence-transformers writes.
-        """
+        """Reads both files; raises MalformedInput if one is not what sentence-transformers writes."""
         found, lengths = (_read(folder / name) for name in (PROMPTS_FILE, LENGTH_FILE))
         prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
@@ -209,15 +205,7 @@ class TextRules:
         return cls(prompts, default, most, bool(lengths.get("do_lower_case")))
 
     def text(self, text: str, prompt_name: str | None) -> str:
-        """A text with its prompt.
-
-        Args:
-            text: of the user.
-            prompt_name: name of the prompt; None for the default.
-
-        Raises:
-            UsageProblem: an unknown prompt name.
-        """
+        """The text with the prompt of that name, None for the default; raises UsageProblem for an unknown name."""
         name = self.default if prompt_name is None else prompt_name
         if name is not None and name not in self.prompts:
             known = ", ".join(f"`{one}`" for one in self.prompts) or "none"

@@ -20,14 +20,7 @@ OnPiece = Callable[[TextPiece], object]
 
 
 class TimedDecoder:
-    """Tokens to text, and the seconds that it took.
-
-    Args:
-        decode: tokens to text.
-
-    Attributes:
-        special_texts: see `TokenDecoder`.
-    """
+    """Decodes tokens to text, and adds up the seconds that it took."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode, self.seconds = decode, 0.0
@@ -56,13 +49,12 @@ class _GrowingText:
 
 @dataclass(frozen=True)
 class Batches:
-    """How texts are run.
+    """Runs texts in batches.
 
     Attributes:
-        model: continues them.
         settings: how tokens are picked.
         size: number of texts per batch; fewer if the graphs are smaller.
-        shares: the prompts have a start in common that is run only once.
+        shares: the prompts have a common start that is run only once.
         together: number of texts that are not divided, the beams of a prompt.
         streamer: of transformers; with one, texts run one by one.
     """

@@ -95,12 +95,9 @@ class Chat:
 
 
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
-    """Settings for answers in a template.
+    """The model's settings for answers in a template: with its stop strings and `given` fields.
 
-    Args:
-        defaults: the model's settings.
-        template: name of a chat template; its stop strings are added.
-        given: fields that replace the defaults. If neither sets a length, it is `ANSWER_TOKENS`.
+    If neither sets a length, it is `ANSWER_TOKENS`.
 
     Raises:
         UsageProblem: an unknown template, or an invalid setting.
@@ -115,11 +112,10 @@ def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -
 def continued(ran: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
     """Tokens of a chat that start with `ran` if the text allows it, else `ids`.
 
-    A model may write a text with other tokens than the tokenizer would. Then the tokens of the whole chat do not start
-    with the tokens that have run, although the text does. Keeping the tokens that have run avoids running them again.
+    A model may write a text with other tokens than the tokenizer would. Keeping the tokens that have run, with the
+    answers as the model gave them, avoids running them again.
 
     Args:
-        ran: tokens of the chat so far, with the answers as the model gave them.
         ids: tokens of the whole chat, from the tokenizer.
         decode: tokens to text, including special tokens.
     """

@@ -129,7 +129,6 @@ class CompletionFile:
     options is refused. No file is created or changed before the first batch is finished.
 
     Args:
-        path: the file.
         prompts: all prompts, in order.
         options: everything that the text depends on.
         overwrite: start again; the first batch replaces the file.
@@ -167,11 +166,7 @@ class CompletionFile:
         self._require_writable()
 
     def write(self, completions: Sequence[Completion]) -> None:
-        """Appends a batch; it is on the disk when this returns.
-
-        Raises:
-            OutputFailed: it cannot be written.
-        """
+        """Appends a batch, which is on the disk when this returns; raises OutputFailed."""
         given = self._fields[self.done : self.done + len(completions)]
         made = [{**fields, **_as_dict(one, self._added)} for fields, one in zip(given, completions, strict=True)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)

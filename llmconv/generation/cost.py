@@ -124,11 +124,7 @@ class Meter:
         self._first = self._first or self._latest[index]
 
     def stop(self, decode_seconds: float = 0.0) -> GenerationCost:
-        """The cost of the batch, which ends now.
-
-        Args:
-            decode_seconds: time in which tokens became text.
-        """
+        """The cost of the batch, which ends now; `decode_seconds` is the time in which tokens became text."""
         ended = time.perf_counter()
         self._first = 0.0 if self._at_once else self._first
         return GenerationCost(

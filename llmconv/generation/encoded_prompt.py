@@ -25,8 +25,8 @@ class EncodedPrompt:
 
     Attributes:
         ids: its tokens.
-        embeddings: reads or computes embeddings in place of those of some tokens, so that those of many prompts need
-            not be in memory at a time; None for none.
+        embeddings: function that reads or computes the embeddings in place of those of some tokens, so that those of
+            many prompts need not be in memory at a time; None for none.
     """
 
     ids: list[int]
@@ -34,13 +34,7 @@ class EncodedPrompt:
 
 
 def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = "the prompt") -> EncodedPrompt:
-    """A prompt with its own embeddings.
-
-    Args:
-        prompt: has embeddings.
-        ids: tokens of its text.
-        tokenizer: of transformers.
-        name: of the prompt in messages.
+    """A prompt with its own embeddings, placed among the tokens `ids` of its text.
 
     Raises:
         InputRefused: the embeddings cannot be read, or have no place in the prompt.
@@ -52,10 +46,7 @@ def with_embeddings(prompt: Prompt, ids: list[int], tokenizer: Any, name: str = 
 
 
 def rows_of(embeddings: Any) -> Any:
-    """Embeddings, float32 [tokens, hidden], of an array or a file.
-
-    Args:
-        embeddings: an array, a torch tensor, or the path of a file.
+    """Embeddings, float32 [tokens, hidden], from an array, a torch tensor, or the path of a file.
 
     Raises:
         InputRefused: the file cannot be read.
@@ -71,11 +62,7 @@ LARGEST = 1 << 30
 
 
 def as_embeddings(value: Any, name: str = "`embeddings`") -> Array:
-    """An array or a torch tensor as embeddings, float32 [tokens, hidden].
-
-    Args:
-        value: floats [tokens, hidden].
-        name: of the value in error messages.
+    """An array or a torch tensor of floats as embeddings, float32 [tokens, hidden].
 
     Raises:
         UsageProblem: another shape or dtype, too large, or numbers that are not finite in float32.
@@ -155,7 +142,6 @@ def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[l
     """The tokens of a prompt with places for embeddings, and the embeddings in these places.
 
     Args:
-        ids: tokens of the prompt.
         rows: the embeddings, [count, hidden].
         token: the token whose places they take: it occurs once, for all rows, or once per row. None to place the
             embeddings before the prompt.
@@ -180,15 +166,7 @@ def placed(ids: list[int], rows: Array, token: int | None, name: str) -> tuple[l
 
 
 def token_of(tokenizer: Any, placeholder: str) -> int:
-    """The token that a placeholder is.
-
-    Args:
-        tokenizer: of transformers.
-        placeholder: text of the token.
-
-    Raises:
-        InputRefused: it is not one token of the vocabulary.
-    """
+    """The token id of a placeholder text; raises InputRefused if it is not one token of the vocabulary."""
     found = tokenizer.get_vocab().get(placeholder)
     if found is None:
         raise InputRefused(
@@ -199,15 +177,12 @@ def token_of(tokenizer: Any, placeholder: str) -> int:
 
 
 def require_size(size: int | None, rows: Array, why: str) -> None:
-    """Checks that a model takes embeddings of this size.
+    """Checks that a model takes embeddings of this size; raises LlmconvError if not.
 
     Args:
         size: of the embeddings that the model takes; None if it takes tokens only.
         rows: the embeddings, [count, hidden].
         why: the way out if it takes tokens only.
-
-    Raises:
-        LlmconvError: it does not.
     """
     problem: LlmconvError | None = None
     if size is None:

@@ -45,10 +45,7 @@ class LoopEngine:
         """Continues a batch by greedy search or sampling.
 
         Args:
-            starts: the prompts.
-            settings: how tokens are picked.
-            decode: tokens to text.
-            cache: tokens that have run before, see `TextModel.stream`.
+            cache: tokens that have run before, as for `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
         """
         longest = max((len(start.prompt) + start.limit for start in starts), default=0)
@@ -88,7 +85,6 @@ class LoopEngine:
             prompt: token ids.
             limit: maximum number of new tokens.
             settings: include the number of beams.
-            count: number of continuations.
             inputs: values of extra inputs.
         """
         if not limit:

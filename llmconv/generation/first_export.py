@@ -29,11 +29,7 @@ COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 def graphs_in_cache(folder: Path) -> Path | None:
     """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
 
-    Args:
-        folder: the model's, or a checkpoint.
-
-    Returns:
-        None if `folder` is neither: it has graphs, or code of its own.
+    None if `folder` is neither: it has graphs, or code of its own.
 
     Raises:
         InputRefused: there is no cache, or it cannot have links to the weights.

@@ -38,7 +38,7 @@ class GenaiEngine:
         vocabulary: size of the logits.
         has_window: the model has a sliding window, in which padding after a prompt would count.
         has_last_logits: the graphs return logits of the last column, which is padding after a shorter prompt.
-        length_switch: see `Runner`; a longer row of a batch would change the frequencies of a shorter one.
+        length_switch: as in `Runner`; a longer row of a batch would change the frequencies of a shorter one.
     """
 
     model: Any
@@ -60,10 +60,9 @@ class GenaiEngine:
     def load(
         cls, folder: Path, session: SessionSettings | None = None, context_length: int | None = None
     ) -> GenaiEngine:
-        """Opens a folder.
+        """Opens a folder with `genai_config.json`.
 
         Args:
-            folder: has `genai_config.json`.
             session: threads, packing, provider and configuration entries.
             context_length: the model's own; `genai_config.json` may have a shorter one.
 

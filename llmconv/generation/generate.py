@@ -80,18 +80,11 @@ def prepare(
     num_return_sequences: int = 1,
     **options: Any,
 ) -> PromptRun:
-    """Opens the model and encodes the prompts; see `generate`.
-
-    Args:
-        model: what to open.
-        prompts: as read from a file.
-        batch_size: number of texts per batch.
-        num_return_sequences: number of continuations per prompt.
-        options: see `generate`.
+    """Opens the model and encodes the prompts; arguments as `generate`.
 
     Raises:
-        InputRefused: see `generate`.
-        UsageProblem: see `generate`; mistakes are reported before anything is loaded.
+        InputRefused: as `generate`.
+        UsageProblem: as `generate`; mistakes are reported before anything is loaded.
     """
     require_least(batch_size, 1, "batch_size")
     require_least(num_return_sequences, 1, "num_return_sequences")
@@ -117,11 +110,7 @@ OF_WORDING = tuple(field.name for field in fields(Wording))
 
 
 def options_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are fields of a class, checked and converted by their annotations.
-
-    Args:
-        kind: `RunningOptions` or `Wording`.
-        options: those and others.
+    """The options that are fields of `RunningOptions` or `Wording`, converted by their annotations.
 
     Raises:
         UsageProblem: one has another type.
@@ -143,27 +132,13 @@ def _prompts(prompts: Any, file: str | Path | None, field: str | None, output: s
 
 
 def require_other_file(file: str | Path, output: Any) -> None:
-    """Refuses to write completions over the prompts.
-
-    Args:
-        file: the prompts.
-        output: the completions; None for no file.
-
-    Raises:
-        UsageProblem: it is the same file.
-    """
+    """Raises UsageProblem if the completions would be written over the prompts; `output` None means no file."""
     if isinstance(output, str | Path) and Path(file).resolve() == Path(output).resolve():
         raise UsageProblem("`--output-file` is the same file as `--prompt-file`", hint="give another one")
 
 
 def settings_for(model: TextModel, wording: Wording, options: Mapping[str, Any]) -> GenerationSettings:
-    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length.
-
-    Args:
-        model: its defaults are used.
-        wording: names the template.
-        options: fields of `GenerationSettings`.
-    """
+    """The settings of a run: the model's, replaced by `options`, with the template's stop strings and a length."""
     settings = model.defaults.but(**options)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=NEW_TOKENS)

@@ -22,13 +22,7 @@ KINDS = {"int64": "iu", "int32": "iu", "bool": "b", "float32": "fiu"}
 
 
 def given_inputs(given: RequestInputs, tokens: int, known: Mapping[str, ExtraInput], name: str) -> GivenInputs:
-    """The values of a prompt, checked.
-
-    Args:
-        given: from the request.
-        tokens: number of tokens of the prompt.
-        known: the extra inputs of the model, resolved.
-        name: of the prompt, for messages.
+    """The values of a prompt of `tokens` tokens, checked against the resolved extra inputs `known` of the model.
 
     Raises:
         InputRefused: the model has no such input, or a value of another shape or kind.
@@ -92,10 +86,6 @@ def inputs_of_prompts(
 
 def require_together(rows: Sequence[GivenInputs], known: Mapping[str, ExtraInput]) -> None:
     """Refuses values that the prompts of one batch cannot have together.
-
-    Args:
-        rows: the values of each prompt.
-        known: the extra inputs of the model, resolved.
 
     Raises:
         UsageProblem: the input has no axis of the batch and its values differ, or only some prompts replace a computed

@@ -42,7 +42,6 @@ class ImageEncoder:
 
     Attributes:
         folder: has the processor's files and `config.json`.
-        family: of the model.
         open_features: opens the vision tower.
         image_processor: an image processor of transformers in place of the folder's; None for that.
     """
@@ -58,11 +57,7 @@ class ImageEncoder:
 
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor of the model.
-
-        Raises:
-            InputRefused: the folder has none, or transformers cannot read it.
-        """
+        """transformers' processor of the model; raises InputRefused if the folder has none, or an unreadable one."""
         if not any((self.folder / name).is_file() for name in PROCESSOR_FILES):
             raise InputRefused(
                 f"`{self.folder}` has no processor of images",
@@ -91,11 +86,7 @@ class ImageEncoder:
 
     @property
     def placeholder(self) -> str:
-        """Text of the placeholder token.
-
-        Raises:
-            InputRefused: the tokenizer has no such token.
-        """
+        """Text of the placeholder token; raises InputRefused if the tokenizer has no such token."""
         known = 0 <= self.token < 1 << 32  # the tokenizer's numbers have 32 bits
         text: str | None = self.processor.tokenizer.convert_ids_to_tokens(self.token) if known else None
         if text is None:
@@ -124,7 +115,7 @@ class ImageEncoder:
             text: has a placeholder for each image, in their order; they precede a text that has none.
             images: paths, bytes, or images of Pillow.
             starts: add the special tokens that begin a text.
-            most: see `token_ids`.
+            most: limit of `token_ids`.
 
         Raises:
             InputRefused: an image is refused, or its placeholder is missing.
@@ -149,28 +140,12 @@ class ImageEncoder:
         return self.token in ids or self.family.start_token in ids
 
     def refuse_videos(self, ids: Sequence[int], name: str = "the prompt") -> None:
-        """Refuses a prompt with a placeholder of a video, whose features no graph computes.
-
-        Args:
-            ids: its tokens.
-            name: of the prompt, for messages.
-
-        Raises:
-            InputRefused: there is one.
-        """
+        """Raises InputRefused for a prompt with a placeholder of a video, whose features no graph computes."""
         if getattr(self.family.config, "video_token_id", None) in ids:
             raise InputRefused(f"{name} has a placeholder of a video", hint="give some of its frames as images")
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
-        """The tokens of a prompt without images, none of which stands for one.
-
-        Args:
-            ids: the tokens.
-            name: of the prompt, for messages.
-
-        Raises:
-            InputRefused: there is a placeholder of an image or of a video.
-        """
+        """The tokens `ids`; raises InputRefused if one is a placeholder of an image or of a video."""
         self.refuse_videos(ids, name)
         if self.stands_for_image(ids):
             raise InputRefused(
@@ -229,10 +204,6 @@ def _refused(problem: str, error: Exception) -> InputRefused:
 def with_images(messages: Sequence[Any], count: int) -> list[Any]:
     """A chat with parts for images, before the text of its first message that is not a system message.
 
-    Args:
-        messages: `role` and `content` each.
-        count: number of images.
-
     Raises:
         UsageProblem: the messages have parts for another number of images.
     """
@@ -264,7 +235,7 @@ MOST_RATIO = 200
 
 
 def open_image(source: Any, name: str = "", most: int = MOST_PIXELS) -> Any:
-    """An image as Pillow has it, upright and in RGB; what is transparent is over white, as transformers' processors do.
+    """An image as Pillow has it, upright and in RGB; transparent pixels become white, as in transformers' processors.
 
     Args:
         source: a path, the bytes of a file, or an image of Pillow.

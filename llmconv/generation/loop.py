@@ -129,7 +129,6 @@ def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Text
     """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
     Args:
-        batch: the rows.
         past: columns of the prompts that have run before.
         most: maximum number of prompt columns per step, 0 for all; each step but the last yields an empty piece.
     """

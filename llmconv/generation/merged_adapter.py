@@ -19,11 +19,7 @@ MERGE = "merge it into a new folder: `llmconv merge-lora BASE ADAPTER -o OUT`"
 
 
 def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor]:
-    """The weights that `merge-lora` would write, lazy: each is computed when it is read.
-
-    Args:
-        folder: the base, a Hugging Face folder.
-        adapter: whatever `merge-lora` reads.
+    """The weights that `merge-lora` would write from a base folder and an adapter, each computed when it is read.
 
     Raises:
         InputRefused: not an adapter, or a file is missing.

@@ -477,16 +477,11 @@ def parts_of_files(
     """The fields of a `TextModel` for files, except for the tokenizer.
 
     Args:
-        files: where they are.
         backend: `onnx`, `torch` or `genai`.
-        settings: session settings of onnxruntime.
-        options: adapter, device and dtype.
-        stages: see `TextModel.open`.
         prefix: tuned prefix before every prompt.
-        trust_remote_code: see `TextModel.open`.
 
     Raises:
-        InputRefused, OutOfMemory, StageFailed, UnsupportedInput, UsageProblem: see `TextModel.open`.
+        InputRefused, OutOfMemory, StageFailed, UnsupportedInput, UsageProblem: as `TextModel.open`.
     """
     engine: GenaiEngine | None = None
     runner: Any
@@ -537,8 +532,6 @@ def limit_of(name: str, prompt_tokens: int, settings: GenerationSettings, contex
 
     Args:
         name: of the prompt, for messages.
-        prompt_tokens: its number of tokens.
-        settings: limit the length.
         context: maximum number of tokens of a prompt; None for no limit.
         room: maximum number of tokens of a prompt and its new text; None for no limit.
 

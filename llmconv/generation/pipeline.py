@@ -254,11 +254,7 @@ SHAPES = tuple(KINDS)
 
 
 def require_options(given: Mapping[str, Any]) -> None:
-    """Refuses unknown options, which would otherwise have no effect.
-
-    Raises:
-        UsageProblem: an option is unknown or invalid.
-    """
+    """Raises UsageProblem for unknown options, which would have no effect, and for invalid ones."""
     others = (*SHAPES, "stop_sequence")
     GenerationSettings().but(**{name: value for name, value in given.items() if name not in others})
     if (streamer := given.get("streamer")) is not None:
@@ -324,13 +320,14 @@ def own_keywords(
     """Backend, device and options of `pipeline` with the other pipelines' keywords replaced.
 
     Args:
-        backend: ours, or one of `BACKENDS`.
+        backend: llmconv's, or one of `BACKENDS`.
         device: as transformers takes it.
         options: all other keywords. `device_id` is the number of the device, `infer_seq_length` the `max_length`,
             `rank_id` must be 0; `is_sample_acceleration=False` and None are left out.
 
     Raises:
-        UsageProblem: a keyword without an argument here, or one that contradicts ours; the hint has the counterpart.
+        UsageProblem: a keyword without a counterpart here, or one that contradicts llmconv's own; the hint has the
+            counterpart.
     """
     kept = {name: value for name, value in options.items() if name not in _TAKEN}
     given = {name: value for name, value in options.items() if name in _TAKEN and value is not None}
@@ -395,10 +392,9 @@ def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: di
     """The options that open a model on a device; `dtype` is passed on to torch alone.
 
     Args:
-        model: what is opened.
         backend: `torch`, or a runtime of graphs.
         device: as transformers takes it: a name, a number or torch's object.
-        dtype: likewise.
+        dtype: as transformers takes it.
         options: others, which may have a `provider` or a `session`.
 
     Raises:
@@ -419,10 +415,9 @@ def placed(model: Any, backend: str | None, device: Any, dtype: Any, options: di
 
 
 def require_dtype(model: TextModel, dtype: Any) -> None:
-    """Requires that open graphs compute in a dtype, which only an export changes.
+    """Requires that open graphs compute in a dtype, which only an export changes; torch's model has it already.
 
     Args:
-        model: an open model; that of torch has the dtype already.
         dtype: as transformers takes it; None and `auto` for any.
 
     Raises:

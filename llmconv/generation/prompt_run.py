@@ -31,7 +31,6 @@ class PromptRun:
     """The prompts of one call, and their completions and costs so far.
 
     Attributes:
-        model: continues the prompts.
         prompts: all of them, in order.
         settings: how tokens are picked.
         wording: how prompts become texts.
@@ -40,8 +39,7 @@ class PromptRun:
         tuned: `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same.
         encoded: the texts to generate: `count` per prompt.
         encode_seconds: the time that encoding them took.
-        completions: if they are not written to a file.
-        costs: of the batches so far.
+        completions: those that are not written to a file.
         skipped: number of texts that the file had before.
         output: the file; None where completions are collected.
         talks: print the settings, and the cost of each batch.
@@ -87,7 +85,7 @@ class PromptRun:
         """Runs all prompts, or those that a file does not have yet.
 
         Args:
-            output: file of completions, see `CompletionFile`; None to return them.
+            output: file of completions, as `CompletionFile`; None to return them.
             overwrite: begin the file again.
             on_piece: called with every piece of text.
             streamer: of transformers, for texts one by one.
@@ -160,15 +158,7 @@ class PromptRun:
 
 
 def require_count(count: int, settings: GenerationSettings) -> None:
-    """Requires that several continuations of a prompt differ.
-
-    Args:
-        count: continuations per prompt.
-        settings: how tokens are picked.
-
-    Raises:
-        UsageProblem: they are greedy, or there are fewer beams.
-    """
+    """Raises UsageProblem if several continuations of a prompt are greedy, or more than there are beams."""
     if count < 1:
         raise UsageProblem(f"`num_return_sequences` is {count}", hint="give at least 1")
     if 1 < settings.num_beams < count:

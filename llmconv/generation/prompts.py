@@ -107,11 +107,7 @@ def contents_of(prompts: Any) -> list[PromptContent]:
 
 
 def token_lists(prompts: Any) -> list[list[int]]:
-    """Prompts as lists of token ids.
-
-    Raises:
-        UsageProblem: they are texts, one flat list, or not integers from 0 on.
-    """
+    """Prompts as lists of token ids; raises UsageProblem for texts, a flat list, or values other than integers >= 0."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}, not a list of lists of tokens", hint=NOT_TOKENS)
     lists = []
@@ -134,11 +130,7 @@ def _is_number(value: Any) -> bool:
 
 
 def with_prefix(content: PromptContent, prefix: str) -> PromptContent:
-    """The prompt with `prefix` before it; in a chat, before the first message that is not a system message.
-
-    Raises:
-        InputRefused: see `require_contents`.
-    """
+    """The prompt with `prefix` before it; in a chat, before the first message that is not a system message."""
     if not prefix or isinstance(content, str):
         return prefix + content if isinstance(content, str) else content
     require_contents(content)

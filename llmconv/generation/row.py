@@ -1,10 +1,7 @@
-"""Row: one sequence of a batch while it is generated.
+"""One sequence of a batch while it is generated: its tokens, and how the next one is picked.
 
-Picks the next token of one sequence, with transformers' filters in their order.
-
-repetition penalty, then (when sampling) temperature, top-k, top-p, min-p
-
-A filter narrows `TokenCandidates` down; one uniform random number then picks among them in the order of the vocabulary,
+transformers' filters in their order: repetition penalty, then (when sampling) temperature, top-k, top-p, min-p. A
+filter narrows `TokenCandidates` down; one uniform random number then picks among them in the order of the vocabulary,
 so that a seed always gives the same text.
 """
 
@@ -32,7 +29,7 @@ class RowStart(NamedTuple):
     Attributes:
         prompt: token ids.
         limit: maximum number of new tokens.
-        sample: number of the random generator; of a beam search, the rank of the beam.
+        sample: number of the random generator; in a beam search, the rank of the beam.
         embeddings: embeddings in place of those of some tokens of the prompt; None for none.
         inputs: values of the model's extra inputs; None for their defaults.
     """
@@ -54,7 +51,6 @@ def row_starts(
     """What the rows of a batch begin with.
 
     Args:
-        prompts: token ids.
         limits: maximum number of new tokens of each.
         samples: number of the random generator of each; empty for 0.
         embeddings: of each; empty for none.
@@ -73,7 +69,6 @@ def refuse_shifted(prompts: Sequence[Sequence[int]], most: int | None, virtual_t
     """Refuses a batch after a tuned prefix whose window padding would shift.
 
     Args:
-        prompts: token ids.
         most: maximum number of prompts in a batch; None for any.
         virtual_tokens: number of tokens of the prefix.
 
@@ -110,7 +105,6 @@ class Row:
     Args:
         index: index of the prompt.
         start: its token ids, and the room for new ones.
-        settings: how new tokens are picked.
         decode: tokens to text.
         processor: tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
     """
@@ -204,12 +198,7 @@ def _named(special: Mapping[int, str], stops: Sequence[str]) -> dict[int, str]:
 
 
 def pieces_of(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
-    """The pieces of a row whose tokens are all known, up to a stop string.
-
-    Args:
-        row: has no new tokens yet.
-        tokens: all new tokens.
-    """
+    """The pieces of a row without new tokens, given all its new tokens, up to a stop string."""
     for token in tokens:
         piece = row.push(token)
         yield piece
@@ -226,12 +215,7 @@ BINS, BINS_PER_E = 2048, 16
 
 @dataclass(frozen=True)
 class TokenCandidates:
-    """Tokens that may be picked.
-
-    Attributes:
-        tokens: int64 [n], ascending.
-        scores: logits over temperature, float64 [n].
-    """
+    """Tokens that may be picked: ids int64 [n], ascending, and scores (logits over temperature) float64 [n]."""
 
     tokens: Array
     scores: Array
@@ -250,7 +234,6 @@ def pick_token(logits: Array, settings: GenerationSettings, generator: np.random
 
     Args:
         logits: [vocabulary]; not changed.
-        settings: how to pick.
         generator: gives one number when sampling.
         seen: tokens of the sequence so far, for the repetition penalty; None for no penalty.
 
@@ -295,13 +278,7 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
 
 
 def pick_scored(scores: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
-    """The next token by scores that are filtered already: minus infinity for tokens that may not be picked.
-
-    Args:
-        scores: [vocabulary].
-        settings: greedy or sampling.
-        generator: of random numbers.
-    """
+    """The next token by filtered scores [vocabulary]: minus infinity for tokens that may not be picked."""
     if settings.is_greedy:
         return int(np.argmax(scores))
     kept = np.flatnonzero(scores > -np.inf)
@@ -315,13 +292,7 @@ def narrowed(candidates: TokenCandidates, settings: GenerationSettings) -> Token
 
 
 def penalized(logits: Array, seen: Array, penalty: float) -> Array:
-    """A copy of `logits` with the repetition penalty: above 1 it makes `seen` tokens less likely.
-
-    Args:
-        logits: [vocabulary].
-        seen: ids of tokens.
-        penalty: `repetition_penalty`.
-    """
+    """A copy of logits [vocabulary] with the repetition penalty: above 1 it makes the token ids `seen` less likely."""
     changed = logits.copy()
     scores = logits[seen]
     changed[seen] = np.where(scores < 0, scores * penalty, scores / penalty)

@@ -45,7 +45,6 @@ def load_runner(
     """The graphs, or the eager model (torch is imported only for that).
 
     Args:
-        files: where the graphs and the configuration are.
         backend: `onnx` or `torch`.
         settings: session settings of onnxruntime; `torch` takes the number of threads from them.
         options: of the eager model, for `torch`; the adapter also for `onnx`.
@@ -112,11 +111,7 @@ def is_model(value: Any) -> bool:
 
 
 def load_object(model: Any, settings: SessionSettings | None = None) -> GivenModel:
-    """A model of transformers that is in memory.
-
-    Args:
-        model: the model; it is set to evaluation.
-        settings: the number of threads.
+    """A model of transformers that is in memory, set to evaluation; `settings` has the number of threads.
 
     Raises:
         UsageProblem: not a causal language model of transformers, or settings of onnxruntime.
@@ -168,13 +163,12 @@ def _tuned(folder: Path, adapter: str | Path | None) -> dict[str, Any]:
 def load_images(
     files: ModelFiles, backend: str, runner: Runner, settings: SessionSettings | None = None
 ) -> ImageEncoder | None:
-    """What prepares prompts with images, opened when it is needed; None for a model that takes none.
+    """Prepares prompts with images; opened when it is needed; None for a model that takes none.
 
     Args:
         files: found from a folder, not from single graphs.
         backend: `onnx` (the vision graph), or `torch` (the eager model's tower).
         runner: the eager model, for `torch`.
-        settings: session settings of onnxruntime.
     """
     if files.prefill or backend not in ("onnx", "torch"):
         return None
@@ -195,11 +189,7 @@ def _tower(folder: Path, family: ImageFamily, settings: SessionSettings | None) 
 
 
 def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
-    """Refuses stages in other processes for other backends than `onnx`.
-
-    Raises:
-        UsageProblem: there are some.
-    """
+    """Raises UsageProblem for stages in other processes with another backend than `onnx`."""
     if stages:
         raise UsageProblem(
             f"`--stage-at` is for graphs in stages, which `--backend {backend}` does not run",
@@ -208,11 +198,7 @@ def refuse_stages(stages: StageAddresses | None, backend: str) -> None:
 
 
 def refuse_prefix(prefix: Prefix | None) -> None:
-    """Refuses a tuned prefix for GenAI.
-
-    Raises:
-        UsageProblem: there is one.
-    """
+    """Raises UsageProblem for a tuned prefix with GenAI."""
     if prefix:
         raise UsageProblem("`--prefix-tuning`: GenAI begins with an empty cache", hint="leave out `--backend genai`")
 
@@ -236,10 +222,6 @@ def _graph_files(files: ModelFiles) -> list[Path]:
 
 def load_genai(files: ModelFiles, settings: SessionSettings | None) -> GenaiEngine:
     """The folder's graphs in ONNX Runtime GenAI, an optional package.
-
-    Args:
-        files: found from a folder, not from single graphs.
-        settings: session settings of onnxruntime.
 
     Raises:
         InputRefused: onnxruntime-genai is not installed, or the folder was not exported for it.

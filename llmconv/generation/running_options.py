@@ -52,7 +52,6 @@ def opener(model: Any, options: RunningOptions) -> Callable[[], TextModel]:
 
     Args:
         model: what `TextModel.open` accepts, or an open `TextModel`.
-        options: how to run it.
 
     Raises:
         InputRefused: a file of session settings cannot be read.

@@ -22,16 +22,7 @@ def is_streamer(value: Any) -> TypeGuard[Any]:
 
 
 def require_streamer(streamer: Any, prompts: int, settings: GenerationSettings | None = None) -> None:
-    """Refuses what is not a streamer, and texts that a streamer cannot tell apart.
-
-    Args:
-        streamer: from the caller.
-        prompts: number of texts at the same time.
-        settings: how tokens are picked.
-
-    Raises:
-        UsageProblem: it lacks a method, or there are several texts, or beams.
-    """
+    """Raises UsageProblem if a streamer lacks a method, or for several texts or beams, which it cannot tell apart."""
     if not is_streamer(streamer):
         raise UsageProblem(
             f"`streamer` is {kind_of(streamer)}, not a streamer", hint="give `TextStreamer(tokenizer)` of transformers"
@@ -45,13 +36,7 @@ def require_streamer(streamer: Any, prompts: int, settings: GenerationSettings |
 
 
 def feed(streamer: Any, prompt: Sequence[int], pieces: Generator[TextPiece]) -> Generator[TextPiece]:
-    """Passes pieces on, and gives the streamer the prompt, each new token, and the end, also after an error.
-
-    Args:
-        streamer: has `put` and `end`.
-        prompt: token ids.
-        pieces: of the text after it.
-    """
+    """Passes pieces on; gives the streamer the prompt's token ids, each new token, and the end, also after an error."""
     try:
         streamer.put(np.array([prompt], dtype=np.int64))
         with closing(pieces):

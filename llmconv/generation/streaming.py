@@ -41,11 +41,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, even if that is spread over several pieces.
-
-    Args:
-        stops: the stop strings; empty ones are ignored.
-    """
+    """Passes text on up to the first stop string, which may span several pieces; ignores empty stop strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -56,8 +52,7 @@ class StopStrings:
         """The text that cannot be part of a stop string; nothing after a stop string.
 
         Args:
-            piece: the new text.
-            shown: whether it is passed on; that of a special token is only looked at.
+            shown: whether the piece is passed on; that of a special token is only looked at.
         """
         if self.found or not self._stops:
             return piece if shown and not self.found else ""
@@ -91,7 +86,6 @@ class OrderedWriter:
     """Writes texts in order: the first unfinished one as it grows, the others after it.
 
     Args:
-        write: called with each piece of output.
         start: index of the first text to write.
         end: written after each text.
         heading: index to what is written before that text.

@@ -32,7 +32,6 @@ class TorchOptions:
         """The options from values that transformers' pipeline accepts, too.
 
         Args:
-            adapter: PEFT adapter folder.
             device: a name, torch's object, or the number of a GPU; -1 for the CPU.
             dtype: a name, torch's object, or `auto` for that of the weights.
 
@@ -49,11 +48,7 @@ class TorchOptions:
         return cls(adapter, None if device is None else str(device), dtype)
 
     def require_dtype(self) -> None:
-        """Refuses other dtypes.
-
-        Raises:
-            UsageProblem: `dtype` is not one of `DTYPES`.
-        """
+        """Raises UsageProblem unless `dtype` is one of `DTYPES`."""
         if self.dtype not in (None, *DTYPES):
             raise UsageProblem(f"unknown dtype `{self.dtype}`", hint=f"give one of: {', '.join(DTYPES)}")
 

@@ -1,20 +1,16 @@
-"""Chat templates: the tokenizer's own, and by name those of Alpaca and of LLaMA2-Accessory's conversations.
-
-All are Jinja, which transformers renders in a sandbox: a template comes with a model and is untrusted data.
+"""Chat templates: the tokenizer's own, and built-in ones of Alpaca and of LLaMA2-Accessory's conversations.
 
     alpaca   instruction and response; a message may have an `input` in addition to its `content`
     v1_2     LLaMA2-Accessory's default: `###` before every turn; an answer ends at a line that begins with `###`
     vicuna   its `vicuna_v1_1`, with two spaces before every role, as its models were trained
 
-Rendering a chat template of a model folder in a child process with limited time and memory.
+All are Jinja, which transformers renders in a sandbox: a template comes with a model and is untrusted data. The sandbox
+blocks the disk and the network, but neither endless loops nor texts of gigabytes, so a template of a model folder is
+rendered in a child process with limited time and memory.
 
-The sandbox in which transformers renders templates blocks the disk and the network, but neither endless loops nor texts
-of gigabytes.
-
-The form in which a chat template reads the content of a message: a text, or a list of parts.
-
-A template of one form shows nothing of the other, or Python's notation of it, and fails on neither. So a message in
-each form is rendered once per role and template, and looked for in the result, as llama.cpp does.
+A template reads the content of a message as a text or as a list of parts. Given the other form, it shows nothing or
+Python's notation of it, without an error. So a message in each form is rendered once per role and template and looked
+for in the result, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -139,11 +135,7 @@ def find_template(name: str) -> Template:
 
 
 def require_template(tokenizer: Any, template: str) -> Template:
-    """The template, which may be the tokenizer's own.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        template: a name in `TEMPLATES`, or the path of a Jinja file.
+    """The template, by its name in `TEMPLATES` (the tokenizer's own included) or the path of a Jinja file.
 
     Raises:
         InputRefused: the tokenizer has no template.
@@ -161,8 +153,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
 
     Args:
         tokenizer: a tokenizer of transformers.
-        messages: `role` and `content` each, in order; a text reaches a template that reads parts as a part, and the
-            reverse.
+        messages: `role` and `content` each, in order; contents are converted to the form that the template reads.
         template: a name in `TEMPLATES`, or the path of a Jinja file.
 
     Raises:
@@ -193,10 +184,6 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
 def require_valid(tokenizer: Any, template: str) -> None:
     """Requires that a template can be parsed and ends; whether it takes some messages, only they can tell.
 
-    Args:
-        tokenizer: of transformers, with a template if `template` is its own.
-        template: name of a chat template, or the path of a Jinja file.
-
     Raises:
         InputRefused: it is not valid Jinja, or takes too much time or memory.
         UsageProblem: an unknown template.
@@ -213,7 +200,7 @@ def require_valid(tokenizer: Any, template: str) -> None:
 
 
 def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
-    """The text of messages, in a child process if the template comes with a model.
+    """The text of messages, rendered in a child process if the template comes with a model.
 
     Raises:
         RenderLimitExceeded: it takes too much time or memory.
@@ -242,11 +229,7 @@ def _require_input(messages: Sequence[Mapping[str, Any]], template: Any) -> None
 
 
 def _rendered(render: Callable[[], str]) -> str:
-    """Calls `render`.
-
-    Raises:
-        ValueError: it failed; the message is worded to follow "the chat template".
-    """
+    """Calls `render`; raises ValueError with a message worded to follow "the chat template"."""
     try:
         return render()
     except TemplateSyntaxError as error:
@@ -258,13 +241,7 @@ def _rendered(render: Callable[[], str]) -> str:
 
 
 def has_start(tokenizer: Any, text: str, template: str) -> bool:
-    """Whether the text of a chat contains the start token already.
-
-    Args:
-        tokenizer: of transformers.
-        text: of `render_chat`.
-        template: name of the chat template.
-    """
+    """Whether the text of a chat contains the start token already."""
     return template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
@@ -279,14 +256,11 @@ def encode_chat(
     """Tokens of `render_chat`, with a start token: the tokenizer's own template contains it, the others do not.
 
     Args:
-        tokenizer: of transformers.
-        messages: objects with `role` and `content`.
-        template: name of a chat template.
         add_special_tokens: add a start token if the template does not write it.
-        most: see `token_ids`.
+        most: limit of `token_ids`.
 
     Raises:
-        InputRefused: see `render_chat`; or the chat has no tokens.
+        InputRefused: as `render_chat`; or the chat has no tokens.
         TooManyTokens: it has more than twice as many tokens as it may have.
         UsageProblem: an unknown template.
     """
@@ -411,11 +385,7 @@ class ContentForms:
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with every content in a form that the template reads; unchanged where it reads neither form.
 
-        Args:
-            messages: `role` and `content` each. Parts other than texts are left as they are.
-
-        Raises:
-            RenderLimitExceeded: the template takes too much time or memory.
+        Parts other than texts are left as they are. Raises RenderLimitExceeded.
         """
         return [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
 
@@ -472,9 +442,10 @@ def is_message(message: Any) -> bool:
 def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
     """Refuses contents that a template would render as `None` or `7`, or fail on.
 
+    A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
+    `tool_calls`, as in OpenAI's API.
+
     Args:
-        messages: of a chat. A content is a text, a list of parts (which some templates take), or None in a message of
-            the assistant that has `tool_calls`, as in OpenAI's API.
         where: name of the chat in the error message.
 
     Raises:

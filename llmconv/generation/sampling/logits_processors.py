@@ -37,8 +37,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     previous step that a sequence continues is found by its tokens, so that beams may change places.
 
     Args:
-        runner: the graphs or the eager model.
-        positions: its rule for position ids.
+        positions: the runner's rule for position ids.
         vocabulary: size of the logits.
         inputs: values of extra inputs of the prompt.
     """
@@ -110,10 +109,7 @@ def search(
     """New tokens of a prompt, found by transformers' beam search, up to an end token; best sequence first.
 
     Args:
-        model: computes the logits.
-        prompt: token ids.
         limit: maximum number of new tokens.
-        settings: include the number of beams.
         count: number of sequences, at most the number of beams.
 
     Raises:
@@ -142,7 +138,6 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     """A function that applies all of transformers' logits processors and filters to one sequence.
 
     Args:
-        settings: include the fields that need processors.
         prompt_tokens: number of tokens of the prompt.
         limit: maximum number of new tokens.
 

@@ -197,12 +197,8 @@ class GenerationSettings:
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuses names that are not fields of transformers' `GenerationConfig`: a typo would silently have no effect.
 
-    Args:
-        names: of the fields.
-        others: names of options besides, for the hint.
-
     Raises:
-        UsageProblem: an unknown name; the hint has the closest field or option.
+        UsageProblem: an unknown name; the hint has the closest field or option (of `others`).
     """
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
     names = set(names)
@@ -220,11 +216,7 @@ def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
 
 
 def require_settings(settings: Any) -> GenerationSettings:
-    """`settings`, if it is a `GenerationSettings`.
-
-    Raises:
-        UsageProblem: it is a dict, or transformers' `GenerationConfig`.
-    """
+    """Returns `settings`; raises UsageProblem if it is a dict, or transformers' `GenerationConfig`."""
     if not isinstance(settings, GenerationSettings):
         raise UsageProblem(
             f"`settings` is {kind_of(settings)}, not a `GenerationSettings`",
@@ -234,11 +226,7 @@ def require_settings(settings: Any) -> GenerationSettings:
 
 
 def require_effect(changes: Mapping[str, Any]) -> None:
-    """Refuses fields of `GenerationConfig` that change what transformers returns, but have no effect here.
-
-    Raises:
-        UsageProblem: such a field is set.
-    """
+    """Raises UsageProblem for fields of `GenerationConfig` that change transformers' results, but do nothing here."""
     if (changes.get("num_return_sequences") or 1) != 1:
         raise UsageProblem(
             "`num_return_sequences` is not a field of `GenerationSettings`, which are those of one text",
@@ -354,11 +342,7 @@ KINDS: dict[str, Any] = {
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, converted to their types.
-
-    Raises:
-        UsageProblem: a value has the wrong type.
-    """
+    """The fields, converted to their types; raises UsageProblem for a value of the wrong type."""
     values = {}
     for name, value in given.items():
         try:
