@@ -28,11 +28,9 @@ ReadRows = Callable[[int, int], Array]
 
 @dataclass(frozen=True)
 class SampleCheck:
-    """Result of `check_written`.
+    """Result of `check_written`: the number of compared tensors and of their elements, and the differences.
 
     Attributes:
-        tensors: number of compared tensors.
-        elements: number of their elements.
         histogram: distance from the rounded exact sum, in ULP, to the number of elements.
         differing: names of the tensors with an element that is not the rounded exact sum.
         trusted: names of the tensors that were compared with the formula that merged them, so that only the steps after
@@ -75,9 +73,6 @@ def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool)
     narrower types. float64 results are compared as float32, since their last bits depend on the order of summation.
 
     Args:
-        plan: the merged tensors, as planned.
-        edits: the edits of each tensor.
-        output: the written folder.
         summed: the updates were added, not combined by another method.
 
     Raises:

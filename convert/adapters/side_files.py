@@ -32,13 +32,11 @@ def side_files_of(
 ) -> tuple[SideFiles, list[str]]:
     """The side files of the merged model, and warnings about tokenizers and chat templates that differ.
 
-    The ids of special tokens in `config` and in `generation_config.json` follow another tokenizer than the base's.
+    The ids of special tokens in `config` (changed in place) and in `generation_config.json` follow another tokenizer
+    than the base's.
 
     Args:
-        base: checkpoint with its side files.
-        adapters: opened adapters.
         tokenizer: the user's tokenizer file or folder, which replaces all others.
-        config: the `config.json` of the merged model; changed in place.
         resized: an adapter changed the vocabulary, so the tokenizer in its folder is the right one.
 
     Raises:
@@ -61,9 +59,9 @@ def side_files_of(
 
 
 def _other_tokens(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> Iterator[str]:
-    """A warning for each adapter that was saved with other special or added tokens, or with other settings of decoding.
+    """A warning for each adapter that was saved with other special or added tokens, or other decoding settings.
 
-    A model that was trained to end its turns with another token talks past them with the base's.
+    A model trained to end its turns with another token does not stop at the base's.
     """
     for adapter, files in own:
         found = [*_token_differences(base.side_files, files), *_generation_differences(base, adapter)]
@@ -106,7 +104,7 @@ def _generation_differences(base: Checkpoint, adapter: Adapter) -> list[str]:
 def _with_ids(base: Mapping[str, bytes], files: SideFiles, config: dict[str, Any]) -> SideFiles:
     """The files of another tokenizer, with the ids of its special tokens in `config` and `generation_config.json`.
 
-    Only where the token is another one than in the base's tokenizer; a list of ids keeps its other members.
+    Only for tokens that differ from the base tokenizer's; a list of ids keeps its other members.
     """
     try:
         mine, others = special_tokens(files), special_tokens(base)

@@ -1,6 +1,6 @@
-"""Detects adapters that were trained on another model than the base, by the evidence in their files.
+"""Detects adapters that were trained on another model than the base, by strong evidence in their files.
 
-Matching shapes are not proof. Only strong evidence is reported, since a local path may have any name.
+Matching shapes are not proof, and a local path may have any name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ NOT_OF_THE_NAME = re.compile(r"[^a-z0-9]")
 
 
 def warn_of_origin(base: Checkpoint, adapters: Iterable[Adapter], given: str) -> list[str]:
-    """A warning for every adapter with evidence of another base.
-
-    Args:
-        base: the model that the adapters are merged into.
-        adapters: opened adapters.
-        given: the base as the user named it.
-    """
+    """A warning for every adapter with evidence of another base than `given`, the base as the user named it."""
     return [line for adapter in adapters if (line := _of_one(base, adapter, given))]
 
 

@@ -1,7 +1,7 @@
-"""Keeping OpenBLAS, which numpy brings, to the calling thread.
+"""Restricts OpenBLAS, which numpy brings, to the calling thread.
 
-Its threads wait for each other in loops: for small matrices half of the CPU time where nothing else runs, and several
-times what they save next to other work (measured).
+Its threads wait in busy loops: for small matrices half of the CPU time where nothing else runs, and several times what
+they save if other processes run (measured).
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ class Lines:
     """A tensor seen as lines: the vectors along its last dimension, in order; of more than three, all but the first.
 
     Attributes:
-        shape: of the tensor.
         swapped: the vectors along the last dimension but one, as if the last two were exchanged.
     """
 
@@ -51,13 +50,7 @@ class Lines:
         return (0, self.count) if self._whole else (start * per, stop * per)
 
     def as_rows(self, lines: Array, start: int, stop: int) -> Array:
-        """Rows `start:stop` of the tensor.
-
-        Args:
-            lines: those of `of_rows`, [lines, width].
-            start: first row.
-            stop: end of the rows, excluded.
-        """
+        """Rows `start:stop` of the tensor from the lines [lines, width] of `of_rows`."""
         if self._whole:
             return np.ascontiguousarray(lines.T[start:stop])
         if self.swapped:
@@ -66,12 +59,7 @@ class Lines:
         return lines.reshape(stop - start, *self.shape[1:])
 
     def read(self, tensor: LazyTensor, wanted: Array) -> Array:
-        """Lines of a tensor of this shape, [lines, width]; the rows between the first and the last are read.
-
-        Args:
-            tensor: the tensor.
-            wanted: numbers of the lines.
-        """
+        """Lines [lines, width] by index of a tensor of this shape; reads all rows from the first to the last."""
         low, high = int(wanted.min()), int(wanted.max()) + 1
         if self._whole:
             return np.ascontiguousarray(tensor.read().T[wanted])
@@ -85,13 +73,12 @@ class Lines:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where each line of a tensor lies.
+    """The tensor and line that each line of a tensor comes from.
 
     Attributes:
-        lines: the tensor.
         sources: names of the tensors that have its lines.
         owner: for each line, the position of its tensor in `sources`.
-        line: for each line, its number there.
+        line: for each line, its index there.
     """
 
     lines: Lines
@@ -101,14 +88,7 @@ class Origin:
 
 
 def gathered(origin: Origin, sources: Sequence[LazyTensor], layouts: Sequence[Lines], dtype: DType) -> LazyTensor:
-    """The lazy tensor whose lines lie in others.
-
-    Args:
-        origin: where they lie.
-        sources: the tensors of `origin.sources`.
-        layouts: how each of them is seen as lines.
-        dtype: its element type.
-    """
+    """The lazy tensor whose lines come from `sources` (in the order of `origin.sources`), each seen as in `layouts`."""
     typed = [cast(source, dtype) for source in sources]
 
     def load(start: int, stop: int) -> Array:

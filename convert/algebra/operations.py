@@ -1,6 +1,6 @@
-"""From one lazy mapping `name -> LazyTensor` to another: rename tables and the operations on tensors.
+"""From one lazy mapping `name -> LazyTensor` to another: rename tables and operations on tensors.
 
-Nothing here reads data; every result is a LazyTensor that reads when a writer asks.
+Nothing here reads data; a result reads when a writer asks for rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
     """Target name to source name, for every name that the table does not drop.
 
     Args:
-        names: the names there are.
         table: source name to target name, with `{}` for a number; the target None drops the tensor.
         source: file or folder name for error messages.
 
@@ -68,16 +67,7 @@ def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:
-    """Checks that every name of `targets` was produced.
-
-    Args:
-        targets: names that the model needs.
-        produced: by name, the tensors that were made.
-        source: file or folder name for messages.
-
-    Raises:
-        MalformedInput: missing keys, which it lists.
-    """
+    """Raises MalformedInput, which lists the missing keys, unless `produced` has every name of `targets`."""
     missing = [name for name in targets if name not in produced]
     if missing:
         raise MalformedInput(
@@ -96,11 +86,7 @@ def first_missing(numbers: Collection[int], count: int) -> int | None:
 
 
 def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """The parts one after the other along `dim` (0 or 1); all other sizes and the dtype are equal.
-
-    Raises:
-        ValueError: the parts do not fit together.
-    """
+    """The parts one after the other along `dim` (0 or 1); ValueError if other sizes or dtypes differ."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
@@ -148,11 +134,6 @@ def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
     """`count` equal parts along `dim` (0 or 1); the reverse of `concat`.
 
-    Args:
-        tensor: with at least `dim + 1` dimensions.
-        dim: the axis that is split.
-        count: number of parts.
-
     Raises:
         ValueError: they would not be equal, or there is no such dim.
     """
@@ -165,11 +146,7 @@ def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
 
 
 def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
-    """Row `k` of every group of `len(order)` rows becomes the old row `order[k]` of that group.
-
-    Raises:
-        ValueError: the rows do not divide into such groups.
-    """
+    """Row `k` of every group of `len(order)` rows becomes the old row `order[k]`; ValueError if groups do not fit."""
     group, index = len(order), np.asarray(order)
     if tensor.num_rows % group:
         raise ValueError(f"{tensor.num_rows} rows do not divide into groups of {group}")
@@ -194,7 +171,7 @@ HEAD_LIMIT = 1 << 16
 
 @lru_cache(maxsize=8)
 def rope_order(head_dim: int) -> tuple[int, ...]:
-    """For each row of a head as Hugging Face orders it, the row as Meta orders it.
+    """For each row of a head in Hugging Face's order, its row in Meta's.
 
     Meta rotates neighbors (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
     (transformers `convert_llama_weights_to_hf.py`, `permute`). Four rows: 0, 2, 1, 3.
@@ -211,8 +188,7 @@ def equal(one: LazyTensor, other: LazyTensor, *, sampled: bool = False) -> bool:
     """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs.
 
     Args:
-        one, other: the tensors, which are read block by block.
-        sampled: compare the first block alone: enough to describe a checkpoint, not to convert it.
+        sampled: compare only the first block: enough to describe a checkpoint, not to convert it.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -225,12 +201,7 @@ def _bits(array: Array) -> Array:
 
 
 def replicated(copies: Sequence[LazyTensor], difference: LlmconvError) -> LazyTensor:
-    """One of several tensors that must be equal; they are compared while the first is read.
-
-    Args:
-        copies: of one dtype and shape.
-        difference: raised while reading, where they differ.
-    """
+    """One of several tensors that must be equal; `difference` is raised while reading if they are not."""
     if len(copies) == 1:
         return copies[0]
 
@@ -246,12 +217,6 @@ def replicated(copies: Sequence[LazyTensor], difference: LlmconvError) -> LazyTe
 
 def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTensor:
     """Rows `first:first + count` of every group of `group` rows, one group after the other.
-
-    Args:
-        tensor: of any number of dimensions.
-        group: rows in a group.
-        first: the first row that is taken of each group.
-        count: rows that are taken of each group.
 
     Raises:
         ValueError: the rows do not divide into such groups, or a group has no such rows.

@@ -1,4 +1,4 @@
-"""Conversion between float32 and narrower floating-point types by bits, to nearest even: faster than numpy's casts.
+"""Bitwise conversion between float32 and narrower floating-point types, to nearest even: faster than numpy's casts.
 
 `ml_dtypes` casts bfloat16 inside the interpreter lock; numpy casts float16 at a third of this speed, and subnormal
 numbers at a fortieth. A float16 moved into the bits of a float32 is that number times 2⁻¹¹², subnormal ones too. Back,
@@ -68,11 +68,7 @@ def _round_to_bfloat16(target: Array, values: Array) -> None:
 
 
 def widen(values: Array) -> Array:
-    """The same values in float32; float32 and float64 as they are.
-
-    Args:
-        values: of any floating-point type.
-    """
+    """The same values, of any floating-point type, in float32; float32 and float64 as they are."""
     if values.dtype == BFLOAT16:  # the upper half of float32
         bits = values.view(np.uint16).astype(np.uint32)
         bits <<= 16

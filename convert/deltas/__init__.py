@@ -28,11 +28,10 @@ def is_recorded_delta(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class WrittenDelta:
-    """A delta in the format of another tool.
+    """The files of a delta in the format of another tool.
 
     Attributes:
-        plan: its files.
-        differences: counts, while they are written, what the other tool's sum does not restore.
+        differences: counts, while the files are written, what the other tool's sum does not restore.
     """
 
     plan: Plan
@@ -45,8 +44,8 @@ class DeltaFormat:
 
     Attributes:
         detect: whether a path is of this format, decided by its content.
-        apply: `apply(base, path, dtype)` returns the tuned model in Hugging Face names;
-            `dtype` is `keep` or a float type.
+        apply: `apply(base, path, dtype)` returns the tuned model in Hugging Face names; `dtype` is `keep` or a float
+            type.
         save: `save(base, tuned, shards)` returns the files of a delta, in this number of shards or (with None) in as
             many as the base has. None if the system's deltas cannot be written.
     """

@@ -31,13 +31,9 @@ SMALL, FEW = 0.5, 64
 
 
 def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
-    """Whether new rows of an embedding are stored as differences from the mean of the base's rows, not from zeros.
+    """Whether new rows of an embedding are differences from the mean of the base's rows [tokens, dim], not from zeros.
 
     A padding token is never trained, so its row of the delta is about zero then, and about the mean otherwise.
-
-    Args:
-        base: the embedding, tokens×dim.
-        delta: the embedding in the delta, with more tokens.
     """
     if delta.dtype.name != "float32" or base.dtype.name not in FLOATS or len(base.shape) != 2:
         return False  # FastChat's are float16
@@ -111,10 +107,9 @@ class WeightSum:
 
 
 def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
-    """The checksum of a delta, or None.
+    """The checksum of a delta folder, or None.
 
     Args:
-        folder: of the delta.
         config: of the tuned model.
         mean_rows: new tokens are differences from the mean row, as Stanford's are.
     """

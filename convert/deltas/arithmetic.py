@@ -58,9 +58,9 @@ def open_difference(folder: Path) -> Checkpoint:
 def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
     """The tuned model, base + delta, and its checksum if the delta has one.
 
+    The delta's config and side files take precedence.
+
     Args:
-        base: the base model.
-        delta: see `open_difference`; its config and side files take precedence.
         dtype: `keep` or a floating-point type.
 
     Raises:
@@ -198,11 +198,7 @@ def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) 
 
 
 def require_difference(folder: Path) -> None:
-    """Refuses a path that is not a delta of any kind.
-
-    Raises:
-        InputRefused: describes the expected files.
-    """
+    """Raises InputRefused, which describes the expected files, for a path that is not a delta of any kind."""
     if folder.is_dir() and (is_bin_folder(folder) or list(folder.glob("*.safetensors"))):
         return
     raise InputRefused(

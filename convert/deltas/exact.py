@@ -4,7 +4,7 @@ A folder with `delta.json` (`{"delta": "exact", "version": 1, "files": […], "t
 frames, and the tuned model's `config.json` and side files. Order and dtype of the tensors are the tuned model's. A
 file of the base without changes is copied, and the copy is checked.
 
-Writing the file of an exact delta: a zstd frame for each block of rows that changed, and an index at the end.
+A file has a zstd frame for each block of rows that changed, and an index at the end:
 
     frame, frame, …                       `zstd -d` unpacks them; `ulp_difference.byte_planes`
     skippable frame (RFC 8878, 3.1.2)     0x184D2A5E, its size, the index as JSON, that one's size (8 bytes), `LLMDELTA`
@@ -58,15 +58,9 @@ VERSION = 1
 
 
 def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -> Plan:
-    """The files of an exact delta; no weights are read.
-
-    Args:
-        base: the model before tuning.
-        tuned: the model after tuning.
-        max_shard_size: as for `plan_checkpoint`.
+    """The files of an exact delta; reads no weights. Other errors and `max_shard_size` as in `plan_checkpoint`.
 
     Raises:
-        UsageProblem, InputRefused: see `plan_checkpoint`.
         UnsupportedInput: a new tensor with rows too large to be packed.
     """
     whole = plan_checkpoint(tuned, max_shard_size)
@@ -117,7 +111,6 @@ class ExactDelta:
     """An opened exact delta.
 
     Attributes:
-        path: its folder.
         stored: the tuned model's tensors in order.
         base_name: name of the base's folder.
         config: the tuned model's `config.json`.
@@ -132,9 +125,6 @@ class ExactDelta:
 
     def over(self, base: Checkpoint) -> Checkpoint:
         """The tuned model; each row of the base is checked when it is read, which is once, or copied.
-
-        Args:
-            base: the base model.
 
         Raises:
             InputRefused: missing keys, shape or dtype mismatches: not the base that the delta was made from.
@@ -159,11 +149,7 @@ class ExactDelta:
         )
 
     def check_base(self, base: Checkpoint, *, whole: bool) -> None:
-        """Compares the sha256 of the base's tensors.
-
-        Args:
-            base: the base model.
-            whole: all tensors, or only those with rows that `over` never reads.
+        """Compares the sha256 of the base's tensors: all (`whole`), or only those with rows that `over` never reads.
 
         Raises:
             InputRefused: lists all tensors that differ.
@@ -255,9 +241,8 @@ class PredictedTensor:
     """A tensor of the tuned model, and the base's tensor that it is stored as a difference from.
 
     Attributes:
-        tensor: of the tuned model.
         name: of the base's tensor, empty where there is none.
-        base: that tensor, which `can_predict` the other.
+        base: that tensor; `can_predict` holds for it.
     """
 
     tensor: LazyTensor
@@ -384,13 +369,11 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class DeltaTensor:
-    """One tensor in a delta file.
+    """One tensor, with the dtype and shape of the tuned model, in a delta file.
 
     Attributes:
-        path: the file.
-        dtype, shape: of the tuned tensor.
         rows: height of a block.
-        blocks: its blocks, from the first row to the last.
+        blocks: from the first row to the last.
         base: the tensor that the difference is taken from, None for zeros.
     """
 
@@ -405,7 +388,7 @@ class DeltaTensor:
         """The tuned tensor; if no row changed, the base's own tensor with its expected checksum.
 
         Args:
-            base: the base's tensor named `self.base.name`.
+            base: the base's tensor with the name `self.base.name`.
             other_base: makes the error for a wrong base from a description of the problem.
 
         Raises (when rows are read):
@@ -469,7 +452,7 @@ class DeltaTensor:
 
 
 def open_frames(path: Path) -> dict[str, DeltaTensor]:
-    """The tensors of one file of an exact delta, in order; only its index is read.
+    """The tensors of one file of an exact delta, in order; reads only its index.
 
     Raises:
         MalformedInput: the index is missing or inconsistent.

@@ -3,11 +3,9 @@
 Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
 factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
 
-The best approximation of tuned − base by a product of two narrow matrices, and the share of the norm it captures.
-
-By Eckart and Young it consists of the largest singular triples. With Q, the singular vectors of D = tuned − base on its
-smaller side, it is Q·Qᵀ·D (or D·Q·Qᵀ): D itself if Q is square. Up to a million elements Q is exact; for larger weights
-it is iterated (`singular_vectors`), and of white noise the product captures 99.9 % of the optimum.
+The factors are the largest singular triples of D = tuned − base (Eckart and Young): with Q, the singular vectors of D
+on its smaller side, Q·Qᵀ·D (or D·Q·Qᵀ), which is D itself if Q is square. Up to a million elements Q is exact; for
+larger weights it is iterated (`singular_vectors`), and of white noise the product captures 99.9 % of the optimum.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class LowRankDelta:
     """The plan of an adapter and its content.
 
     Attributes:
-        plan: its files.
         products: names of the base's weights with a low-rank product.
         whole: names of the tensors that it contains whole.
         factors: the products.
@@ -68,7 +65,7 @@ class LowRankDelta:
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
-    """The files of an adapter. Base and tuned model are compared, which reads both; products are computed later.
+    """The files of an adapter. Reads and compares both models; products are computed later.
 
     Args:
         base: the model before tuning.
@@ -101,11 +98,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors without buffers, including a tied head.
-
-    Raises:
-        UnsupportedInput: they are quantized.
-    """
+    """The tensors without buffers, including a tied head; UnsupportedInput if they are quantized."""
     if checkpoint.config.get("quantization_config"):
         raise UnsupportedInput(f"`{checkpoint.path.name}` is quantized", hint=EXACT)
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
@@ -295,7 +288,7 @@ class FactoredChanges:
         self._lock = Lock()
 
     def of(self, name: str) -> tuple[Array, Array]:
-        """left (rows×rank) and right (rank×columns) in float32, each multiplied by the roots of the singular values.
+        """left [rows, rank] and right [rank, columns] in float32, each multiplied by the roots of the singular values.
 
         Raises:
             UnsupportedInput: the change is not finite.
@@ -317,13 +310,7 @@ class FactoredChanges:
 
 
 def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, CapturedNorm]:
-    """left, right and the norms of their product and the change; see `FactoredChanges.of`.
-
-    Args:
-        name: of the weight, for messages.
-        change: of the weight.
-        rank: columns of left.
-    """
+    """left, right and the norms of their product and the change; see `FactoredChanges.of`."""
     rows, columns = change.shape
     if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
         found = largest_vectors(name, change, rank)
@@ -340,10 +327,10 @@ def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, 
 
 
 def _dense(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, float]:
-    """The two factors of D·Q·Qᵀ, or of Q·Qᵀ·D if D is wider than high, in float64, and the squared norm of D.
+    """The factors of D·Q·Qᵀ, or of Q·Qᵀ·D if D is wider than high, in float64, and the squared norm of D.
 
-    Q is from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.
-    Memory follows the matrix: its smaller side squared, and the whole matrix if it is wider than high.
+    Q is from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D. Memory is the smaller side squared, and the whole matrix
+    if it is wider than high.
     """
     rows, columns = change.shape
     blocks = list(change.tuned.blocks())

@@ -34,13 +34,12 @@ NamedTensors = Mapping[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Script:
-    """How one of the two computes.
+    """How one of the two scripts computes.
 
     Attributes:
-        title: for messages.
         arithmetic: the element types.
         mean_rows: a new token of the base is the mean of the others, else zeros.
-        own_config: the tuned model gets the configuration of the delta, else of the base.
+        own_config: the tuned model gets the config of the delta, else of the base.
     """
 
     title: str
@@ -56,15 +55,10 @@ SCRIPTS = {
 
 
 def plan_script_delta(base: Checkpoint, tuned: Checkpoint, to: str, max_shard_size: str | int) -> WrittenDelta:
-    """The files of a delta for FastChat or Stanford Alpaca.
-
-    Args:
-        base, tuned: the models before and after tuning.
-        to: `fastchat` or `alpaca`.
-        max_shard_size: bytes of one file of the delta.
+    """The files of a delta for `fastchat` or `alpaca` (`to`); `max_shard_size` in bytes.
 
     Raises:
-        UnsupportedInput: the script would not make the tuned model of it; quantized models.
+        UnsupportedInput: the script would not restore the tuned model, or a model is quantized.
     """
     script = SCRIPTS[to]
     below, above = (_weights(side, script) for side in (base, tuned))
@@ -97,11 +91,7 @@ def _files(delta: Checkpoint, max_shard_size: str | int) -> tuple[tuple[Shard, .
 
 
 def _weights(side: Checkpoint, script: Script) -> NamedTensors:
-    """The tensors without buffers.
-
-    Raises:
-        UnsupportedInput: quantized; or the output head is tied.
-    """
+    """The tensors without buffers; UnsupportedInput if they are quantized or the output head is tied."""
     name = side.path.absolute().name
     if side.config.get("quantization_config"):
         raise UnsupportedInput(f"`{name}` is quantized", hint="give the weights from before quantization")

@@ -6,9 +6,8 @@ more block of vectors adds less than `GAIN` to the captured norm: for a change o
 white noise, the slowest case, at 99.9 % of the optimum (Eckart and Young). One step of subspace iteration in float64
 follows.
 
-Products of a large matrix with a narrow one, in tiles small enough for OpenBLAS kernels that do not copy.
-
-For larger products it first copies the large matrix into another order: half as fast for a few columns, measured.
+Products of a large matrix with a narrow one are computed in tiles: for larger ones OpenBLAS first copies the large
+matrix into another order, which is half as fast for a few columns (measured).
 """
 
 from __future__ import annotations
@@ -84,16 +83,7 @@ def not_finite(name: str) -> UnsupportedInput:
 
 
 def largest_vectors(name: str, change: MatrixChange, rank: int) -> SingularVectors:
-    """The `rank` largest singular values and their vectors, in float64, by the module's iteration.
-
-    Args:
-        name: of the weight, for messages.
-        change: of the weight.
-        rank: number of singular values.
-
-    Raises:
-        UnsupportedInput: the change is not finite.
-    """
+    """The `rank` largest singular values and vectors, in float64; UnsupportedInput if the change is not finite."""
     matrix = _Matrix(name, change)
     both: tuple[MatrixProduct, MatrixProduct] = matrix.times, matrix.transposed_times
     ahead, back = both if change.shape[0] >= change.shape[1] else both[::-1]
@@ -154,11 +144,10 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
 
 
 class _Matrix:
-    """A change in float32 by blocks of rows, divided by a power of two if its norm is extreme.
+    """A change in float32 by blocks of rows, divided by `scale`, a power of two (1 unless its norm is extreme).
 
     Attributes:
         total: the squared norm of the change.
-        scale: that power of two, else 1.
     """
 
     def __init__(self, name: str, change: MatrixChange) -> None:
@@ -210,12 +199,7 @@ TURNED = (128, PRODUCT_LIMIT // (128 * NARROW))
 
 
 def product(left: Array, right: Array) -> Array:
-    """`left` @ `right`, in the wider of their dtypes.
-
-    Args:
-        left: of any size.
-        right: narrow.
-    """
+    """`left` @ `right` (narrow), in the wider of their dtypes."""
     height, width = HIGH
     result = np.zeros((len(left), right.shape[1]), np.result_type(left, right))
     whole = len(left) // height * height

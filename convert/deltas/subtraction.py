@@ -32,9 +32,7 @@ class Arithmetic:
 class Differences:
     """Makes differences, and compares the sum of base and difference with the tuned model while they are read.
 
-    Attributes:
-        arithmetic: the element types.
-        elements: of all tuned tensors.
+    `elements` counts those of all tuned tensors.
     """
 
     arithmetic: Arithmetic
@@ -47,9 +45,7 @@ class Differences:
         """`tuned` - `base`; the same tensor again for the same `tuned`, which counts once.
 
         Args:
-            name: of the tensor, for messages.
             base: rows of the same shape, at most as many; those it lacks, and None, count as zeros.
-            tuned: the tuned tensor.
 
         Raises:
             UnsupportedInput: one of them is not floating-point; when rows are read: a value too large for float16.
@@ -129,12 +125,7 @@ SUMMED = ("float64", *FLOATS)
 
 
 def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
-    """`base` + `delta` in float32, or float64; rows that the base does not have count as zeros.
-
-    Args:
-        name: of the tensor, for messages.
-        base: rows of the same shape as those of `delta`, at most as many; None counts as zeros.
-        delta: the difference.
+    """`base` + `delta` in float32, or float64; rows that the base does not have (or None) count as zeros.
 
     Raises:
         UnsupportedInput: one of them is not floating-point.
@@ -162,11 +153,7 @@ def _widened(rows: Array, work: DType) -> Array:
 
 
 def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
-    """A sum rounded once to `dtype`.
-
-    Raises (when rows are read):
-        UnsupportedInput: a finite sum is too large for float16.
-    """
+    """A sum rounded once to `dtype`; reading raises UnsupportedInput for a finite sum too large for float16."""
     if tensor.dtype == dtype or tensor.dtype.name not in SUMMED:
         return tensor
 
@@ -186,12 +173,6 @@ def wider(one: DType, other: DType) -> DType:
 
 
 def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype: str) -> dict[str, LazyTensor]:
-    """Every sum rounded once.
-
-    Args:
-        sums: by name.
-        kept: dtype of each for `keep`.
-        dtype: `keep` or a floating-point type.
-    """
+    """Every sum rounded once to `dtype`, or with `keep` to its dtype in `kept`."""
     chosen = BY_NAME.get(dtype)
     return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}

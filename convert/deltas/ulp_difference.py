@@ -15,7 +15,7 @@ from llmconv.tensors import FLOATS, Array, DType, LazyTensor
 def ulp_differences(tuned: Array, guess: Array) -> Array:
     """The difference of two arrays of one dtype and shape, as unsigned integers: 0, then -1, +1, -2, +2, … as 1, 2, 3.
 
-    The sign goes into the lowest bit, so that small differences in both directions have zeros above.
+    The sign is the lowest bit, so that the upper bits of small differences in both directions are zeros.
     """
     change, sign = _ordered(tuned), _ordered(guess)
     change -= sign
@@ -81,13 +81,7 @@ def from_planes(content: bytes, itemsize: int) -> Array:
 
 
 def can_predict(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can be stored as a difference from `base`: rows of one shape, of one dtype or both float.
-
-    Args:
-        base: the tensor of the base.
-        dtype: of the tuned tensor.
-        shape: of the tuned tensor.
-    """
+    """Whether a tuned tensor can be stored as a difference from `base`: equal row shape, equal dtype or both float."""
     same_rows = len(base.shape) == len(shape) and base.shape[1:] == shape[1:]
     return same_rows and (base.dtype == dtype or (base.dtype.name in FLOATS and dtype.name in FLOATS))
 
@@ -99,12 +93,10 @@ def known_rows(base: LazyTensor | None, start: int, stop: int) -> Array | None:
 
 
 def predicted_rows(known: Array | None, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """The rows that a difference is taken from: the base's, rounded to `dtype`, and zeros beyond them.
+    """The rows that a difference is taken from: the base's `known` rows, rounded to `dtype`, and zeros beyond them.
 
     Args:
-        known: rows of the base, at most as many as `shape` has; None for zeros alone.
-        dtype: element type of the result.
-        shape: of the result.
+        known: at most as many rows as `shape` has; None for zeros alone.
     """
     if known is not None and known.dtype == dtype.numpy and known.shape == shape:
         return known

@@ -1,9 +1,8 @@
 """Matches tensor names of an adapter with those of the base: equal names, another spelling, or one prefix for all.
 
-Naming: how the tensors of a base are called while adapters are placed: as stored, or as in memory.
-
-Most adapters have names that the files have, too. Where they do not, transformers knows what it calls stored tensors in
-memory (`convert/models/names_in_memory.py`); then adapters are placed on those, and the result goes back.
+`Naming` is how the tensors of a base are called while adapters are placed. Most adapters have names that the files
+have, too. Otherwise adapters are placed on the names in memory that transformers has for stored tensors
+(`convert/models/names_in_memory.py`), and the result is renamed to the stored names.
 """
 
 from __future__ import annotations
@@ -29,15 +28,12 @@ def same_name(name: str) -> str:
 def match_names(
     wanted: Collection[str], names: Collection[str], adapter: str, spelled: Callable[[str], str] = same_name
 ) -> dict[str, str]:
-    """Each wanted name to the name of its tensor in the base.
+    """Each wanted name, of the model that the adapter was trained on, to the name of its tensor in the base.
 
     Missing names may have another spelling, or may all differ by one prefix, such as `transformer.` in the model and
-    nothing in the file. A prefix is accepted only if it is the only one that maps every name to a tensor of its own.
+    nothing in the file. A prefix is accepted only if it is the only one that maps every name to a different tensor.
 
     Args:
-        wanted: tensor names in the model that the adapter was trained on.
-        names: tensor names of the base.
-        adapter: its name, for error messages.
         spelled: returns how the base spells a name.
 
     Raises:
@@ -85,8 +81,6 @@ def match_saved(
     Args:
         saved: names of an adapter's saved tensors that are not names of the base.
         homes: result of `match_names` for its other names.
-        names: tensor names of the base.
-        adapter: its name, for error messages.
         spelled: returns how the base spells a name.
         modules: `modules_to_save`.
 
@@ -111,20 +105,14 @@ def match_saved(
 
 
 def has_same_end(name: str, other: str, parts: int) -> bool:
-    """Whether two names have the same last parts, whatever is before them.
-
-    Args:
-        name: a tensor name, parts joined by dots.
-        other: the name it is compared with.
-        parts: the number of last parts; see `parts_from_saved`.
-    """
+    """Whether two tensor names have the same last `parts` components (see `parts_from_saved`)."""
     return name.split(".")[-parts:] == other.split(".")[-parts:]
 
 
 def prefix_fits(
     missing: Sequence[str], names: Collection[str], found: Mapping[str, str]
 ) -> set[frozenset[tuple[str, str]]]:
-    """The mappings of all missing names to tensors of the base by the exchange of one prefix.
+    """The mappings of all missing names to tensors of the base that replacing one prefix gives.
 
     Args:
         missing: names that the base does not have, sorted.
@@ -188,7 +176,8 @@ class Naming:
 
     Attributes:
         spelled: how a name of an adapter is spelled here.
-        stacks: name of a tensor in memory to the tensors of each expert that make it up, where the base has these.
+        stacks: name of a tensor in memory to the tensors of each expert that are stacked in it, where the base has
+            these.
     """
 
     spelled: Callable[[str], str] = same_name

@@ -74,11 +74,7 @@ def tuners() -> dict[str, Tuner]:
 
 
 def by_peft_type(kind: object) -> Tuner:
-    """The tuner of an adapter's `peft_type`.
-
-    Raises:
-        UnsupportedInput: it cannot be merged, or is unknown.
-    """
+    """The tuner of an adapter's `peft_type`; UnsupportedInput if it cannot be merged or is unknown."""
     if isinstance(kind, str) and kind in tuners():
         return tuners()[kind]
     if isinstance(kind, str) and kind in UNMERGEABLE:

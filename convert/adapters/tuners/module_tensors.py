@@ -32,11 +32,7 @@ class ModuleTensors:
     settings: AdapterFields
 
     def shape(self, name: str, dims: int | None = None) -> tuple[int, ...]:
-        """The shape of one tensor.
-
-        Raises:
-            MalformedInput: it is missing, or does not have `dims` dimensions.
-        """
+        """The shape of one tensor; MalformedInput if it is missing or does not have `dims` dimensions."""
         if name not in self.tensors:
             raise MalformedInput(
                 f"the adapter lacks `{name}` of `{self.module}`",
@@ -52,11 +48,7 @@ class ModuleTensors:
         return self.tensors[name].read().astype(np.float64)
 
     def same(self, what: str, *sizes: int) -> int:
-        """The common value of `sizes`.
-
-        Raises:
-            MalformedInput: they differ; `what` names them.
-        """
+        """The common value of `sizes`; MalformedInput, with `what` as their name, if they differ."""
         if len(set(sizes)) != 1:
             raise self.misfit(f"{what} is {' or '.join(str(size) for size in dict.fromkeys(sizes))}")
         return sizes[0]
@@ -69,20 +61,12 @@ class ModuleTensors:
         )
 
     def scale(self, alpha_default: float = 8) -> float:
-        """alpha/r (PEFT `LycorisLayer.update_layer`), both looked up by the module's path.
-
-        Raises:
-            MalformedInput: a value that is not a number above 0.
-        """
+        """alpha/r (PEFT `LycorisLayer.update_layer`) by the module's path; MalformedInput unless numbers above 0."""
         alpha = self.settings.of_module("alpha_pattern", self.module, self.settings.positive("alpha", alpha_default))
         return alpha / self.rank()
 
     def rank(self, default: float = 8) -> int:
-        """r of the config, looked up by the module's path.
-
-        Raises:
-            MalformedInput: a value that is not a number above 0.
-        """
+        """r of the config by the module's path; MalformedInput unless a number above 0."""
         return int(self.settings.of_module("rank_pattern", self.module, self.settings.positive("r", default)))
 
 
@@ -94,66 +78,40 @@ LARGEST = 2.0**63
 class AdapterFields:
     """The fields of an adapter's config; an absent or null field has the default, as in PEFT.
 
-    Attributes:
-        fields: the content of the file.
-        match_time: shared by all patterns of the adapter.
+    A value of another kind than the method's raises MalformedInput. `match_time` is shared by all patterns of the
+    adapter.
     """
 
     fields: Mapping[str, Any]
     match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number.
-
-        Raises:
-            MalformedInput: a value of another kind.
-        """
+        """A finite number."""
         return _number(name, default if self.fields.get(name) is None else self.fields[name])
 
     def positive(self, name: str, default: float) -> float:
-        """A finite number above 0.
-
-        Raises:
-            MalformedInput: a value of another kind.
-        """
+        """A finite number above 0."""
         value = self.number(name, default)
         if value <= 0:
             raise invalid_field(name, value)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false.
-
-        Raises:
-            MalformedInput: a value of another kind.
-        """
+        """True or false."""
         value = default if self.fields.get(name) is None else self.fields[name]
         if not isinstance(value, bool):
             raise invalid_field(name, value)
         return value
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of strings.
-
-        Raises:
-            MalformedInput: a value of another kind.
-        """
+        """A list of strings."""
         value = self.fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise invalid_field(name, value)
         return tuple(value)
 
     def of_module(self, pattern: str, module: str, default: float) -> float:
-        """The number above 0 for a module, from a field with regular expressions of module paths.
-
-        Args:
-            pattern: name of the field.
-            module: path of the module.
-            default: if no expression matches.
-
-        Raises:
-            MalformedInput: a value of another kind.
-        """
+        """The number above 0 for a module, from the field `pattern` with regular expressions of module paths."""
         values = self.fields.get(pattern) or {}
         if not isinstance(values, dict):
             raise invalid_field(pattern, values)

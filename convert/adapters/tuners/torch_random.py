@@ -36,11 +36,6 @@ class TorchRandom:
 def first_of_permutation(size: int, count: int, seed: int) -> Array:
     """The first `count` numbers of `torch.randperm(size)` with a generator of this seed, int64.
 
-    Args:
-        size: of the permutation.
-        count: at most `size`.
-        seed: of the generator.
-
     Raises:
         UnsupportedInput: a size of `LONG` or more.
     """

@@ -36,10 +36,7 @@ def require(learned: ModuleTensors, shape: WeightShape) -> None:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the update.
-
-    The real part of a transform is the transform of the spectrum's Hermitian part, whose half is enough.
-    """
+    """Rows of the update, from half of the spectrum's Hermitian part, whose transform is the real part."""
     values, settings = learned.read("fourierft_spectrum"), learned.settings
     seed = settings.fields.get("random_loc_seed", 777)
     rows, columns = np.divmod(first_of_permutation(shape[0] * shape[1], len(values), seed), shape[1])
